@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import orjson
+
 from agentlightning.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class Transition:
         """The messages of the request in OpenTelemetry's form (`role`, `parts`), parsed on each access; empty if they
         were not recorded or are malformed."""
         try:
-            found: Any = json.loads(self.input_messages or "[]")
+            found: Any = _parsed(self.input_messages or "[]")
         except ValueError:
             return []
         return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
@@ -139,6 +141,8 @@ class Trajectory:
     status: Status = "succeeded"
     task: Any = field(default=None, repr=False, compare=False)
     """The input of the rollout; None if it is not known. Rules that remember tasks find them by it, else by `group`."""
+    agent_rewards: Mapping[str, Reward] = field(default_factory=dict[str, "Reward"])
+    """By name of an agent, what was emitted for it alone."""
 
 
 def _newest_observation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,9 +157,20 @@ def _without_ids(value: Any) -> Any:
     return [_without_ids(inner) for inner in value] if isinstance(value, list) else value
 
 
+def _parsed(text: str) -> Any:
+    """JSON, with the NaN and the lone surrogates that the standard library accepts."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)
+
+
 def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # A lone surrogate, or an integer of more than 64 bits.
+        text = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

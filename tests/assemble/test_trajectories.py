@@ -300,3 +300,20 @@ def test_what_another_model_answered_is_left_out_and_its_reward_goes_to_the_call
 
 
 TOKENS_OF_A_CALL = {names.PROMPT_TOKEN_IDS: [1, 2], names.RESPONSE_TOKEN_IDS: [3], names.LOGPROBS: [-0.5]}
+
+
+def test_a_reward_for_one_agent_is_neither_final_nor_intermediate() -> None:
+    spans = [
+        chat(1, [1], [2]),
+        reward(2, 0.5, **{names.REWARD_AGENT: "writer"}),
+        reward(3, 1.0),
+        reward(4, 0.25, **{names.REWARD_AGENT: "writer"}),
+        reward(5, {"style": 1.0}, **{names.REWARD_AGENT: "critic"}),
+    ]
+    links = link_rewards(spans)
+    assert (links.final, links.intermediate, links.unlinked) == (1.0, {}, 0)
+    assert links.agents == {"writer": 0.75, "critic": {"style": 1.0}}
+    assert trajectory("ro-1", "at-1", spans).agent_rewards == links.agents
+    assert link_rewards(spans[1:2]).final is None
+    with pytest.raises(RewardError, match="a plain reward and one of named dimensions"):
+        link_rewards([*spans, reward(6, 1.0, **{names.REWARD_AGENT: "critic"})])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agentlightning.credit import CreditMemory
-from agentlightning.credit.memory import task_key
+from agentlightning.credit.memory import memory_key
 from agentlightning.errors import ResumeError
 from agentlightning.trajectory import Trajectory
 
@@ -46,7 +46,7 @@ def test_a_task_is_known_by_its_input_and_else_by_its_group() -> None:
     def group(task: object, name: str) -> list[Trajectory]:
         return [Trajectory("r", "at", (), 1.0, name, task=task)]
 
-    assert task_key(group({"a": 1, "b": 2}, "step-1")) == task_key(group({"b": 2, "a": 1}, "step-2"))
-    assert task_key(group({"a": 1}, "g")) != task_key(group({"a": 2}, "g"))
-    assert task_key(group(None, "g")) == "g"
-    assert task_key([]) == ""
+    assert memory_key(group({"a": 1, "b": 2}, "step-1")) == memory_key(group({"b": 2, "a": 1}, "step-2"))
+    assert memory_key(group({"a": 1}, "g")) != memory_key(group({"a": 2}, "g"))
+    assert memory_key(group(None, "g")) == "g"
+    assert memory_key([]) == ""

@@ -36,6 +36,14 @@ def test_any_number_is_a_reward(recorded: Any, value: Any, read: float) -> None:
     assert recorded[0].attributes == {names.EVALUATION_NAME: "reward", names.SCORE_VALUE: read}
 
 
+def test_a_reward_may_be_for_one_agent(recorded: Any) -> None:
+    emit_reward(0.5, agent="writer")
+    assert recorded[0].attributes[names.REWARD_AGENT] == "writer"
+    assert find_final_reward(recorded) is None, "it is not that of the rollout"
+    with pytest.raises(RewardError, match="name the agent as track_agent does"):
+        emit_reward(0.5, agent="")
+
+
 def test_a_reward_may_have_named_dimensions(recorded: Any) -> None:
     emit_reward({"correctness": 1, "format": 0.5}, name="judge")
     assert recorded[0].attributes == {

@@ -59,6 +59,14 @@ class Algorithm(ABC, Generic[C]):
     async def run(self, training: Training) -> object:
         """Do the steps from `training.step` to `total_steps`. The return value is ignored."""
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """What it has learned beside the weights, for checkpoints: anything that JSON holds. Empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned when the checkpoint was written. Called before `run` when a run
+        resumes, and when it returns to an earlier checkpoint."""
+
     @property
     def optimizer(self) -> OptimizerConfig | None:
         """How the policy's weights are updated. None: as the trainer's own settings say."""

@@ -15,7 +15,6 @@ token has (`aggregate="token"`). Groups whose rewards are all equal teach nothin
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,18 +24,26 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.credit_assignment import (
+    CreditAssigner,
+    check_critic,
+    one_credit_setting,
+    trains_values,
+)
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import (
+    AgentRewards,
     Aggregate,
+    Assignment,
     ConstantNormalizer,
+    Normalization,
     canonical_credit,
-    credit_rule,
-    group_trajectories,
     is_target,
+    normalization,
     rejections,
-    training_samples,
 )
+from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss
@@ -65,7 +72,15 @@ class LightningRLConfig(BaseModel):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the training rollouts."""
     credit: str | dict[str, Any] = "group_relative"
-    """The episode-level credit rule: its name, or a table with its `type` and settings."""
+    """The episode-level credit rule: its name, or a table with its `type` and settings. `credit_assignment` is another
+    name of this setting."""
+    normalization: Normalization = Normalization()
+    """What advantages are divided by: rule (as the formula of the credit rule says), none, group, batch, agent, max_rl
+    or gdpo; or a table with `type` and `center`."""
+    agent_rewards: AgentRewards = "shared"
+    """Whose reward the calls of an agent are credited with where rewards were emitted for single agents: shared (the
+    rollout's), own (the agent's), or difference (the rollout's less the agent's, which is then what the rollout would
+    have earned without it)."""
     aggregate: Aggregate = "rollout"
     """What has the same weight in the loss: every rollout, or every sampled token; or a table with type "constant" and
     the length that each rollout's loss is divided by."""
@@ -92,6 +107,16 @@ class LightningRLConfig(BaseModel):
         self.optimizer.check_warmup(self.steps * self.minibatches)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_credit(cls, settings: Any) -> Any:
+        return one_credit_setting(settings)
+
+    @field_validator("normalization", mode="before")
+    @classmethod
+    def _read_normalization(cls, setting: Any) -> Any:
+        return normalization(setting)
+
     @field_validator("credit", mode="before")
     @classmethod
     def _resolve_alias(cls, credit: Any) -> Any:
@@ -113,8 +138,15 @@ class LightningRLConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> Self:
-        credit_rule(self.credit).check_group_size(self.group_size)
+        rule = _assignment(self).rule
+        rule.check_group_size(self.group_size)
+        check_critic(rule, self.loss)
         return self
+
+
+def _assignment(config: LightningRLConfig) -> Assignment:
+    """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
+    return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights)
 
 
 class LightningRLSettings(TypedDict, total=False):
@@ -125,6 +157,9 @@ class LightningRLSettings(TypedDict, total=False):
     group_size: int
     temperature: float
     credit: str | Mapping[str, Any]
+    credit_assignment: str | Mapping[str, Any]
+    normalization: str | Mapping[str, Any] | Normalization
+    agent_rewards: AgentRewards
     aggregate: Literal["rollout", "token"] | ConstantNormalizer | Mapping[str, Any]
     loss: LossSetting
     minibatches: int
@@ -152,9 +187,20 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     def __init__(self, config: LightningRLConfig | None = None, **settings: Unpack[LightningRLSettings]) -> None:
         self.config = settings_from(
-            LightningRLConfig, settings, base=config, source="from the arguments of LightningRL"
+            LightningRLConfig, one_credit_setting(settings), base=config, source="from the arguments of LightningRL"
         )
         self._roles = AgentRoles(self.config.agents)
+        self._credit = CreditAssigner(
+            _assignment(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What the credit rule remembers of tasks; empty if it remembers nothing."""
+        memory = self._credit.memory
+        return {"credit_memory": memory.state_dict()} if memory.size else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._credit.memory.load_state_dict(state.get("credit_memory", {"forgotten": 0, "tables": {}}))
 
     @property
     def total_steps(self) -> int:
@@ -176,15 +222,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         )
         if training.step == 0:
             self._roles.check_seen(collected.trajectories, target)
-        samples, report = await asyncio.to_thread(
-            training_samples,
-            group_trajectories(collected.trajectories),
-            config.credit,
-            aggregate=config.aggregate,
-            target_agent=target,
-            reward_weights=config.reward_weights,
-            trains=self._roles.trains,
-        )
+        samples, report = await self._credit.samples(training, collected.trajectories, target, self._roles.trains)
         counts = self._roles.counts(collected.trajectories)
         metrics = {**reward_metrics(collected, config.reward_weights), **counts, **report.metrics()}
         if samples:
@@ -197,8 +235,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
     def rejections(self, trajectories: Sequence[Trajectory], target_agent: str | None = None) -> list[Rejection]:
         """The rollouts that it cannot learn from: all of them if they hold no call of the policy, or none of the agents
         to train."""
-        config = self.config
-        found = rejections(trajectories, config.credit, target_agent=target_agent, reward_weights=config.reward_weights)
+        found = rejections(trajectories, self._credit.assignment, target_agent=target_agent)
         rejected = {each.rollout_id for each in found}
         left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in rejected]
         agents = {call.agent for trajectory in left for call in trajectory.transitions}
@@ -214,7 +251,7 @@ def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) ->
     known = [
         reward
         for trajectory in collected.trajectories
-        if (reward := scalar_reward(trajectory.reward, weights)) is not None
+        if (reward := scalar_reward(team_reward(trajectory), weights)) is not None
     ]
     calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentlightning import span as names
@@ -23,13 +23,16 @@ class RewardLinks:
     """By span_id of the call each follows."""
     unlinked: int = 0
     """Earlier rewards that came before the first call."""
+    agents: dict[str, Reward] = field(default_factory=dict[str, "Reward"])
+    """By name of an agent, the rewards that were emitted for it alone."""
 
 
 def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     """Find what each reward belongs to.
 
-    The last reward span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is
-    the intermediate reward of the last model call before it; where several follow the same call they add up, named
+    A reward that names an agent belongs to that agent; several for one agent add up. Of the others, the last reward
+    span of an attempt, by sequence number, is the final reward of the rollout. Each earlier one is the intermediate
+    reward of the last model call before it; where several follow the same call they add up, named
     dimensions name by name. A reward of `agl rescore` is the final one in place of the attempt's own; one of an AIR
     rule belongs to the call that it names. An earlier reward before the first call belongs to nothing and is counted.
     Superseded spans, those that came after the end of their attempt, and evaluations without a score (a label alone,
@@ -39,10 +42,12 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     the same call.
     """
     valid = sorted((span for span in spans if counts(span)), key=lambda span: span.sequence_id)
+    agents = _agent_rewards(valid)
+    valid = [span for span in valid if not (is_reward(span) and names.REWARD_AGENT in span.attributes)]
     rewards = [span for span in valid if is_reward(span)]
     links: dict[str, Reward] = {}
     if not rewards:
-        return RewardLinks(final=None, intermediate=links)
+        return RewardLinks(final=None, intermediate=links, agents=agents)
     rescored = list(filter(_is_rescored, rewards))
     last = next((span for span in reversed(rewards) if _is_own(span)), None)
     call, unlinked = None, 0
@@ -60,7 +65,7 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
         if call in counted:
             links[call] = _sum(links.get(call), read_reward(span), call)
     final = rescored[-1] if rescored else last
-    return RewardLinks(None if final is None else read_reward(final), links, unlinked)
+    return RewardLinks(None if final is None else read_reward(final), links, unlinked, agents)
 
 
 def automatic_rewards(spans: Iterable[Span]) -> list[Span]:
@@ -82,6 +87,15 @@ def _is_rescored(span: Span) -> bool:
 def _is_own(span: Span) -> bool:
     """Whether the attempt itself, or its reward function, recorded a reward."""
     return not _is_automatic(span) and not _is_rescored(span)
+
+
+def _agent_rewards(spans: Iterable[Span]) -> dict[str, Reward]:
+    found: dict[str, Reward] = {}
+    for span in spans:
+        agent = span.attributes.get(names.REWARD_AGENT)
+        if is_reward(span) and agent is not None:
+            found[str(agent)] = _sum(found.get(str(agent)), read_reward(span), f"of agent {agent!r}")
+    return found
 
 
 def is_reward(span: Span) -> bool:

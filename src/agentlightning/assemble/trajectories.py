@@ -78,6 +78,7 @@ def trajectory(
         reward=links.final,
         group=group,
         steps=steps(own),
+        agent_rewards=links.agents,
         status=status,
         metadata={**(metadata or {}), **{name: value for name, value in found.items() if value}},
     )

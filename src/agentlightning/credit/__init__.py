@@ -1,17 +1,24 @@
 """Credit assignment: how much better than expected each call of a rollout was."""
 
+from agentlightning.credit.agent_rewards import AgentRewards
+from agentlightning.credit.assignment import Assignment, GroupCredit
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, canonical_credit, credit_rule, register
 from agentlightning.credit.memory import CreditMemory
+from agentlightning.credit.normalization import Normalization, normalization
 from agentlightning.credit.normalizer import Aggregate, ConstantNormalizer
 from agentlightning.credit.rules import (
     DiscountedCredit,
     GraphCredit,
     GroupRelativeCredit,
     GroupStepCredit,
+    HierarchicalCredit,
+    InformationGainCredit,
     IntermediateCredit,
+    JudgeCredit,
     LeaveOneOutCredit,
     ReinforceCredit,
     StateValueCredit,
+    ValueCredit,
 )
 from agentlightning.credit.training_samples import (
     CreditReport,
@@ -22,7 +29,9 @@ from agentlightning.credit.training_samples import (
 )
 
 __all__ = [
+    "AgentRewards",
     "Aggregate",
+    "Assignment",
     "ConstantNormalizer",
     "Credit",
     "CreditContext",
@@ -31,16 +40,23 @@ __all__ = [
     "CreditRule",
     "DiscountedCredit",
     "GraphCredit",
+    "GroupCredit",
     "GroupRelativeCredit",
     "GroupStepCredit",
+    "HierarchicalCredit",
+    "InformationGainCredit",
     "IntermediateCredit",
+    "JudgeCredit",
     "LeaveOneOutCredit",
+    "Normalization",
     "ReinforceCredit",
     "StateValueCredit",
+    "ValueCredit",
     "canonical_credit",
     "credit_rule",
     "group_trajectories",
     "is_target",
+    "normalization",
     "register",
     "rejections",
     "training_samples",

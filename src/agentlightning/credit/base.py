@@ -11,7 +11,7 @@ import statistics
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -61,6 +61,8 @@ class CreditContext:
 
     def of_call(self, column: str, call: Transition) -> Any:
         """A column's array for one call. Raises ConfigError where the column was not computed."""
+        if not call.response_token_ids:
+            return ()
         try:
             return self.columns[column][call.rollout_id, call.span_id]
         except KeyError:
@@ -85,6 +87,8 @@ class CreditRule(BaseModel, ABC):
     """Columns that the policy must compute before `assign`: `values`, `logprobs`, ..."""
     uses: ClassVar[frozenset[str]] = frozenset()
     """Columns that improve it and that it does without where the policy has none."""
+    gives_returns: ClassVar[bool] = False
+    """Whether it says what a value head learns from each token, if it is given `values`."""
 
     def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
         """The credit of each group of a batch; None where a group teaches nothing.
@@ -113,7 +117,10 @@ _NAMES: dict[str, str] = {}
 """By alias, the `type`."""
 
 
-def register(rule: type[CreditRule]) -> type[CreditRule]:
+R = TypeVar("R", bound=CreditRule)
+
+
+def register(rule: type[R]) -> type[R]:
     """Make a rule known by the default of its `type`, and by its aliases; a class decorator."""
     name = str(rule.model_fields["type"].default)
     _RULES[name] = rule

@@ -6,13 +6,12 @@ state. A run keeps one memory, writes it in its checkpoints and restores it when
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.errors import ResumeError
+from agentlightning.task import task_key
 from agentlightning.trajectory import Trajectory
 
 MemoryTable = dict[str, list[float]]
@@ -76,10 +75,8 @@ class CreditMemory:
             self.write(task, table)
 
 
-def task_key(group: Sequence[Trajectory]) -> str:
+def memory_key(group: Sequence[Trajectory]) -> str:
     """The same for every group of one task: a digest of the task, or the group's name where the task is not known."""
-    task = group[0].task if group else None
-    if task is None:
-        return group[0].group if group else ""
-    text = json.dumps(task, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    if not group:
+        return ""
+    return group[0].group if group[0].task is None else task_key(group[0].task)

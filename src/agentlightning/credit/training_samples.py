@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias
 
-from agentlightning.assemble import scalar_reward, token_tree
-from agentlightning.credit.base import Credit, CreditContext, CreditRule, credit_rule
+from agentlightning.assemble import token_tree
+from agentlightning.credit.agent_rewards import AgentRewards
+from agentlightning.credit.assignment import Assignment
+from agentlightning.credit.base import Credit, CreditContext, CreditRule
+from agentlightning.credit.normalization import Normalization
 from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
@@ -23,6 +26,7 @@ OWN: Final = ""
 """Stands for the policy itself where the name of an adapter may stand."""
 Trains: TypeAlias = Callable[[Transition], str | None]
 """What a call trains: the name of an adapter, `OWN`, or None for nothing."""
+VALUES, RETURNS = "values", "returns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class CreditedCall:
 
     advantage: Any
     weight: Any
+    returns: Any = None
+    """What a value head learns; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +90,28 @@ def group_trajectories(trajectories: Iterable[Trajectory]) -> list[list[Trajecto
 
 def rejections(
     trajectories: Iterable[Trajectory],
-    rule: str | Mapping[str, Any] | CreditRule = "group_relative",
+    rule: str | Mapping[str, Any] | CreditRule | Assignment = "group_relative",
     *,
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    normalization: str | Mapping[str, Any] | Normalization = "rule",
+    agent_rewards: AgentRewards = "shared",
 ) -> list[Rejection]:
     """The rollouts that `training_samples` would exclude or raise for, whatever their group: without a reward, with one
-    that the rule cannot use or that has no weight, or sampled from a distribution that no loss corrects for."""
-    rule = credit_rule(rule)
+    that the rule cannot use, that is not finite or has no weight, or sampled from a distribution that no loss corrects
+    for."""
+    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights)
     found: list[Rejection] = []
     for trajectory in trajectories:
         try:
-            scored = _scalar(trajectory, reward_weights)
-            rule.check(scored)
-            for call in scored.transitions:
+            rewarded = assignment.check(trajectory)
+            for call in trajectory.transitions:
                 if is_target(call.agent, target_agent):
                     _refuse_unfaithful(call)
         except (RewardError, UnfaithfulSampleError) as error:
             found.append(rejection(trajectory.rollout_id, error))
         else:
-            if scored.reward is None:
+            if not rewarded:
                 found.append(Rejection(trajectory.rollout_id, MISSING_REWARD, _without_reward(trajectory)))
     return found
 
@@ -124,11 +132,13 @@ def _without_reward(trajectory: Trajectory) -> str:
 
 def training_samples(
     groups: Sequence[Sequence[Trajectory]],
-    rule: str | Mapping[str, Any] | CreditRule = "group_relative",
+    rule: str | Mapping[str, Any] | CreditRule | Assignment = "group_relative",
     *,
     aggregate: Aggregate | Mapping[str, Any] = "rollout",
     target_agent: str | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    normalization: str | Mapping[str, Any] | Normalization = "rule",
+    agent_rewards: AgentRewards = "shared",
     trains: Trains | None = None,
     context: CreditContext | None = None,
 ) -> tuple[list[TrainingSample], CreditReport]:
@@ -143,17 +153,18 @@ def training_samples(
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
     top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
     """
-    rule, aggregate = credit_rule(rule), normalizer(aggregate)
+    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights)
+    aggregate, context = normalizer(aggregate), context or CreditContext()
     counts: Counter[str] = Counter()
     by_rule: Counter[str] = Counter()
-    rewarded = [_with_reward(group, reward_weights) for group in groups]
-    large = [group for group in rewarded if len(group) >= rule.min_group]
     credited: list[dict[str, CreditedGroup]] = []
-    for group, credit in zip(large, rule.assign(large, context or CreditContext()), strict=True):
-        by_rule.update({} if credit is None else credit.counts)
-        if credit is None:
-            counts["groups_without_spread"] += 1
-        elif outcome := _credit_group(group, credit, target_agent, trains):
+    for found in assignment.assign(groups, context):
+        counts["rewards"] += len(found.group)
+        if found.credit is None:
+            counts["groups_too_small" if found.too_small else "groups_without_spread"] += 1
+            continue
+        by_rule.update(found.credit.counts)
+        if outcome := _credit_group(found.group, found.credit, target_agent, trains):
             credited.append(outcome)
         else:
             counts["groups_without_tokens"] += 1
@@ -162,14 +173,16 @@ def training_samples(
         "groups": len(groups),
         "rollouts": sum(map(len, groups)),
         "groups_trained": len(credited),
-        "groups_too_small": len(groups) - len(large),
-        "rewards_missing": sum(map(len, groups)) - sum(map(len, rewarded)),
+        "rewards_missing": sum(map(len, groups)) - counts.pop("rewards", 0),
         "rollouts_trained": sum(
             len({rollout for each in group.values() for rollout in each.tokens}) for group in credited
         ),
         "tokens_trained": sum(batch.tokens for batch in batches.values()),
     }
-    samples = [_sample(each, aggregate, batches[name], name) for group in credited for name, each in group.items()]
+    values = context.columns.get(VALUES)
+    samples = [
+        _sample(each, aggregate, batches[name], name, values) for group in credited for name, each in group.items()
+    ]
     return samples, CreditReport(**counts, rule=dict(by_rule))
 
 
@@ -181,19 +194,15 @@ def _totals(groups: Sequence[CreditedGroup]) -> Totals:
     return Totals(sum(each.totals.rollouts for each in groups), sum(each.totals.tokens for each in groups))
 
 
-def _with_reward(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Trajectory]:
-    """The rollouts of a group that have a reward, as one number."""
-    return [each for trajectory in group if (each := _scalar(trajectory, weights)).reward is not None]
-
-
 def _credit_group(
     group: Sequence[Trajectory], credit: Credit, target_agent: str | None, trains: Trains | None
 ) -> dict[str, CreditedGroup]:
     """What a group teaches, by what is trained; empty where it teaches nothing."""
     found: dict[str, CreditedGroup] = {}
     weights = credit.weights or [[1.0] * len(trajectory.transitions) for trajectory in group]
-    for trajectory, own, own_weights in zip(group, credit.advantages, weights, strict=True):
-        for call, advantage, weight in zip(trajectory.transitions, own, own_weights, strict=True):
+    returns = credit.returns or [[None] * len(trajectory.transitions) for trajectory in group]
+    for trajectory, *rows in zip(group, credit.advantages, weights, returns, strict=True):
+        for call, *numbers in zip(trajectory.transitions, *rows, strict=True):
             name = OWN if trains is None else trains(call)
             if name is None or not is_target(call.agent, target_agent):
                 continue
@@ -202,17 +211,9 @@ def _credit_group(
                 tree = next(iter(found.values())).tree if found else token_tree(group)
                 found[name] = CreditedGroup(tree, {}, {})
             tokens = found[name].tokens
-            found[name].calls[call.rollout_id, call.span_id] = CreditedCall(advantage, weight)
+            found[name].calls[call.rollout_id, call.span_id] = CreditedCall(*numbers)
             tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
     return found
-
-
-def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory:
-    transitions = tuple(
-        call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
-        for call in trajectory.transitions
-    )
-    return replace(trajectory, reward=scalar_reward(trajectory.reward, weights), transitions=transitions)
 
 
 def _refuse_unfaithful(call: Transition) -> None:
@@ -227,25 +228,35 @@ def _refuse_unfaithful(call: Transition) -> None:
         )
 
 
-def _sample(group: CreditedGroup, aggregate: Aggregate, batch: Totals, name: str) -> TrainingSample:
+def _sample(
+    group: CreditedGroup,
+    aggregate: Aggregate,
+    batch: Totals,
+    name: str,
+    values: Mapping[tuple[str, str], Any] | None,
+) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
-    advantages: list[Any] = []
-    weights: list[Any] = []
+    learns_values = values is not None and all(call.returns is not None for call in group.calls.values())
+    columns: dict[str, list[Any]] = {
+        column: [] for column in ("advantages", "weights", *((VALUES, RETURNS) * learns_values))
+    }
     done: dict[tuple[str, str], int] = {}
     for node in group.tree.nodes:
         length = len(node.token_ids) if node.sampled else 0
-        advantage, weight = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        own = {column: np.zeros(length, np.float32) for column in columns}
         if (credited := group.calls.get(_call(node))) is not None:
             start = done.get(_call(node), 0)
             done[_call(node)] = start + length
             share = token_share(aggregate, batch, group.tokens[str(node.rollout_id)])
-            advantage[:] = _of_tokens(credited.advantage, start, length)
-            weight[:] = _of_tokens(credited.weight, start, length)
-            weight *= share
-        advantages.append(advantage)
-        weights.append(weight)
-    columns = {"advantages": advantages, "weights": weights}
+            own["advantages"][:] = _of_tokens(credited.advantage, start, length)
+            own["weights"][:] = _of_tokens(credited.weight, start, length)
+            own["weights"] *= share
+            if learns_values and values is not None:
+                own[VALUES][:] = _of_tokens(values[_call(node)], start, length)
+                own[RETURNS][:] = _of_tokens(credited.returns, start, length)
+        for column, numbers in columns.items():
+            numbers.append(own[column])
     share = sample_share(aggregate, batch, group.totals)
     return TrainingSample(group.tree, columns=columns, adapter=name or None, share=share)
 

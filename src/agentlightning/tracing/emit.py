@@ -27,20 +27,27 @@ def emit_reward(
     *,
     name: str = "reward",
     primary_key: str | None = None,
+    agent: str | None = None,
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
 ) -> None:
     """Record a reward: a finite number, or several by name, such as `{"correctness": 1.0, "format": 0.5}`.
 
     The last reward of an attempt is its final reward; an earlier one belongs to the model call it follows. With a
-    `primary_key`, that dimension is the reward, and the others are recorded beside it. Raises RewardError for other
-    values. If a rollout has no reward, emit none.
+    `primary_key`, that dimension is the reward, and the others are recorded beside it. With an `agent`, a name as in
+    `track_agent`, it belongs to the calls of that agent and is neither final nor intermediate; several add up
+    (`LightningRL(agent_rewards=)`). Raises RewardError for other values. If a rollout has no reward, emit none.
 
         >>> @agl.rollout
         ... def agent(task):
         ...     agl.emit_reward(1.0 if task["answer"] == 42 else 0.0)
     """
-    _record(names.REWARD, _reward(reward, name, primary_key), attributes, propagate)
+    own = _reward(reward, name, primary_key)
+    if agent is not None:
+        if not isinstance(agent, str) or not agent:
+            raise RewardError(f"emit_reward(..., agent={agent!r}): name the agent as track_agent does")
+        own[names.REWARD_AGENT] = agent
+    _record(names.REWARD, own, attributes, propagate)
 
 
 def _reward(

@@ -38,14 +38,15 @@ def find_reward_spans(spans: Sequence[Span]) -> list[Span]:
 
 
 def find_final_reward(spans: Sequence[Span]) -> Reward | None:
-    """The final reward of an attempt, given its spans in the store's order: the last one that no rule added, or the
-    last one of `agl rescore`. None means missing, never 0.0.
+    """The final reward of an attempt, given its spans in the store's order: the last one that no rule added and that is
+    not for one agent alone, or the last one of `agl rescore`. None means missing, never 0.0.
 
     >>> score = {"gen_ai.evaluation.score.value": 1.0}
     >>> agl.find_final_reward([agl.Span("ro-1", "at-1", "gen_ai.evaluation.result", 0.0, attributes=score)])
     1.0
     """
-    own = [span for span in spans if names.AIR_RULE not in span.attributes]
+    others = {names.AIR_RULE, names.REWARD_AGENT}
+    own = [span for span in spans if others.isdisjoint(span.attributes)]
     rescored = [span for span in own if names.RESCORED in span.attributes]
     for span in (*reversed(rescored), *reversed(own)):
         if (reward := get_reward_value(span)) is not None:

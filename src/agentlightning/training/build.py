@@ -127,6 +127,8 @@ def make_training_run(
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config)
     source = make_source(config, account, tasks, publisher, learner, algorithm)
+    checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
+    checkpoints.restore_algorithm(state.checkpoint)
     return TrainingRun(
         config=config.run,
         account=account,
@@ -143,7 +145,7 @@ def make_training_run(
             on_progress=account.progress.update,
             write_state=account.write_state,
         ),
-        checkpoints=Checkpoints(account.run_dir, learner, publisher),
+        checkpoints=checkpoints,
         total_steps=algorithm.total_steps,
     )
 

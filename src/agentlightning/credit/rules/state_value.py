@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,7 +38,8 @@ from agentlightning.credit.base import (
     returns_to_go,
     step_reward,
 )
-from agentlightning.credit.memory import MemoryTable, task_key
+from agentlightning.credit.columns import monte_carlo_returns
+from agentlightning.credit.memory import MemoryTable, memory_key
 from agentlightning.credit.states import StateKeys, history_keys, repeated_states, state_keys
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -55,6 +56,7 @@ class StateValueCredit(CreditRule):
 
     type: Literal["state_value"] = "state_value"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
+    gives_returns: ClassVar[bool] = True
     similarity: float = Field(default=1.0, gt=0, le=1)
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     history: int = Field(default=0, ge=0, le=8)
@@ -85,7 +87,10 @@ class StateValueCredit(CreditRule):
         if max((abs(advantage) for own in found for advantage in own), default=0.0) <= SMALLEST_SPREAD * max(1.0, size):
             return None
         repeated, later = repeated_states(keys)
-        return Credit(found, counts={"states": float(later), "states_repeated": float(repeated)})
+        counts = {"states": float(later), "states_repeated": float(repeated)}
+        learns = VALUES in context.columns
+        returns = monte_carlo_returns([returns_to_go(each) for each in group], group) if learns else None
+        return Credit(found, returns=returns, counts=counts)
 
     def _values(self, group: Group, keys: StateKeys, context: CreditContext) -> list[list[float]]:
         """V of each state of each rollout."""
@@ -94,10 +99,10 @@ class StateValueCredit(CreditRule):
         now = _visits(orders, returns)
         earlier: Mapping[str, Sequence[float]] = {}
         if pools := self.pool > 0 and self.similarity >= 1:
-            earlier = context.memory.read(task_key(group))
+            earlier = context.memory.read(memory_key(group))
         visits = _pooled(now, earlier, self.pool)
         if pools:
-            context.memory.write(task_key(group), visits)
+            context.memory.write(memory_key(group), visits)
         start = sum(own[0] for own in returns if own) / max(1, sum(map(bool, returns)))
         learned = context if VALUES in context.columns else None
         return [
@@ -126,7 +131,8 @@ class StateValueCredit(CreditRule):
                 values.append(sum(weight * mean for weight, mean in shared) / sum(weight for weight, _ in shared))
                 continue
             before = values[-1] if values else start
-            prior = before if learned is None else float(learned.of_call(VALUES, call)[0])
+            own: Any = () if learned is None else learned.of_call(VALUES, call)
+            prior = float(own[0]) if len(own) else before
             count, mean = found[0]
             values.append((count * mean + self.prior_visits * prior) / (count + self.prior_visits))
         return values

@@ -1,12 +1,16 @@
-"""Checkpoints of a run: the weights and training state of its policy, and the resources its algorithm published."""
+"""Checkpoints of a run: the weights and training state of its policy, what its algorithm has learned beside them, and
+the resources it published."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import orjson
+
+from agentlightning.algorithms.base import Algorithm
 from agentlightning.errors import PolicyError, ResumeError
 from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, named_resources
@@ -17,6 +21,8 @@ from agentlightning.training.publisher import ResourcePublisher
 
 RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any."""
+ALGORITHM_FILE: Final = "algorithm.json"
+"""In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Checkpoints:
     run_dir: RunDir
     learner: PolicyLearner | None
     publisher: ResourcePublisher
+    algorithm: Algorithm[Any] | None = None
+    state: RunState | None = None
 
     async def write(self, step: int) -> str:
         """A checkpoint of the present weights and resources. Returns its directory, relative to the run's."""
@@ -33,6 +41,7 @@ class Checkpoints:
         if self.learner is not None:
             await self.learner.policy.save(directory, training_state=True)
         await self._write_resources(directory)
+        await self._write_algorithm(directory)
         return str(directory.relative_to(self.run_dir.path))
 
     async def export(self, directory: Path) -> None:
@@ -46,15 +55,43 @@ class Checkpoints:
         if self.learner is not None:
             await self.learner.rollback(self.run_dir.path / checkpoint)
         self.publisher.publish(read_resources(self.run_dir, checkpoint))
+        self.restore_algorithm(checkpoint)
+
+    def restore_algorithm(self, checkpoint: str | None) -> None:
+        """Give the algorithm what it had learned at a checkpoint. Not if rewards have changed their meaning since.
+        Raises ResumeError where it cannot be read."""
+        if checkpoint is None or self.algorithm is None:
+            return
+        path = self.run_dir.path / checkpoint / ALGORITHM_FILE
+        try:
+            record = orjson.loads(path.read_bytes())
+            revision, learned = record["revision"], record["state"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+        if revision == self._revision:
+            self.algorithm.load_state_dict(learned)
+
+    @property
+    def _revision(self) -> int:
+        return 0 if self.state is None else self.state.revision
+
+    async def _write_algorithm(self, directory: Path) -> None:
+        learned = {} if self.algorithm is None else self.algorithm.state_dict()
+        if learned:
+            content = orjson.dumps({"revision": self._revision, "state": learned})
+            await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:
         if self.publisher.published or self.learner is None:
-            await asyncio.to_thread(_write, directory, named_resources.dump_json(self.publisher.resources, indent=2))
+            content = named_resources.dump_json(self.publisher.resources, indent=2)
+            await asyncio.to_thread(_write, directory / RESOURCES_FILE, content)
 
 
-def _write(directory: Path, content: bytes) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / RESOURCES_FILE, content)
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
 
 
 def read_resources(run_dir: RunDir, checkpoint: str | None) -> NamedResources:

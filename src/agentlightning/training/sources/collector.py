@@ -142,7 +142,8 @@ class RolloutCollector:
                 if rollout.status == "succeeded"
             }
             groups = {rollout_id: batch[position].group for rollout_id, position in done.items()}
-            _, rejected = await self.reader.read(groups, check)
+            tasks = {rollout_id: batch[position].task for rollout_id, position in done.items()}
+            _, rejected = await self.reader.read(groups, check, tasks=tasks)
             unusable = {each.rollout_id for each in rejected}
             positions = [position for rollout_id, position in done.items() if rollout_id in unusable]
             repetition += 1
@@ -177,7 +178,8 @@ class RolloutCollector:
         failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
         failed_ids = {rollout.rollout_id for rollout in failed}
         groups = {plan.rollout_id: plan.group for plan in batch.plans if plan.rollout_id not in failed_ids}
-        trajectories, rejected = await self.reader.read(groups, check, rewards)
+        tasks = {plan.rollout_id: plan.task for plan in batch.plans}
+        trajectories, rejected = await self.reader.read(groups, check, rewards, tasks)
         share = share if max_rejected_share is None else max_rejected_share
         self._check_rejected(rejected, failed, len(batch.plans), share)
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.assemble import calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
@@ -21,6 +21,7 @@ from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.trajectory import Trajectory
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
+NO_TASKS: Mapping[str, Any] = MappingProxyType({})
 CHUNK: Final = 16
 """Rollouts assembled in one call of a worker thread: few enough to bound memory, enough to make the hand-over cheap."""
 
@@ -41,9 +42,14 @@ class TrajectoryReader:
     """Rules whose rewards are added to the attempts that are read, and recorded in the store. None: no rules."""
 
     async def read(
-        self, groups: Mapping[str, str], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
+        self,
+        groups: Mapping[str, str],
+        check: Check | None = None,
+        rewards: Mapping[str, float] = NO_REWARDS,
+        tasks: Mapping[str, Any] = NO_TASKS,
     ) -> Readings:
-        """`groups`: rollout id -> group. `rewards` replace the rewards of those that timed out."""
+        """`groups`: rollout id -> group; `tasks`: rollout id -> its input. `rewards` replace the rewards of those that
+        timed out."""
         if not groups:
             return (), ()
         found: dict[str, Trajectory] = {}
@@ -57,7 +63,7 @@ class TrajectoryReader:
                     rejected[read.rollout_id] = read
                 else:
                     reward = rewards.get(read.rollout_id, read.reward)
-                    found[read.rollout_id] = replace(read, reward=reward)
+                    found[read.rollout_id] = replace(read, reward=reward, task=tasks.get(read.rollout_id))
         usable = tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
         if check is not None:
             refused = {each.rollout_id: each for each in await asyncio.to_thread(lambda: list(check(usable)))}

@@ -1,0 +1,91 @@
+"""Rewards of several agents: whose reward each agent's calls are credited with.
+
+R is the reward of the rollout, and R_a what was emitted for agent a alone (`emit_reward(..., agent=a)`):
+
+- shared: every agent has R, or the sum of all R_a where there is no R: the reward of the team;
+- own: agent a has R_a, or R where there is none for it;
+- difference: agent a has R - R_a, where R_a is what the rollout would have earned without it: the difference rewards of
+  Wolpert and Tumer 2001 (Optimal payoff functions for members of collectives, equation 4).
+
+An agent is compared with the same agent of the other rollouts of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from agentlightning.credit.base import Group
+from agentlightning.errors import RewardError
+from agentlightning.trajectory import Reward, Trajectory
+
+AgentRewards: TypeAlias = Literal["shared", "own", "difference"]
+
+
+def check_agents(trajectory: Trajectory, mode: AgentRewards) -> None:
+    """Raises RewardError for a reward of an agent that made no call, and for a missing reward that `mode` needs."""
+    agents = {call.agent for call in trajectory.transitions}
+    unknown = sorted(set(trajectory.agent_rewards) - agents)
+    if unknown:
+        seen = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
+        raise RewardError(
+            f"rollout {trajectory.rollout_id} has a reward for agent {unknown[0]!r}, which made no call; there are "
+            f"{seen or 'no calls'}. Name the agent of the reward as agl.track_agent does"
+        )
+    if mode == "difference" and trajectory.agent_rewards and trajectory.reward is None:
+        raise RewardError(
+            f"rollout {trajectory.rollout_id} has rewards of agents and none of its own, which "
+            'agent_rewards="difference" needs; emit one without agent='
+        )
+
+
+def team_reward(trajectory: Trajectory) -> Reward | None:
+    """The reward of the rollout, or those of its agents added up, named dimensions by name. None where all are missing.
+    Raises RewardError where plain and named rewards are mixed."""
+    if trajectory.reward is not None or not trajectory.agent_rewards:
+        return trajectory.reward
+    given = list(trajectory.agent_rewards.values())
+    plain = [each for each in given if not isinstance(each, dict)]
+    if len(plain) == len(given):
+        return float(sum(plain))
+    if plain:
+        raise _mixed(trajectory)
+    total: dict[str, float] = {}
+    for name, value in (item for each in given if isinstance(each, dict) for item in each.items()):
+        total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _mixed(trajectory: Trajectory) -> RewardError:
+    return RewardError(
+        f"rollout {trajectory.rollout_id} has plain rewards and rewards of named dimensions; give all the same form"
+    )
+
+
+def reward_of(trajectory: Trajectory, agent: str | None, mode: AgentRewards) -> Reward | None:
+    """What the calls of an agent are credited with; None: nothing is known."""
+    if mode == "shared":
+        return team_reward(trajectory)
+    own = trajectory.agent_rewards.get(agent) if agent is not None else None
+    if own is None:
+        return trajectory.reward
+    return own if mode == "own" else _difference(trajectory, own)
+
+
+def _difference(trajectory: Trajectory, without: Reward) -> Reward | None:
+    reward = trajectory.reward
+    if reward is None:
+        return None
+    if isinstance(reward, dict) and isinstance(without, dict):
+        return {name: value - without.get(name, 0.0) for name, value in reward.items()}
+    if isinstance(reward, dict) or isinstance(without, dict):
+        raise _mixed(trajectory)
+    return reward - without
+
+
+def agents_apart(groups: Sequence[Group], mode: AgentRewards) -> list[str | None] | None:
+    """The agents whose rewards differ from the team's; None where all calls have the same reward."""
+    if mode == "shared" or not any(each.agent_rewards for group in groups for each in group):
+        return None
+    agents = {call.agent for group in groups for each in group for call in each.transitions}
+    return sorted(agents, key=lambda agent: (agent is not None, agent or ""))

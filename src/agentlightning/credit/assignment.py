@@ -1,0 +1,197 @@
+"""Credit of a batch: a rule, and what is done around it, from rewards in any form to one credit for each group.
+
+A rule sees rewards that are one number. Where agents have rewards of their own (`agent_rewards`), or each dimension of
+a reward is normalised by itself (`gdpo`), it is given a *view* of the groups for each agent and dimension; what it
+returns is normalised and put together again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentlightning.assemble import scalar_reward
+from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
+from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule
+from agentlightning.credit.memory import memory_key
+from agentlightning.credit.normalization import GDPO, Normalization, dimensions, normalization
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.trajectory import Reward, Trajectory, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a rule is shown: the rewards of one agent, in one dimension."""
+
+    agent: str | None = None
+    every_agent: bool = True
+    dimension: str | None = None
+    """None: all dimensions, weighed."""
+    factor: float = 1.0
+    """Of its advantages."""
+
+    def holds(self, call: Transition) -> bool:
+        return self.every_agent or call.agent == self.agent
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCredit:
+    """What became of one group."""
+
+    group: list[Trajectory]
+    """Its rollouts with a reward."""
+    credit: Credit | None
+    """None: it teaches nothing."""
+    too_small: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A credit rule with its settings."""
+
+    rule: CreditRule
+    normalization: Normalization = field(default_factory=Normalization)
+    agent_rewards: AgentRewards = "shared"
+    reward_weights: Mapping[str, float] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rule: str | Mapping[str, Any] | CreditRule | Assignment,
+        normalize: str | Mapping[str, Any] | Normalization = "rule",
+        agent_rewards: AgentRewards = "shared",
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> Assignment:
+        """From settings; one that is made already stays as it is. Raises ConfigError for those that cannot work, or not
+        together."""
+        if isinstance(rule, Assignment):
+            return rule
+        own = normalization(normalize)
+        found = own.check_rule(credit_rule(rule))
+        if own.type == GDPO and not reward_weights:
+            raise ConfigError('normalization "gdpo" adds up dimensions of the reward; name them in reward_weights')
+        if own.type == GDPO and found.needs:
+            raise ConfigError(
+                f'credit rule "{found.type}" reads {sorted(found.needs)}, which are not per dimension; use another '
+                'normalization than "gdpo"'
+            )
+        return cls(found, own, agent_rewards, reward_weights)
+
+    def check(self, trajectory: Trajectory) -> bool:
+        """Whether a rollout has a reward. Raises RewardError where it has one that cannot be used."""
+        check_agents(trajectory, self.agent_rewards)
+        known = False
+        for view in self._views([[trajectory]]):
+            shown = self._shown(trajectory, view)
+            refuse_not_finite(shown)
+            self.rule.check(shown)
+            self.normalization.check(shown)
+            known = known or shown.reward is not None
+        return known
+
+    def assign(self, groups: Sequence[Group], context: CreditContext) -> list[GroupCredit]:
+        """The credit of each group of a batch. Raises RewardError as `check` does."""
+        views = self._views(groups)
+        shown = [[[self._shown(each, view) for each in group] for group in groups] for view in views]
+        if len(views) > 1:
+            shown = [_apart(own, view) for own, view in zip(shown, views, strict=True)]
+        known = [
+            [any(own[g][i].reward is not None for own in shown) for i in range(len(group))]
+            for g, group in enumerate(groups)
+        ]
+        parts = [self._assign_view(own, context) for own in shown]
+        found: list[GroupCredit] = []
+        for g, group in enumerate(groups):
+            kept = [i for i in range(len(group)) if known[g][i]]
+            own = [(view, part[g]) for view, part in zip(views, parts, strict=True) if part[g] is not None]
+            credit = _joined([group[i] for i in kept], kept, own) if own else None
+            found.append(GroupCredit([group[i] for i in kept], credit, len(kept) < self.rule.min_group))
+        return found
+
+    def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> list[tuple[list[int], Credit] | None]:
+        """For each group, the rollouts that have a reward in this view, and their credit."""
+        members = [[i for i, each in enumerate(group) if each.reward is not None] for group in groups]
+        large = [g for g, own in enumerate(members) if len(own) >= self.rule.min_group]
+        chosen = [[groups[g][i] for i in members[g]] for g in large]
+        credits = self.rule.assign(chosen, context)
+        how = Normalization(type="group") if self.normalization.type == GDPO else self.normalization
+        credits = how.apply(chosen, credits)
+        found: list[tuple[list[int], Credit] | None] = [None] * len(groups)
+        for g, credit in zip(large, credits, strict=True):
+            found[g] = None if credit is None else (members[g], credit)
+        return found
+
+    def _views(self, groups: Sequence[Group]) -> list[View]:
+        agents = agents_apart(groups, self.agent_rewards)
+        views = [View()] if agents is None else [View(agent, every_agent=False) for agent in agents]
+        if self.normalization.type != GDPO:
+            return views
+        weights = self.reward_weights or {}
+        named = [name for name in dimensions(groups) if weights.get(name, 1.0)]
+        return [
+            replace(view, dimension=name, factor=weights.get(name, 1.0)) for view in views for name in named
+        ] or views
+
+    def _shown(self, trajectory: Trajectory, view: View) -> Trajectory:
+        agent = "shared" if view.every_agent else self.agent_rewards
+        reward = reward_of(trajectory, view.agent, agent)
+        if not isinstance(reward, dict) and all(call.reward is None for call in trajectory.transitions):
+            return trajectory if reward is trajectory.reward else replace(trajectory, reward=reward)
+        calls = tuple(
+            call if call.reward is None else replace(call, reward=self._number(call.reward, view))
+            for call in trajectory.transitions
+        )
+        return replace(trajectory, reward=self._number(reward, view), transitions=calls)
+
+    def _number(self, reward: Reward | None, view: View) -> float | None:
+        number = scalar_reward(reward, self.reward_weights)  # Refuses dimensions without a weight.
+        if view.dimension is None or number is None:
+            return number
+        if not isinstance(reward, dict):
+            raise RewardError(f'reward {reward!r} has no dimension {view.dimension!r}, as normalization "gdpo" needs')
+        return reward[view.dimension]
+
+
+def refuse_not_finite(trajectory: Trajectory) -> None:
+    """Raises RewardError for a reward that is no finite number."""
+    for reward in (trajectory.reward, *(call.reward for call in trajectory.transitions)):
+        numbers = reward.values() if isinstance(reward, dict) else () if reward is None else (reward,)
+        if not all(map(math.isfinite, numbers)):
+            raise RewardError(
+                f"rollout {trajectory.rollout_id} has reward {reward!r}, which is not finite; emit a number, or none "
+                "to mark it missing"
+            )
+
+
+def _apart(groups: Sequence[Sequence[Trajectory]], view: View) -> list[list[Trajectory]]:
+    """The same groups with a task of their own, so that what is remembered of one view is not taken for another."""
+    names = [json.dumps([memory_key(group), view.agent, view.dimension]) for group in groups]
+    return [[replace(each, task=name) for each in group] for group, name in zip(groups, names, strict=True)]
+
+
+def _joined(group: Group, kept: Sequence[int], parts: Sequence[tuple[View, tuple[list[int], Credit] | None]]) -> Credit:
+    """One credit of those of several views. Calls without any have weight 0."""
+    if len(parts) == 1 and parts[0][0] == View() and parts[0][1] is not None and parts[0][1][0] == list(kept):
+        return parts[0][1][1]
+    place = {i: row for row, i in enumerate(kept)}
+    advantages: list[list[Any]] = [[0.0] * len(each.transitions) for each in group]
+    weights: list[list[Any]] = [[0.0] * len(each.transitions) for each in group]
+    returns: list[list[Any]] = [[None] * len(each.transitions) for each in group]
+    counts: Counter[str] = Counter()
+    for view, part in parts:
+        members, credit = part or ([], Credit([]))
+        counts.update(credit.counts)
+        for source, i in enumerate(members):
+            row = place[i]
+            for k, call in enumerate(group[row].transitions):
+                if view.holds(call):
+                    gain = view.factor * credit.advantages[source][k]
+                    advantages[row][k] = advantages[row][k] + gain
+                    weights[row][k] = 1.0 if credit.weights is None else credit.weights[source][k]
+                    returns[row][k] = None if credit.returns is None else credit.returns[source][k]
+    complete = all(each is not None for own in returns for each in own)
+    return Credit(advantages, weights, returns if complete else None, counts)

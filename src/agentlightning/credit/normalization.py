@@ -1,0 +1,167 @@
+"""Normalisation of advantages: what they are divided by before a loss sees them.
+
+The standard deviation of a set of calls counts every rollout alike, however many calls it made of the set:
+
+    std = sqrt( sum_i sum_k w_ik (A_ik - mean)^2 ),   mean = sum_i sum_k w_ik A_ik,   w_ik = 1 / (rollouts * calls_i)
+
+- group: the calls of a group. With `group_relative` it is GRPO (arXiv:2402.03300, section 4.1.2).
+- batch: all calls of a batch. With `center` and `reinforce` it is REINFORCE++ (arXiv:2501.03262, section 3.2).
+- agent: the calls of one agent in a batch, so that agents with rewards of different size learn alike.
+- none: nothing, as Dr. GRPO (arXiv:2503.20783, section 3.2).
+- max_rl: the mean reward of the group, as MaxRL (arXiv:2602.02710): hard tasks count as much as easy ones.
+- gdpo: each named dimension of the reward is made into advantages and divided per group on its own, then they are added
+  up with their weights, as GDPO (arXiv:2601.05242, section 3.1), without its last division by that of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from agentlightning.credit.base import SMALLEST_SPREAD, Credit, CreditRule, Group, plain_reward
+from agentlightning.errors import ConfigError, RewardError
+from agentlightning.trajectory import Trajectory
+
+Place: TypeAlias = tuple[int, int, int]
+"""(group, rollout, call)."""
+
+MAX_RL, GDPO = "max_rl", "gdpo"
+
+
+class Normalization(BaseModel):
+    """What advantages are divided by.
+
+    >>> Normalization(type="batch", center=True).type
+    'batch'
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    type: Literal["rule", "none", "group", "batch", "agent", "max_rl", "gdpo"] = "rule"
+    """rule: as the formula of the rule says; group, batch or agent: the standard deviation within it; max_rl: the
+    group's mean reward; gdpo: per dimension of the reward; none: nothing. role is another name of agent."""
+    center: bool = False
+    """Whether the mean is subtracted first (group, batch, agent). Rules with a baseline have a mean near 0 anyway."""
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _alias(cls, name: Any) -> Any:
+        return "agent" if name == "role" else name
+
+    def check_rule(self, rule: CreditRule) -> CreditRule:
+        """The rule without a division of its own, unless that is the normalisation. Raises ConfigError where it was
+        told to have one besides."""
+        if self.center and self.type not in ("group", "batch", "agent"):
+            raise ConfigError(f'normalization "{self.type}" has no mean to subtract; leave out center')
+        if self.type == "rule" or "normalize_std" not in type(rule).model_fields:
+            return rule
+        if "normalize_std" in rule.model_fields_set and bool(dict(rule)["normalize_std"]):
+            raise ConfigError(
+                f'credit rule "{rule.type}" divides by a standard deviation (normalize_std=true) and so does '
+                f'normalization="{self.type}"; set one of them'
+            )
+        return rule.model_copy(update={"normalize_std": False})
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Raises RewardError for a reward that it cannot use."""
+        if self.type == MAX_RL and trajectory.reward is not None and plain_reward(trajectory) < 0:
+            raise RewardError(
+                f'rollout {trajectory.rollout_id} has reward {trajectory.reward!r}; normalization "max_rl" divides by '
+                "the mean reward and needs rewards of 0 or more"
+            )
+
+    def apply(self, groups: Sequence[Group], credits: Sequence[Credit | None]) -> list[Credit | None]:
+        """The credits with normalised advantages. Where all are equal they stay what they are."""
+        if self.type in ("rule", "none", GDPO):
+            return list(credits)
+        if self.type == MAX_RL:
+            return [self._by_mean_reward(group, credit) for group, credit in zip(groups, credits, strict=True)]
+        found = dict(_entries(credits))
+        for places in self._sets(groups, found):
+            mean, scale = _moments([(place, found[place]) for place in places])
+            shift = mean if self.center else 0.0
+            for place in places:
+                found[place] = (found[place] - shift) / scale
+        return _replaced(credits, found)
+
+    def _by_mean_reward(self, group: Group, credit: Credit | None) -> Credit | None:
+        mean = sum(map(plain_reward, group)) / max(1, len(group))
+        if credit is None or mean <= 0:
+            return None
+        return replace(credit, advantages=[[value / mean for value in own] for own in credit.advantages])
+
+    def _sets(self, groups: Sequence[Group], places: Iterable[Place]) -> list[list[Place]]:
+        sets: dict[Any, list[Place]] = {}
+        for place in places:
+            g, i, k = place
+            key = {"group": g, "batch": None, "agent": groups[g][i].transitions[k].agent}[self.type]
+            sets.setdefault(key, []).append(place)
+        return list(sets.values())
+
+
+def normalization(setting: str | Mapping[str, Any] | Normalization) -> Normalization:
+    """The normalisation of a name or a table. Raises ConfigError."""
+    if isinstance(setting, Normalization):
+        return setting
+    try:
+        return Normalization.model_validate({"type": setting} if isinstance(setting, str) else setting)
+    except ValidationError as error:
+        raise ConfigError(
+            f"normalization={setting!r} cannot be used; choose rule, none, group, batch, agent, max_rl or gdpo, or a "
+            "table with type and center"
+        ) from error
+
+
+def dimensions(groups: Iterable[Group]) -> list[str]:
+    """The named dimensions of all rewards. Raises RewardError where a final reward has none."""
+    found: set[str] = set()
+    for trajectory in (each for group in groups for each in group):
+        if isinstance(trajectory.reward, dict):
+            found |= set(trajectory.reward)
+        elif trajectory.reward is not None:
+            raise RewardError(
+                f'rollout {trajectory.rollout_id} has reward {trajectory.reward!r}; normalization "gdpo" needs named '
+                "dimensions: emit a dict"
+            )
+    return sorted(found)
+
+
+def _entries(credits: Sequence[Credit | None]) -> Iterable[tuple[Place, Any]]:
+    import numpy as np
+
+    for g, credit in enumerate(credits):
+        for i, own in enumerate(() if credit is None else credit.advantages):
+            for k, value in enumerate(own):
+                yield (g, i, k), np.asarray(value, np.float64)
+
+
+def _moments(entries: Sequence[tuple[Place, Any]]) -> tuple[float, float]:
+    """(mean, standard deviation) of advantages; rollouts count alike. The second is 1.0 where all are equal."""
+    import numpy as np
+
+    values = [np.atleast_1d(value) for _, value in entries]
+    owners = np.repeat([hash(place[:2]) for place, _ in entries], [len(value) for value in values])
+    flat = np.concatenate(values) if values else np.zeros(1)
+    _, index, counts = np.unique(owners, return_inverse=True, return_counts=True)
+    weights = 1.0 / (len(counts) * counts[index]) if len(flat) == len(owners) else np.ones(1)
+    mean = float(weights @ flat)
+    scale = float(np.sqrt(weights @ (flat - mean) ** 2))
+    largest = float(np.abs(flat).max(initial=0.0))
+    return mean, scale if scale > SMALLEST_SPREAD * max(largest, 1e-300) else 1.0
+
+
+def _replaced(credits: Sequence[Credit | None], found: Mapping[Place, Any]) -> list[Credit | None]:
+    result: list[Credit | None] = []
+    for g, credit in enumerate(credits):
+        if credit is not None:
+            rows = [[_plain(found[g, i, k]) for k in range(len(own))] for i, own in enumerate(credit.advantages)]
+            credit = replace(credit, advantages=rows)
+        result.append(credit)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return value if value.shape else cast("float", value.item())
