@@ -49,6 +49,7 @@ class Environment:
 ENVIRONMENTS: Final = {
     "reasoning_gym": Environment("reasoning_gym", scores=True),
     "textarena": Environment("text_gym"),
+    "verifiers": Environment("verifiers"),
 }
 """By the kind in the address."""
 SHOWN = 60

@@ -1,0 +1,234 @@
+"""The bridge to verifiers: a process of its own, its protocol, its failures. Only the last test runs the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentlightning import span as names
+from agentlightning.config import TrainConfig
+from agentlightning.errors import AgentError, ConfigError, DatasetError
+from agentlightning.integrations import verifiers
+from agentlightning.span import Span
+from agentlightning.task import load_dataset
+from agentlightning.tracing.scope import scope
+
+FAKE = """#!{python}
+import json, os, sys, threading, time
+def reply(**fields):
+    os.write(1, json.dumps(fields).encode() + b"\\n")
+def run(request):
+    number = request["id"]
+    if request["method"] == "cancel":
+        open("cancelled", "w").write(str(number))
+    elif request["method"] == "tasks":
+        if request["env"]["name"] == "missing":
+            return reply(id=number, error="ModuleNotFoundError: no missing")
+        options, total = request["env"]["options"], min(request["limit"], 30)
+        reply(id=number, result=[{{"index": i, "prompt": f"task {{i}} {{options}}"}} for i in range(total)])
+    elif request["index"] == 13:
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(3)
+    elif request["index"] == 7:
+        reply(id=number, error="ValueError: bad task")
+    elif request["index"] != 99:
+        time.sleep(0.2 if request["index"] == 0 else 0)
+        output = f"{{request['base_url']}} {{request['api_key']}} {{request['model']}} {{os.getpid()}}"
+        reply(id=number, result={{"reward": request["index"] / 10, "rewards": {{"exact": 1.0}}, "output": output}})
+for line in sys.stdin:
+    threading.Thread(target=run, args=[json.loads(line)]).start()
+"""
+
+
+@pytest.fixture
+async def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """A program in place of the Python that has verifiers."""
+    path = tmp_path / "python"
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(verifiers.PYTHON, raising=False)
+    yield str(path)
+    for worker in list(verifiers.Worker._running.values()):
+        await worker.close()
+    verifiers.Worker._running.clear()
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, spans: Any) -> None:
+        self.spans += spans
+
+
+async def play(task: Any, base_url: str = "http://gateway/rollout/1") -> tuple[Any, list[float]]:
+    """The output, and the rewards that were recorded."""
+    sink = Sink()
+    with scope("ro-1", "at-1", sink):
+        output = await verifiers.play(task, base_url, "key", "policy")
+    return output, [span.attributes[names.SCORE_VALUE] for span in sink.spans if span.name == names.REWARD]
+
+
+def wait_for_file(name: str) -> None:
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+
+def task_of(python: str, index: int) -> Any:
+    env = {"name": "gsm8k", "harness": "null", "runtime": "subprocess", "options": {}}
+    return {"prompt": "?", "verifiers": {"env": env, "index": index, "python": python}}
+
+
+async def test_tasks_come_from_the_process_with_the_options_of_the_address(python: str) -> None:
+    tasks = load_dataset(f"verifiers:gsm8k?size=3&python={python}&level=2&harness=bash")
+    assert [task["prompt"] for task in tasks] == [f"task {index} {{'level': 2}}" for index in range(3)]
+    source = tasks[0]["verifiers"]
+    assert (source["env"]["harness"], source["env"]["runtime"], source["python"]) == ("bash", "subprocess", python)
+
+
+async def test_the_parts_share_no_task(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verifiers.PYTHON, python)
+    indices = {
+        part: {task["verifiers"]["index"] for task in load_dataset(f"verifiers:gsm8k?part={part}")}
+        for part in ("train", "held_out")
+    }
+    assert indices["train"] | indices["held_out"] == set(range(30))
+    assert not indices["train"] & indices["held_out"]
+
+
+async def test_a_rollout_calls_the_model_of_its_attempt_and_records_the_reward(python: str) -> None:
+    output, rewards = await play(task_of(python, 5))
+    assert output.startswith("http://gateway/rollout/1 key policy ")
+    assert rewards == [0.5]
+
+
+async def test_rollouts_share_one_process_and_run_at_the_same_time(python: str) -> None:
+    outputs: list[str] = []
+
+    async def one(index: int) -> None:
+        output, rewards = await play(task_of(python, index), f"http://gateway/{index}")
+        assert rewards == [index / 10]
+        outputs.append(output)
+
+    await asyncio.gather(*map(one, (0, 1, 2)))
+    assert [output.split()[0] for output in outputs][-1] == "http://gateway/0", "the slow one ends last"
+    assert len({output.split()[-1] for output in outputs}) == 1
+
+
+async def test_a_rollout_that_fails_is_a_failed_attempt_without_a_reward(python: str) -> None:
+    with pytest.raises(AgentError, match="verifiers: ValueError: bad task"):
+        await play(task_of(python, 7))
+
+
+async def test_a_process_that_dies_says_why_and_is_started_again(python: str) -> None:
+    with pytest.raises(AgentError, match=r"ended \(3\):\nout of luck"):
+        await play(task_of(python, 13))
+    assert (await play(task_of(python, 5)))[1] == [0.5]
+
+
+async def test_a_cancelled_rollout_is_cancelled_in_the_process(python: str) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(play(task_of(python, 99)), 0.5)
+    await asyncio.to_thread(wait_for_file, "cancelled")
+
+
+async def test_without_a_python_the_error_says_how_to_make_one(python: str) -> None:
+    for address in ("verifiers:gsm8k", "verifiers:gsm8k?python=/no/where"):
+        with pytest.raises(ConfigError, match=r"pip install verifiers.*AGL_VERIFIERS_PYTHON"):
+            load_dataset(address)
+
+
+async def test_what_verifiers_cannot_load_is_an_error_with_its_reason(python: str) -> None:
+    with pytest.raises(DatasetError, match="verifiers:missing cannot be loaded: ModuleNotFoundError: no missing"):
+        load_dataset(f"verifiers:missing?python={python}")
+    with pytest.raises(DatasetError, match="could not run verifiers"):
+        load_dataset("verifiers:gsm8k?python=/bin/false")
+
+
+def test_env_names_the_agent_and_no_reward() -> None:
+    config = TrainConfig(env="verifiers:gsm8k")
+    assert (config.agent, config.reward) == ("agentlightning.integrations.verifiers:play", None)
+
+
+# -- the real package ------------------------------------------------------------------------------------------------
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["NumberTaskset"]
+
+class NumberData(vf.TaskData):
+    answer: str = ""
+
+class NumberTask(vf.Task[NumberData]):
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in (trace.last_reply or ""))
+
+class NumberConfig(vf.TasksetConfig):
+    count: int = 5
+
+class NumberTaskset(vf.Taskset[NumberTask, NumberConfig]):
+    def load(self):
+        for number in range(self.config.count):
+            yield NumberTask(NumberData(prompt=f"Say {number}.", answer=str(number)), self.config.task)
+"""
+
+
+@pytest.fixture
+async def model(request: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A model that says 2, with streaming; its URL and the (path, key) of its calls."""
+    calls: list[Any] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        calls.append((request.path, request.headers["authorization"]))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        base = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
+        for delta, reason in (({"role": "assistant", "content": "It is 2"}, None), ({}, "stop")):
+            chunk = {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        await response.write(
+            f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+        )
+        return response
+
+    app = web.Application()
+    app.router.add_post("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}", calls
+    await runner.cleanup()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not os.environ.get("AGL_VERIFIERS_PYTHON"), reason="AGL_VERIFIERS_PYTHON names no Python")
+async def test_a_real_taskset_is_loaded_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[str, list[Any]]
+) -> None:
+    (tmp_path / "agl_numbers.py").write_text(TASKSET)
+    monkeypatch.chdir(tmp_path)
+    tasks = load_dataset("verifiers:agl_numbers?size=4&count=9")
+    assert [task["prompt"] for task in tasks] == ["Say 0.", "Say 1.", "Say 2.", "Say 3."]
+    url, calls = model
+    results = await asyncio.gather(*(play(task, f"{url}/attempt-{i}/v1") for i, task in enumerate(tasks)))
+    assert [rewards for _, rewards in results] == [[0.0], [0.0], [1.0], [0.0]]
+    assert {output for output, _ in results} == {"It is 2"}
+    assert set(calls) == {(f"/attempt-{i}/v1/chat/completions", "Bearer key") for i in range(4)}
+    for worker in list(verifiers.Worker._running.values()):
+        await worker.close()
+    verifiers.Worker._running.clear()
