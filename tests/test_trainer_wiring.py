@@ -277,3 +277,107 @@ async def test_the_curriculum_draws_the_tasks_that_teach_something(run: Run) -> 
 async def test_epochs_are_the_default_curriculum(run: Run) -> None:
     await run.fit(greedy(every=0), LightningRL(steps=3, tasks_per_step=2, group_size=2), **TASKS)
     assert "curriculum_tasks_tried" not in run.metrics[-1]
+
+
+class Collapsing(ScriptedPolicy):
+    """From its eighth update on, a policy whose gradient grows and whose entropy falls, unless `is_mended` at this
+    factor of the learning rate."""
+
+    def __init__(self, is_mended: Callable[[float], bool] = lambda factor: factor < 1) -> None:
+        super().__init__(lambda messages, updates: "yes")
+        self.is_mended = is_mended
+
+    async def train(self, samples: Any, **options: Any) -> dict[str, float]:
+        metrics = await super().train(samples, **options)
+        breaks = self.updates >= 8 and not self.is_mended(options.get("lr_factor", 1.0))
+        return {**metrics, "grad_norm": 3.0 if breaks else 1.0, "entropy": 0.1 if breaks else 1.0}
+
+
+def on_collapse(action: str, **settings: Any) -> TrainConfig:
+    return greedy(every=0).model_copy(update={"run": RunConfig.model_validate({"on_collapse": action, **settings})})
+
+
+def reinforce(run: Run, steps: int) -> LightningRL:
+    run.reward = lambda task, answer: task["n"] / 100
+    return LightningRL(steps=steps, tasks_per_step=2, group_size=2, credit="reinforce")
+
+
+async def resume(run: Run, changes: dict[str, Any]) -> TrainingResult:
+    run.policy = Collapsing()
+    async with run._agents():
+        return await Trainer.resume(run.directory / "run", changes=changes, store=run.store).fit_async()
+
+
+async def test_a_collapse_is_warned_of_once_counted_and_otherwise_left_alone_by_default(run: Run) -> None:
+    run.policy = Collapsing()
+    result = await run.fit(on_collapse("warn"), reinforce(run, 11), **TASKS)
+    [warning] = [each for each in result.warnings if "begins to collapse" in each]
+    assert warning.startswith("step 9: ")
+    assert "run.on_collapse" in warning, "it says what to try"
+    assert (result.warning_counts["echo_trap"], result.rollbacks) == (3, 0)
+    assert scripted_weights(result.checkpoint)["updates"] == 11
+    report = json.loads((run.directory / "run" / "report.json").read_text())
+    assert report["warning_counts"]["echo_trap"] == 3
+
+
+async def test_a_run_rolls_back_from_a_collapse_with_a_lower_learning_rate_that_survives_a_resume(run: Run) -> None:
+    policy = run.policy = Collapsing()
+    result = await run.fit(on_collapse("rollback", rollback_lr_factor=0.5), reinforce(run, 11), **TASKS)
+    assert (result.steps, result.rollbacks) == (11, 1)
+    [rolled_back] = [line for line in run.metrics if line.get("rolled_back")]
+    assert [rolled_back[name] for name in ("step", "returned_to_step", "lr_factor")] == [9, 0, 0.5]
+    assert scripted_weights(result.checkpoint)["updates"] == 2, "two updates of the weights it began with"
+    factors = [update.options.get("lr_factor") for update in policy.recorded]
+    assert factors == [None] * 9 + [0.5] * 2
+    resumed = await resume(run, {"algorithm.steps": 13})
+    assert (resumed.steps, resumed.rollbacks) == (13, 1)
+    assert isinstance(run.policy, Collapsing)
+    assert [update.options["lr_factor"] for update in run.policy.recorded] == [0.5, 0.5]
+
+
+async def test_a_run_that_goes_on_collapsing_stops_after_its_last_rollback(run: Run) -> None:
+    run.policy = Collapsing(is_mended=lambda factor: False)
+    with pytest.raises(TrainingStopped, match=r"after 1 rollbacks \(run.max_rollbacks\).*--resume"):
+        await run.fit(on_collapse("rollback", max_rollbacks=1), reinforce(run, 30), **TASKS)
+    assert [line["step"] for line in run.metrics if line.get("rolled_back") or line.get("stopped")] == [9, 18]
+
+
+async def test_a_run_that_a_collapse_has_stopped_continues_from_its_healthy_weights(run: Run) -> None:
+    run.policy = Collapsing()
+    with pytest.raises(TrainingStopped, match=r'step 9: the policy begins to collapse(.|\n)*run.on_collapse = "stop"'):
+        await run.fit(on_collapse("stop"), reinforce(run, 11), **TASKS)
+    assert run.metrics[-1]["stopped"] == 1
+    resumed = await resume(run, {})
+    assert resumed.steps == 11
+    assert scripted_weights(resumed.checkpoint)["updates"] == 2
+    kept = {path.name for path in (run.directory / "run" / "checkpoints").glob("step-*")}
+    assert "step-000000" in kept, "what may be returned to is kept"
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (
+            lambda task, answer: float(answer == "yes."),
+            "every rollout since the first step has the reward 0",
+        ),
+        (lambda task, answer: 0.0, "does not see what differs"),
+    ],
+)
+async def test_a_reward_that_is_always_zero_for_its_format_is_named_as_the_cause(
+    run: Run, reward: Reward, words: str
+) -> None:
+    counter = iter(range(10**6))
+    run.policy = ScriptedPolicy(lambda messages, updates: f"yes, I say {next(counter)}")
+    run.reward = reward
+    result = await run.fit(greedy(every=0), LightningRL(steps=3, tasks_per_step=4, group_size=2), **TASKS)
+    [warning] = [each for each in result.warnings if "taught nothing" in each]
+    assert words in warning
+
+
+async def test_outputs_that_are_repeated_and_not_sampled_are_named_as_the_cause(run: Run) -> None:
+    """Scripted answers have the log-probability of a sampled text, and are always the same: as with a fixed seed."""
+    run.policy = ScriptedPolicy(lambda messages, updates: "a text so long that it would never come twice by chance")
+    result = await run.fit(greedy(every=0), LightningRL(steps=2, tasks_per_step=4, group_size=4), **TASKS)
+    [warning] = [each for each in result.warnings if "too improbable to be chance" in each]
+    assert "caches answers" in warning

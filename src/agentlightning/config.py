@@ -142,6 +142,13 @@ class RunConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """Updates by which tokens may be older than the weights that learn from them. So many further steps' rollouts run
     while a step trains, and a step learns from the first groups to complete. 0: each step waits for its own."""
+    on_collapse: Literal["warn", "stop", "rollback"] = "warn"
+    """What happens when the policy collapses (docs/health.md). stop: the run returns to the last healthy checkpoint and
+    ends; rollback: it returns there and goes on with a lower learning rate."""
+    max_rollbacks: int = Field(default=2, ge=0)
+    """Returns to a healthy checkpoint in the life of a run; at the next collapse it stops."""
+    rollback_lr_factor: float = Field(default=0.3, gt=0, le=1)
+    """The factor of the learning rate at each return to a healthy checkpoint."""
     host: str = "127.0.0.1"
     """Address the gateway listens on."""
     port: int = Field(default=0, ge=0, le=65535)

@@ -31,10 +31,11 @@ from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
 from agentlightning.training.curriculum.task_order import task_order
+from agentlightning.training.health.recovery import Recovery
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, read_resources
-from agentlightning.training.persistence.run_dir import RunDir
+from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
@@ -125,7 +126,8 @@ def make_training_run(
     publisher = ResourcePublisher(collector.store, config.run.public_url or server.url, policy, resources)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
-    learner = None if policy is None else make_learner(server, policy, config)
+    learner = None if policy is None else make_learner(server, policy, config, state)
+    checkpoints = Checkpoints(account.run_dir, learner, publisher)
     source = make_source(config, account, tasks, publisher, learner, algorithm)
     checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
     checkpoints.restore_algorithm(state.checkpoint)
@@ -146,11 +148,12 @@ def make_training_run(
             write_state=account.write_state,
         ),
         checkpoints=checkpoints,
+        recovery=Recovery(config.run, state, checkpoints),
         total_steps=algorithm.total_steps,
     )
 
 
-def make_learner(server: Server, policy: Policy, config: TrainConfig) -> PolicyLearner:
+def make_learner(server: Server, policy: Policy, config: TrainConfig, state: RunState) -> PolicyLearner:
     assert server.gateway is not None
     updating = partial(
         server.gateway.gates.of(policy).update,
@@ -158,7 +161,7 @@ def make_learner(server: Server, policy: Policy, config: TrainConfig) -> PolicyL
         drain_seconds=config.policy.drain_seconds,
         can_go_on=policy.can_update_in_flight,
     )
-    return PolicyLearner(policy, updating, config.policy.token_budget)
+    return PolicyLearner(policy, updating, config.policy.token_budget, lr_factor=lambda: state.lr_factor)
 
 
 def make_source(

@@ -26,6 +26,8 @@ class PolicyLearner:
     """Holds model calls back while its body changes the weights; yields whether some continue across the change."""
     token_budget: int
     """Tokens of a micro-batch, unless the update says otherwise."""
+    lr_factor: Callable[[], float] = lambda: 1.0
+    """The factor of the learning rate, lower after a return to an earlier checkpoint."""
 
     @property
     def chat(self) -> ChatFormat:
@@ -55,6 +57,8 @@ class PolicyLearner:
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.version_of))
         options = {"token_budget": self.token_budget, **options}
+        if (factor := self.lr_factor()) != 1.0:
+            options["lr_factor"] = factor
         metrics: dict[str, float] = {}
         if isinstance(self.policy, SeparatePolicy):
             metrics |= await self.policy.train_apart(samples, **options)

@@ -24,6 +24,7 @@ from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources
 from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.diagnosis import signs_of
+from agentlightning.training.health.recovery import Reaction, Recovery
 from agentlightning.training.health.sign import Sign
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.learner import PolicyLearner
@@ -126,6 +127,7 @@ class TrainingRun:
     learner: PolicyLearner | None
     measurements: Measurements
     checkpoints: Checkpoints
+    recovery: Recovery
     total_steps: int
     target_agent: str | None = None
     _evaluations: int = 0
@@ -191,11 +193,19 @@ class TrainingRun:
         line = step_line(state, collected, await self._batch_metrics(collected) | dict(metrics))
         if self.measurements.validation_is_due(self.total_steps):
             line |= await self._validate()
-        self.account.judge(line)
-        record = self.account.add_step(line)
-        if state.step % self.config.checkpoint_every == 0 or state.step == self.total_steps:
+        reaction = await self.recovery.react(self.account.judge(line))
+        record = self.account.add_step(line if reaction is None else line | reaction.metrics(state))
+        if reaction is not None:
+            await self._finish_reaction(reaction)
+        elif state.step % self.config.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
         self.account.progress.update(state.step, **record.progress())
+
+    async def _finish_reaction(self, reaction: Reaction) -> None:
+        await self.checkpoint()
+        if reaction.stops:
+            raise self.recovery.stopped(reaction, self.account.run_dir.path)
+        self.account.progress.note(self.recovery.describe(reaction))
 
     async def _batch_metrics(self, collected: Collected) -> dict[str, float]:
         weights = self.measurements.reward_weights
@@ -207,6 +217,7 @@ class TrainingRun:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
         self.state.checkpoint = await self.checkpoints.write(self.step)
         self.state.checkpoint_version = None if self.learner is None else self.learner.policy_version
+        self.recovery.keep()
         self.account.write_state()
         self.account.run_dir.prune_checkpoints(self.state, self.config.keep_checkpoints)
 

@@ -194,3 +194,14 @@ def test_small_steps_are_lost_in_bfloat16_and_add_up_in_master_weights() -> None
     moved = (optimizer.masters[0].detach() - start.float()).abs()
     assert (alone[0] != start).float().mean() < 0.1
     assert moved.median().item() == pytest.approx(20e-6, rel=0.1), "twenty whole steps"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_factor_multiplies_all_learning_rates(kind: Any) -> None:
+    """A step at a factor of 0.1 is the step of a tenth of the rates."""
+    model, twin = Tiny(), Tiny()
+    slowed = Optimizer(model, OptimizerConfig(type=kind, lr=1e-2, muon_lr=0.02))
+    slowed.lr_factor = 0.1
+    slow = Optimizer(twin, OptimizerConfig(type=kind, lr=1e-3, muon_lr=0.002))
+    assert learn(model, slowed, 2)[-1]["lr"] == pytest.approx(learn(twin, slow, 2)[-1]["lr"])
+    assert torch.allclose(weights(model), weights(twin))

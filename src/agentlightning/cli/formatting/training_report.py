@@ -25,6 +25,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
         failed += f", left out: {describe_reasons(result.rejected_rollouts)}"
     console.print(
         f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
+        + (f"; {result.rollbacks} rollbacks" if result.rollbacks else "")
         + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
     )
     for warning in result.warnings:

@@ -35,6 +35,8 @@ class Optimizer:
         """What the optimiser updates: float32 copies of weights of less precision, and the other weights themselves."""
         self.steps = 0
         """Optimiser steps taken or skipped so far: the position in the schedule."""
+        self.lr_factor = 1.0
+        """Multiplies all learning rates."""
         self._copied = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
         for parameter, master in self._copied:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
@@ -68,7 +70,7 @@ class Optimizer:
     def lr(self) -> float:
         """The learning rate of AdamW at this point of the schedule."""
         assert self.config.lr is not None  # Set by `completed`.
-        return self.config.lr * self.config.factor(self.steps)
+        return self.config.lr * self.config.factor(self.steps) * self.lr_factor
 
     def zero_grad(self) -> None:
         for parameter in (*self.parameters, *self.masters):
@@ -121,7 +123,7 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(self.masters, self.config.clip_norm, norm)
 
     def _set_rates(self) -> None:
-        factor = self.config.factor(self.steps)
+        factor = self.config.factor(self.steps) * self.lr_factor
         for optimizer, rates in zip(self._optimizers, self._base_lrs, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor

@@ -86,6 +86,7 @@ class Updater:
         sharing: Sharing = "auto",
         minibatches: int = 1,
         mismatch: MismatchSetting | None = None,
+        lr_factor: float = 1.0,
     ) -> dict[str, float]:
         """Train on all samples once.
 
@@ -93,6 +94,7 @@ class Updater:
         `minibatches` divides the batch by samples into that many optimiser steps, each over its share of the whole.
         `mismatch` corrects the weights of losses against `proximal_logprobs` for what lies between these and the
         sampled ones; None: truncated importance sampling of tokens, where samples have the column.
+        `lr_factor` multiplies all learning rates.
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
         grad_norm and lr (means over steps), and counts: tokens_trained, tokens_computed (padding included),
         micro_batches, optimizer_steps, skipped_steps (a loss or gradient that was not finite) and rollouts_not_finite
@@ -103,6 +105,7 @@ class Updater:
         """
         if minibatches < 1 or token_budget < 1:
             raise ConfigError(f"minibatches={minibatches} and token_budget={token_budget} must be at least 1")
+        self.optimizer.lr_factor = lr_factor
         losses = token_losses(loss)
         check_value_head(losses, self.value_head)
         samples = streams.for_losses(samples, losses)

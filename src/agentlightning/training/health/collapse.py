@@ -65,7 +65,7 @@ def _fallen_spread(records: Records) -> str | None:
     if len(spreads) < FIRST + LAST:
         return None
     means = [statistics.fmean(spreads[i : i + LAST]) for i in range(len(spreads) - LAST + 1)]
-    if means[-1] > SPREAD_LEFT * max(means):
+    if not means[-1] < SPREAD_LEFT * max(means):
         return None
     return f"the spread of rewards in a group fell from {max(means):.3g} to {means[-1]:.3g}"
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypedDict
 
 import orjson
 
@@ -31,6 +31,16 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
 
 STATE_VERSION = 1
+
+
+class KeptCheckpoint(TypedDict):
+    """A checkpoint that is kept to return to."""
+
+    directory: str
+    """Relative to the run's."""
+    step: int
+    version: int | None
+    """Of the weights in it."""
 
 
 @dataclass(slots=True)
@@ -70,6 +80,14 @@ class RunState:
     """What the order of tasks has learned of each, by its place (`curriculum.task_order.TaskRecord`)."""
     turn_tasks: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """The tasks of each turn that is not finished, where their order depends on rewards."""
+    healthy: KeptCheckpoint | None = None
+    """The newest checkpoint known to be from before any collapse, where `run.on_collapse` may return to it."""
+    candidate: KeptCheckpoint | None = None
+    """The one that is to follow it."""
+    rollbacks: int = 0
+    """The number of returns to a healthy checkpoint."""
+    lr_factor: float = 1.0
+    """The factor of the learning rate after these."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
@@ -124,6 +142,19 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         "after-",
     )
     return tuple(f"{state.run_id}-{purpose}" for purpose in steps)
+
+
+def read_state(run_dir: Path) -> RunState:
+    """The state of the run in a directory, which another process may have open. Raises ResumeError where it cannot be
+    read."""
+    path = run_dir / "state.json"
+    try:
+        state = RunState(**orjson.loads(path.read_bytes()))
+    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+    if state.version != STATE_VERSION:
+        raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
+    return state
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -199,22 +230,16 @@ class RunDir:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def read_state(self) -> RunState:
-        try:
-            record = orjson.loads((self.path / "state.json").read_bytes())
-            state = RunState(**record)
-        except (OSError, orjson.JSONDecodeError, TypeError) as error:
-            raise ResumeError(f"{self.path / 'state.json'} cannot be read: {error}; start a new run") from error
-        if state.version != STATE_VERSION:
-            raise ResumeError(f"{self.path} was written by another version (state {state.version}); use that version")
-        return state
+        return read_state(self.path)
 
     def write_state(self, state: RunState) -> None:
         write_atomically(self.path / "state.json", orjson.dumps(state, option=orjson.OPT_INDENT_2))
 
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
-        """Remove all but the `keep` newest checkpoints, the current one and the best."""
+        """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""
         folder = self.path / "checkpoints"
-        named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint) if name}
+        kept = [each["directory"] for each in (state.healthy, state.candidate) if each is not None]
+        named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint, *kept) if name}
         found = sorted(entry for entry in folder.glob("step-*") if entry.is_dir())
         for entry in found[: max(0, len(found) - keep)]:
             if entry.name not in named:

@@ -27,6 +27,10 @@ class TrainingResult:
     skipped_groups: int
     warnings: tuple[str, ...]
     """Signs that the run learned too little, with the way out: those shown while it ran, and those of its end."""
+    warning_counts: Mapping[str, int]
+    """The number of steps at which each kind of warning was found, by its name."""
+    rollbacks: int
+    """Returns to a healthy checkpoint after a collapse (`run.on_collapse`)."""
     steps: int
     best_step: int | None
     """The step whose weights are in `checkpoint`. None: the last one."""
@@ -58,6 +62,8 @@ class TrainingResult:
             "rejected_rollouts": dict(self.rejected_rollouts),
             "skipped_groups": self.skipped_groups,
             "warnings": list(self.warnings),
+            "warning_counts": dict(self.warning_counts),
+            "rollbacks": self.rollbacks,
             "steps": self.steps,
             "best_step": self.best_step,
             "seconds": round(self.seconds, 2),

@@ -37,6 +37,8 @@ async def write_report(
         rejected_rollouts=dict(state.rejected),
         skipped_groups=state.skipped_groups,
         warnings=(*state.warnings.values(), *closing_warnings(run.account.records, gains).values()),
+        warning_counts=dict(state.warning_counts),
+        rollbacks=state.rollbacks,
         steps=state.step,
         best_step=state.best_step,
         seconds=state.seconds,

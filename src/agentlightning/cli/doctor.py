@@ -1,0 +1,97 @@
+"""`agl doctor`: what is wrong with a training run, since when, and what to try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.util.printable import printable
+
+if TYPE_CHECKING:
+    from agentlightning.training.health.examination import Examination
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    run: Annotated[Path, typer.Argument(help="The directory of a run: running, finished or crashed.")],
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a training run, since which step, and what to try.
+
+    Exit status: 0 healthy; 1 there are warnings; 2 this is no run.
+    """
+    output = Output(as_json)
+    with errors_reported(output):
+        from agentlightning.training.health.examination import examine
+
+        found = examine(run)
+        output.finish(record_of(found), lambda console: print_examination(found, console))
+        if not found.is_healthy:
+            raise typer.Exit(1)
+
+
+def record_of(found: Examination) -> dict[str, Any]:
+    """The findings as JSON values."""
+    state = found.state
+    return {
+        "run_dir": str(found.run_dir),
+        "status": found.status,
+        "healthy": found.is_healthy,
+        "steps": found.steps,
+        "rollouts": state.rollouts,
+        "failed_rollouts": state.failed_rollouts,
+        "rollbacks": state.rollbacks,
+        "signs": [
+            {
+                "name": each.sign.name,
+                "what": each.sign.what,
+                "advice": each.sign.advice,
+                "since": each.since,
+                "until": each.until,
+                "count": each.count,
+            }
+            for each in found.signs
+        ],
+        "warnings": dict(found.warnings),
+        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "damaged_lines": list(found.damaged_lines),
+        "notes": list(found.notes),
+    }
+
+
+def print_examination(found: Examination, console: Console) -> None:
+    """Print the findings."""
+    state = found.state
+    rollbacks = f", {state.rollbacks} rollbacks" if state.rollbacks else ""
+    failed = f", {state.failed_rollouts} failed" if state.failed_rollouts else ""
+    console.print(
+        f"{found.run_dir}: {found.status}, {found.steps} steps, {state.rollouts} rollouts{failed}{rollbacks}",
+        markup=False,
+    )
+    for each in found.signs:
+        when = f"since step {each.since}" + (f", {each.count} steps until {each.until}" if each.count > 1 else "")
+        console.print(f"{each.sign.name} ({when})", style="yellow", markup=False)
+        console.print(f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}", markup=False)
+    for kind, text in found.warnings.items():
+        console.print(f"{kind}", style="yellow", markup=False)
+        console.print(f"  what  {printable(text)}", markup=False)
+    if found.damaged_lines:
+        lines = ", ".join(map(str, found.damaged_lines[:10])) + (" ..." if len(found.damaged_lines) > 10 else "")
+        console.print("damaged_metrics", style="yellow")
+        console.print(f"  what  these lines of metrics.jsonl cannot be read and were left out: {lines}")
+    if found.failures:
+        console.print("failed rollouts by cause")
+    for each in found.failures:
+        console.print(f"  {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    if found.is_healthy:
+        console.print("no sign of trouble")

@@ -1,0 +1,154 @@
+"""Examines the directory of a run, running, finished or crashed: its steps, its state, the failures in its store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import orjson
+
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.rollouts import Attempt
+from agentlightning.store import LightningStore
+from agentlightning.training.health.diagnosis import SignHistory, sign_history
+from agentlightning.training.health.step_record import StepRecord
+from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
+
+MOST_FAILURES: Final = 2000
+"""Failed rollouts that are read from the store, the newest ones."""
+MOST_TEXT: Final = 200
+"""Characters of an error that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Failed rollouts of one cause."""
+
+    cause: str
+    """The type of the error, or how the attempt ended."""
+    count: int
+    example: str
+    """`ROLLOUT: message` of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What is found in the directory of a run."""
+
+    run_dir: Path
+    status: Literal["running", "finished", "unfinished"]
+    """unfinished: no process has it open, and there is no report."""
+    state: RunState
+    steps: int
+    """Steps with readable metrics."""
+    signs: tuple[SignHistory, ...]
+    warnings: Mapping[str, str]
+    """By kind, what the run itself has warned of and its steps do not show."""
+    failures: tuple[Failures, ...]
+    damaged_lines: tuple[int, ...]
+    """Numbers of the lines of metrics.jsonl that cannot be read."""
+    notes: tuple[str, ...] = ()
+    """What could not be examined, and why."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not (self.signs or self.warnings or self.damaged_lines)
+
+
+def examine(run_dir: Path) -> Examination:
+    """Raises ConfigError for a directory that holds no run, ResumeError for a state that cannot be read."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is no directory; give that of a run, such as runs/20260101-120000")
+    if not (run_dir / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    state = read_state(run_dir)
+    records, damaged = read_records(run_dir / "metrics.jsonl")
+    signs = tuple(sign_history(records))
+    seen = {each.sign.name for each in signs}
+    notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
+    failures = failures_of(run_dir / "store.db", state, notes)
+    return Examination(
+        run_dir,
+        _status(run_dir),
+        state,
+        len(records),
+        signs,
+        {kind: text for kind, text in state.warnings.items() if kind not in seen},
+        failures,
+        damaged,
+        tuple(notes),
+    )
+
+
+def _status(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
+    if is_locked(run_dir):
+        return "running"
+    return "finished" if (run_dir / "report.json").exists() else "unfinished"
+
+
+def read_records(path: Path) -> tuple[list[StepRecord], tuple[int, ...]]:
+    """The steps in a file of metrics, and the numbers of the lines that cannot be read. A last line without an end is
+    being written."""
+    if not path.exists():
+        return [], ()
+    records: list[StepRecord] = []
+    damaged: list[int] = []
+    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
+        read = _read(line)
+        if read is None:
+            damaged.append(number)
+        else:
+            records.append(read)
+    return records, tuple(damaged)
+
+
+def _read(line: bytes) -> StepRecord | None:
+    try:
+        found: Any = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return StepRecord.read(found) if isinstance(found, dict) and isinstance(found.get("step"), int | float) else None
+
+
+def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures, ...]:
+    """The failed rollouts of the run by cause, the most frequent first."""
+    if not path.exists():
+        if state.failed_rollouts:
+            notes.append("its rollouts are in another store, so that failures are not listed by cause")
+        return ()
+    try:
+        attempts = asyncio.run(_failed_attempts(path, state.run_id))
+    except AgentLightningError as error:
+        notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
+        return ()
+    counts = Counter(_cause(attempt) for attempt in attempts)
+    examples = {_cause(attempt): f"{attempt.rollout_id}: {_message(attempt)}" for attempt in attempts}
+    return tuple(Failures(cause, count, examples[cause]) for cause, count in counts.most_common())
+
+
+async def _failed_attempts(path: Path, run_id: str) -> list[Attempt]:
+    store = LightningStore(path)
+    try:
+        rollouts = await store.query_rollouts(
+            status_in=["failed"], rollout_id_contains=run_id, newest_first=True, limit=MOST_FAILURES
+        )
+        return await store.get_latest_attempts([rollout.rollout_id for rollout in rollouts])
+    finally:
+        await store.close()
+
+
+def _cause(attempt: Attempt) -> str:
+    error = attempt.metadata.get("error")
+    kind = error.get("type") if isinstance(error, dict) else None
+    return str(kind) if kind else attempt.status
+
+
+def _message(attempt: Attempt) -> str:
+    error = attempt.metadata.get("error")
+    message = str(error.get("message") or "") if isinstance(error, dict) else ""
+    lines = message.strip().splitlines()
+    return lines[-1][:MOST_TEXT] if lines else f"the attempt ended as {attempt.status}"

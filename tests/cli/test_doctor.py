@@ -1,0 +1,113 @@
+"""`agl doctor`: what it says of a run, and its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.store import LightningStore
+from agentlightning.training.persistence.run_dir import RunDir, RunState
+
+HEALTHY = {"reward": 0.5, "groups": 8, "groups_trained": 8, "rollouts_trained": 64, "grad_norm": 1.0, "entropy": 1.0}
+FLAT = {"reward": 0.0, "groups": 8, "groups_without_spread": 8, "groups_failed": 8}
+
+
+def make_run(path: Path, lines: list[dict[str, Any]], **state: Any) -> Path:
+    run_dir = RunDir.create(path)
+    run_dir.write_state(RunState(run_id="r1", step=len(lines), **state))
+    for step, line in enumerate(lines, 1):
+        run_dir.append_metrics({"step": step, **line})
+    run_dir.close()
+    return path
+
+
+def test_a_healthy_run_has_status_zero(invoke, tmp_path):
+    done = invoke("doctor", str(make_run(tmp_path / "run", [HEALTHY] * 5, rollouts=320)))
+    assert done.exit_code == 0, done.output
+    assert "unfinished, 5 steps, 320 rollouts" in done.output
+    assert "no sign of trouble" in done.output
+
+
+def test_each_sign_is_said_with_its_first_step_and_what_to_try(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [HEALTHY] * 4 + [FLAT] * 6, warnings={"random_weights": "it is tiny"})
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1, done.output
+    assert "rewards_without_spread (since step 7, 4 steps until 10)" in done.output
+    assert "  try   use easier tasks" in done.output
+    assert "it is tiny" in done.output, "what the run itself has said is said again"
+    record = json.loads(invoke("doctor", str(path), "--json").stdout)
+    sign = next(each for each in record["signs"] if each["name"] == "rewards_without_spread")
+    assert (sign["name"], sign["since"], sign["until"], sign["count"]) == ("rewards_without_spread", 7, 10, 4)
+    assert (record["healthy"], record["status"], record["steps"]) == (False, "unfinished", 10)
+
+
+def test_a_run_in_progress_is_examined_beside_it(invoke, tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState(run_id="r1"))
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b'{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    done = invoke("doctor", str(tmp_path / "run"))
+    run_dir.close()
+    assert done.exit_code == 0, done.output
+    assert "running, 1 steps" in done.output, "a line that is being written is not damaged"
+    (tmp_path / "run" / "report.json").write_text("{}")
+    assert "finished, 1 steps" in invoke("doctor", str(tmp_path / "run")).output
+
+
+def test_damaged_lines_are_named_and_the_others_judged(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [HEALTHY] * 2)
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\x00\x00\x00\n[1]\n{"step": "x"}\n{"step": 3, "reward": null, "grad_norm": null}\n')
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1
+    assert "cannot be read and were left out: 3, 4, 5" in done.output
+    assert "not_finite (since step 3)" in done.output
+
+
+async def fail_some(path: Path) -> None:
+    store = LightningStore(path)
+    for index, kind in enumerate(["ValueError", "ValueError", "TimeoutError"]):
+        await store.enqueue_rollout({"n": 1}, rollout_id=f"r1-train-{index}")
+        rollout = await store.dequeue_rollout()
+        assert rollout is not None
+        error = {"error": {"type": kind, "message": f"line\nbad {index}"}}
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed", metadata=error)
+    await store.close()
+
+
+def test_failures_are_counted_by_cause_with_an_example(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [HEALTHY] * 3, rollouts=192, failed_rollouts=3)
+    asyncio.run(fail_some(path / "store.db"))
+    record = json.loads(invoke("doctor", str(path), "--json").stdout)
+    assert [(each["cause"], each["count"]) for each in record["failures"]] == [("ValueError", 2), ("TimeoutError", 1)]
+    assert record["failures"][1]["example"] == "r1-train-2: bad 2"
+
+
+def test_what_cannot_be_examined_is_said(invoke, tmp_path):
+    nothing_yet = invoke("doctor", str(make_run(tmp_path / "new", [])))
+    assert nothing_yet.exit_code == 0
+    assert "no step is finished yet" in nothing_yet.output
+    elsewhere = invoke("doctor", str(make_run(tmp_path / "hub", [HEALTHY], failed_rollouts=2)))
+    assert "its rollouts are in another store" in elsewhere.output
+    broken = make_run(tmp_path / "broken", [HEALTHY])
+    (broken / "store.db").write_bytes(b"this is no database at all, whatever its name says" * 100)
+    assert "failures are not listed by cause" in invoke("doctor", str(broken)).output
+
+
+@pytest.mark.parametrize(
+    ("prepare", "complaint"),
+    [
+        (lambda path: None, "is no directory; give that of a run"),
+        (lambda path: path.mkdir(), "holds no run"),
+        (lambda path: (path.mkdir(), (path / "state.json").write_text("{")), "cannot be read"),
+        (lambda path: path.write_text("x"), "is no directory"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_a_sentence(invoke, tmp_path, prepare, complaint):
+    prepare(tmp_path / "run")
+    done = invoke("doctor", str(tmp_path / "run"))
+    assert done.exit_code == 2
+    assert complaint in done.output + done.stderr
