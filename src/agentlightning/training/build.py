@@ -127,7 +127,6 @@ def make_training_run(
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state)
-    checkpoints = Checkpoints(account.run_dir, learner, publisher)
     source = make_source(config, account, tasks, publisher, learner, algorithm)
     checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
     checkpoints.restore_algorithm(state.checkpoint)
