@@ -6,6 +6,7 @@ servers, no store and no agent processes, so that thousands of rollouts take sec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +38,8 @@ class Recipe:
     tasks_per_step: int = 1
     group_size: int = 8
     evaluate_every: int = 5
-    evaluation_rollouts: int = 128
-    most_rollouts: int = 6000
+    evaluation_rollouts: int = 96
+    most_rollouts: int = 4000
     """Where a run that has not arrived ends."""
 
 
@@ -59,6 +60,7 @@ class Learned:
     rollouts: int
     arrived: bool
     """Whether it reached the target; else `rollouts` are those it was given."""
+    seconds: float = field(default=0.0, compare=False)
     rewards: list[float] = field(default_factory=list[float])
     """Of each evaluation."""
 
@@ -82,7 +84,7 @@ async def learn(
     policy.start(start.weights, OptimizerConfig(lr=recipe.lr if lr is None else lr), start.seed)
     rule, context = credit_rule(rule), CreditContext()
     tasks = environment.tasks("train", recipe.train_tasks, start.seed)
-    learned = Learned(0, False)
+    learned, began = Learned(0, False), time.perf_counter()
     step = 0
     while learned.rollouts < recipe.most_rollouts and not learned.arrived:
         chosen = [tasks[(step * recipe.tasks_per_step + i) % len(tasks)] for i in range(recipe.tasks_per_step)]
@@ -97,6 +99,7 @@ async def learn(
             latest = learned.rewards[-LATEST:]
             learned.arrived = sum(latest) / LATEST >= target * environment.optimum
     await policy.local.close()
+    learned.seconds = time.perf_counter() - began
     return learned
 
 

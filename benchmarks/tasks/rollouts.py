@@ -61,7 +61,7 @@ def play(
                     attempt_id=each.name,
                     span_id=f"{each.name}-{number}",
                     sequence_id=number,
-                    prompt_token_ids=tuple(policy.tokenizer.encode(each.call.prompt)),
+                    prompt_token_ids=tuple(policy.encode(each.call.prompt)),
                     response_token_ids=ids,
                     logprobs=logprobs,
                     policy_version=policy.local.policy_version,

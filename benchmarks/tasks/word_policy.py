@@ -17,7 +17,8 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from tasks.base import Call, Environment
 
-END = "."
+END, ENDED = ".", 0
+"""The end of an answer, and its token."""
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% if not loop.last %} {% endif %}{% endfor %}"
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """Token ids and their log-probabilities."""
@@ -87,6 +88,11 @@ class WordPolicy:
 
     def __init__(self, environment: Environment, *, seed: int = 0, hidden: int = 32, layers: int = 1) -> None:
         self.tokenizer = word_tokenizer(environment.words)
+        self.words = (END, *environment.words)
+        self._ids = {word: number for number, word in enumerate(self.words)}
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        """Log-probabilities of the next word by row, under the weights of `_version`."""
+        self._version = -1
         self.model = word_model(self.tokenizer, seed, hidden, layers)
 
     def start(self, weights: Mapping[str, torch.Tensor], optimizer: OptimizerConfig, seed: int) -> None:
@@ -95,27 +101,36 @@ class WordPolicy:
         config = LocalPolicyConfig(model="words", device="cpu", optimizer=optimizer)
         self.local = LocalPolicy(config, self.model, self.tokenizer)
         self.generator = torch.Generator().manual_seed(seed)
+        self._known.clear()
 
     @torch.inference_mode()
     def answers(self, calls: Sequence[Call], *, greedy: bool = False) -> list[Answer]:
         """One answer to each call, with the log-probabilities at temperature 1."""
-        rows = [self.tokenizer.encode(call.prompt) for call in calls]
+        rows = [self.encode(call.prompt) for call in calls]
         sampled: list[list[int]] = [[] for _ in calls]
         logprobs: list[list[float]] = [[] for _ in calls]
         running = list(range(len(calls)))
         while running:
-            unique = {tuple(rows[i] + sampled[i]): None for i in running}
-            places = {row: place for place, row in enumerate(unique)}
-            logprobs_UV = self.next_word(list(unique))
-            logprobs_RV = logprobs_UV[[places[tuple(rows[i] + sampled[i])] for i in running]]
+            logprobs_RV = self._next_words([(*rows[i], *sampled[i]) for i in running])
             chosen = logprobs_RV.argmax(-1) if greedy else _draw(logprobs_RV, self.generator)
             found = logprobs_RV.gather(1, chosen[:, None])[:, 0].tolist()
             for i, token, logprob in zip(running, chosen.tolist(), found, strict=True):
                 sampled[i].append(token)
                 logprobs[i].append(logprob)
-            ended = self.tokenizer.eos_token_id
-            running = [i for i in running if sampled[i][-1] != ended and len(sampled[i]) < calls[i].max_words]
+            running = [i for i in running if sampled[i][-1] != ENDED and len(sampled[i]) < calls[i].max_words]
         return [(tuple(ids), tuple(own)) for ids, own in zip(sampled, logprobs, strict=True)]
+
+    def _next_words(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """`next_word`, computed once for each row as long as the weights are the same."""
+        if self._version != self.local.policy_version:
+            self._version = self.local.policy_version
+            self._known.clear()
+        if missing := list({row: None for row in rows if row not in self._known}):
+            self._known.update(zip(missing, self.next_word(missing), strict=True))
+        return torch.stack([self._known[row] for row in rows])
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids[word] for word in text.split()]
 
     @torch.no_grad()
     def next_word(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -128,7 +143,7 @@ class WordPolicy:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The words of an answer, without its end."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return " ".join(self.words[token] for token in token_ids if token != ENDED)
 
 
 def _draw(logprobs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
