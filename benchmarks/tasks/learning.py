@@ -37,7 +37,7 @@ class Recipe:
     train_tasks: int = 8
     tasks_per_step: int = 1
     group_size: int = 8
-    evaluate_every: int = 5
+    evaluate_every: int = 3
     evaluation_rollouts: int = 96
     most_rollouts: int = 4000
     """Where a run that has not arrived ends."""
