@@ -1,8 +1,8 @@
 """What a task for measurements is: episodes of model calls that end with a reward, and the answers that are optimal.
 
 An episode is a generator: it yields its model calls, is sent each answer, and returns its reward. So one definition is
-played in lockstep in this process (`tasks.rollouts`), where a step of all episodes is one forward pass, and over HTTP:
-an environment is itself an agent for `agl train --agent benchmarks/tasks/corridor.py:agent`.
+played in lockstep in this process (`tasks.rollouts`), where a step of all episodes is one forward pass, and through an
+endpoint compatible with OpenAI's, by calling the environment with a task and an address.
 
 Prompts and answers are words between spaces, one token each (`tasks.word_policy`).
 """
