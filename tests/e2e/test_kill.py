@@ -16,8 +16,9 @@ STEPS = 12
 
 
 @pytest.mark.slow
-def test_a_run_killed_three_times_ends_like_an_undisturbed_one(job):
-    arguments = ("--json", f"algorithm.steps={STEPS}", "evaluation.every=4")
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_killed_three_times_ends_like_an_undisturbed_one(job, max_staleness):
+    arguments = ("--json", f"algorithm.steps={STEPS}", "evaluation.every=4", f"run.max_staleness={max_staleness}")
     undisturbed = job.run(job.command("--run-dir", "calm", *arguments))
     assert undisturbed.returncode == 0, undisturbed.stderr
 

@@ -295,6 +295,29 @@ async def finish_all(loop: Loop, claimed: list[AttemptedRollout]) -> None:
             await loop.finish(rollout, version=0)
 
 
+async def test_what_had_finished_before_a_kill_is_used_while_it_is_young_enough(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    """Two turns sampled before the first update finished after a younger one."""
+    before = Loop(store, finish, max_staleness=2)
+    collecting = asyncio.create_task(before.source.next(REQUEST))
+    old = await before.claim(12)
+    for rollout in old[:4]:
+        await finish(rollout, version=0)
+    await collecting
+    before.train()
+    collecting = asyncio.create_task(before.source.next(REQUEST))
+    for rollout in [*(await before.claim(4)), *old[4:]]:
+        await finish(rollout, version=0 if rollout in old else 1)
+    await collecting
+    after = before.killed(step=1, version=5)
+    after.state.resumes.append([1, 5])
+    batches, again, ages = await run(after, 4, 1, lambda rollout: 0)
+    assert [name[:6] for batch in batches[:2] for name in batch] == ["000001"] * 2 + ["000002"] * 2
+    assert not again, "nothing had to run"
+    assert len(ages) == 12
+
+
 async def test_a_resumed_run_runs_again_what_is_too_old(store: InMemoryLightningStore, finish: Any) -> None:
     before = Loop(store, finish, max_staleness=1)
     before.version = 9

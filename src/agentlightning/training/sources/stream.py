@@ -26,7 +26,7 @@ from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.schedule import choose
-from agentlightning.training.sources.versions import age, updates_of
+from agentlightning.training.sources.versions import age, updates_of, versions_of
 
 Publish = Callable[[str, float], Awaitable[str]]
 """(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
@@ -175,11 +175,25 @@ class RolloutStream:
         batch = await self.collector.enqueue(
             [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
         )
-        queued = iter(batch.plans)
+        queued, started = iter(batch.plans), list[Group]()
         for index, each in plans.items():
             own = replace(batch, plans=[next(queued) for _ in each])
-            self._groups.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
+            started.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
+        if turn < self.state.turns:
+            await self._restore_deadlines(started)
+        self._groups += started
         self.state.turns = max(self.state.turns, turn + 1)
+
+    async def _restore_deadlines(self, groups: Sequence[Group]) -> None:
+        """After a resume, what had finished is as old as it is."""
+        found = await self.collector.wait_for_some([group.batch for group in groups], 0)
+        finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
+        for group in groups:
+            ids = [plan.rollout_id for plan in group.batch.plans if plan.rollout_id in finished]
+            trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
+            versions = {version for each in trajectories for version in versions_of(each)}
+            oldest = min((updates_of(each, self.state.resumes) for each in versions), default=self._update)
+            group.deadline = min(group.deadline, oldest + self.max_staleness)
 
     async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
         """Queue the rollouts of a group that has none any more, with the present weights."""
