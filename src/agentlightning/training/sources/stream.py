@@ -26,7 +26,8 @@ from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.schedule import choose
-from agentlightning.training.sources.versions import age, updates_of, versions_of
+from agentlightning.training.sources.versions import age, updates_of
+from agentlightning.trajectory import Trajectory
 
 Publish = Callable[[str, float], Awaitable[str]]
 """(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
@@ -191,9 +192,7 @@ class RolloutStream:
         for group in groups:
             ids = [plan.rollout_id for plan in group.batch.plans if plan.rollout_id in finished]
             trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
-            versions = {version for each in trajectories for version in versions_of(each)}
-            oldest = min((updates_of(each, self.state.resumes) for each in versions), default=self._update)
-            group.deadline = min(group.deadline, oldest + self.max_staleness)
+            group.deadline -= max((self._age(each) for each in trajectories), default=0)
 
     async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
         """Queue the rollouts of a group that has none any more, with the present weights."""
@@ -286,9 +285,11 @@ class RolloutStream:
 
     def _stale(self, chosen: Sequence[Group], collected: Collected) -> list[Group]:
         """The groups that hold a token older than `max_staleness`."""
-        version, resumes, by_model = self.policy_version(), self.state.resumes, self.versions()
-        old = {t.group for t in collected.trajectories if age(t, version, resumes, by_model) > self.max_staleness}
+        old = {each.group for each in collected.trajectories if self._age(each) > self.max_staleness}
         return [group for group in chosen if group.name in old]
+
+    def _age(self, trajectory: Trajectory) -> int:
+        return age(trajectory, self.policy_version(), self.state.resumes, self.versions())
 
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
