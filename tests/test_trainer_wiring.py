@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -381,3 +382,32 @@ async def test_outputs_that_are_repeated_and_not_sampled_are_named_as_the_cause(
     result = await run.fit(greedy(every=0), LightningRL(steps=2, tasks_per_step=4, group_size=4), **TASKS)
     [warning] = [each for each in result.warnings if "too improbable to be chance" in each]
     assert "caches answers" in warning
+
+
+async def test_an_automatic_reward_that_is_exploited_is_found(run: Run) -> None:
+    """The rule rewards long answers. They grow with each update, and the final reward falls."""
+
+    @air_rule
+    def long_answer(span: Any) -> float | None:
+        tokens = span.attributes.get("gen_ai.usage.output_tokens")
+        return None if tokens is None else tokens / 100
+
+    run.policy = ScriptedPolicy(lambda messages, updates: "more " * (updates + 1))
+    noise = random.Random(0)
+    run.reward = lambda task, answer: 1 - len(answer) / 100 + noise.uniform(0, 0.01)
+    credit = {"type": "discounted", "gamma": 1.0}
+    config = greedy(every=0).model_copy(update={"air": {"long_answer": 1.0}})
+    result = await run.fit(config, LightningRL(steps=12, tasks_per_step=2, group_size=2, credit=credit), **TASKS)
+    [warning] = [each for each in result.warnings if "probably exploited" in each]
+    assert "intermediate rewards rose" in warning
+    assert "while the final reward fell" in warning
+
+
+async def test_a_dimension_that_is_exploited_at_the_cost_of_another_is_found(run: Run) -> None:
+    run.policy = ScriptedPolicy(lambda messages, updates: "yes" + "!" * updates)
+    run.reward = lambda task, answer: {"style": answer.count("!") / 5, "right": 1 / len(answer) + task["n"] / 1000}
+    algorithm = LightningRL(
+        steps=12, tasks_per_step=2, group_size=2, credit="reinforce", reward_weights={"style": 1.0, "right": 1.0}
+    )
+    result = await run.fit(greedy(every=0), algorithm, **TASKS)
+    assert [each for each in result.warnings if "while 'right' fell" in each]
