@@ -132,7 +132,10 @@ async def test_a_real_game_of_textarena_is_played_to_its_end(requests: list[Any]
     assert len({task["seed"] for task in tasks}) == 3
     found = await rewards(text_gym.play(tasks[0], "http://model/v1", "key", "policy"))
     assert found in ([-1.0], [0.0], [1.0])
+    requests.clear()
     guess = load_dataset("textarena:GuessTheNumber-v0?size=1")[0]
     assert len(await rewards(text_gym.play(guess, "http://model/v1", "key", "policy"))) == 1
+    shown = "".join(message["content"] for message in requests[-1])
+    assert shown.count("You are playing Guess The Number") == 1, "the game repeats all it has shown"
     with pytest.raises(ConfigError, match="Nothing-v0"):
         load_dataset("textarena:Nothing-v0")

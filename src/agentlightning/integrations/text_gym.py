@@ -75,6 +75,7 @@ class TextArenaGame:
             self.env: Any = make(name, **options)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"textarena cannot make {name!r} with {options}: {error}") from error
+        self._seen: dict[int, str] = {}
         self.players, self.rewards = players, cast("Mapping[int, float] | None", None)
 
     def start(self, seed: int) -> Turn:
@@ -93,8 +94,11 @@ class TextArenaGame:
         return None, 0.0
 
     def _turn(self) -> Turn:
-        player, observation = self.env.get_observation()
-        return int(player), str(observation)
+        """The turn, with what is new to the player: textarena repeats all it has shown before."""
+        player, found = self.env.get_observation()
+        observation, seen = str(found), self._seen.get(int(player), "")
+        self._seen[int(player)] = observation
+        return int(player), observation.removeprefix(seen) or observation
 
     def final_reward(self) -> float | None:
         return None if self.rewards is None else float(self.rewards.get(0, 0.0))
