@@ -10,7 +10,8 @@ For the token, a *loss* uses that advantage; `ppo` is the clipped ratio (arXiv 1
     L = - sum_t  w_t  min( r_t A,  clip(r_t, 1 - clip_low, 1 + clip_high) A ),   r_t = pi(t) / pi_sampled(t)
 
 with w_t such that every rollout has the same weight whatever its number of calls (`aggregate="rollout"`), or every
-token has (`aggregate="token"`). Groups whose rewards are all equal teach nothing; they are skipped and counted.
+token has (`aggregate="token"`). `preset` names published combinations of the two. Groups whose rewards are all equal
+teach nothing; they are skipped and counted.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from agentlightning.algorithms import presets
 from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
     CreditAssigner,
     check_critic,
     one_credit_setting,
     trains_values,
 )
+from agentlightning.algorithms.feedback import Feedback, with_feedback
+from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
 from agentlightning.algorithms.training import Collected, Training
+from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
 from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
 from agentlightning.credit import (
     AgentRewards,
@@ -39,6 +46,7 @@ from agentlightning.credit import (
     ConstantNormalizer,
     Normalization,
     canonical_credit,
+    group_trajectories,
     is_target,
     normalization,
     rejections,
@@ -46,9 +54,10 @@ from agentlightning.credit import (
 from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.lora_config import AgentSetting
-from agentlightning.policy.losses import Loss, LossSetting, PPOLoss
+from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
+from agentlightning.policy.mismatch import Mismatch, MismatchSetting, as_tuple, check_combination, is_off
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
@@ -63,6 +72,9 @@ class LightningRLConfig(BaseModel):
 
     type: Literal["lightning_rl"] = "lightning_rl"
     """Which algorithm this is."""
+    preset: str | None = None
+    """A published algorithm whose settings are used where none are given: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo,
+    reinforce++, rloo or loop."""
     steps: int = Field(default=100, ge=1)
     """Updates of the whole run, one for each batch of rollouts."""
     tasks_per_step: int = Field(default=16, ge=1)
@@ -86,6 +98,28 @@ class LightningRLConfig(BaseModel):
     the length that each rollout's loss is divided by."""
     loss: Loss = Field(default_factory=PPOLoss)
     """The token-level loss: a name, a table with its `type` and settings, or a list of these, which add up."""
+    mismatch: Mismatch | None = None
+    """Corrections of the difference between the sampler's probabilities and the trainer's: truncate, icepop,
+    geometric_mask, sequence_mask, off, a table with settings, or a list of these, which multiply. They need one more
+    forward pass over each batch. None: truncation at 2 where samples have `proximal_logprobs` anyway."""
+    reference: str | None = None
+    """The model that loss "kl" and `kl_in_reward` keep the policy near: a directory that transformers loads. None: the
+    weights that the run started from."""
+    teacher: str | None = None
+    """The model that loss "distill" learns from: a directory that transformers loads, with the policy's tokenizer."""
+    feedback: Feedback | None = None
+    """What the policy is shown after it has answered, for loss "sdpo": errors of tools, answers of better rollouts.
+    None: both."""
+    kl_in_reward: float = Field(default=0.0, ge=0)
+    """What each nat of divergence from the reference costs a rollout, taken from its reward."""
+    overlong: OverlongPenalty | None = None
+    """A penalty for rollouts with too many sampled tokens (DAPO): a table with `max_tokens` and `buffer`."""
+    truncated_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """The reward of a rollout in which an answer was cut off by its token limit. None: the reward it was given."""
+    mask_truncated: bool = False
+    """Whether such rollouts count in the baseline of their group only, and are not learned from."""
+    dynamic_sampling: int = Field(default=0, ge=0)
+    """How often a step may request further tasks in place of those whose rollouts all had the same reward (DAPO)."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
@@ -101,6 +135,46 @@ class LightningRLConfig(BaseModel):
     or what all "shared" agents train together. Agents that are not listed are frozen; without any, all are shared."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated."""
+
+    @classmethod
+    def expand_preset(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with those of their preset."""
+        return presets.expanded(settings)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, settings: Any) -> Any:
+        return cls.expand_preset(settings) if isinstance(settings, Mapping) else settings
+
+    @property
+    def losses(self) -> tuple[TokenLoss, ...]:
+        """The losses, one or several."""
+        return token_losses(self.loss)
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> Self:
+        if self.mismatch is not None:
+            check_combination(self.mismatch, self.losses)
+        types = {loss.type for loss in self.losses}
+        if "distill" in types and self.teacher is None:
+            raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
+        if self.teacher is not None and "distill" not in types:
+            raise ValueError(f'teacher={self.teacher!r} is used by no loss; add "distill", or leave it out')
+        if self.feedback is not None and "sdpo" not in types:
+            raise ValueError('feedback is used by no loss; add "sdpo", or leave it out')
+        shapes = self.kl_in_reward or self.overlong is not None or self.truncated_reward is not None
+        if shapes and (self.agent_rewards != "shared" or self.normalization.type == "gdpo"):
+            raise ValueError(
+                "kl_in_reward, overlong and truncated_reward change the one reward of a rollout; use them with"
+                ' agent_rewards="shared" and without normalization "gdpo"'
+            )
+        if self.agents and ("sdpo" in types or not (self.mismatch is None or is_off(as_tuple(self.mismatch)))):
+            raise ValueError(
+                'agents with adapters of their own can be trained neither with "sdpo" nor with mismatch yet'
+            )
+        if {"sdpo", "distill"} <= types:
+            raise ValueError('losses "sdpo" and "distill" have different teachers for the same tokens; use one of them')
+        return self
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
@@ -152,6 +226,7 @@ def _assignment(config: LightningRLConfig) -> Assignment:
 class LightningRLSettings(TypedDict, total=False):
     """The fields of `LightningRLConfig` as arguments, for editors and type checkers; a section may be a table."""
 
+    preset: str | None
     steps: int
     tasks_per_step: int
     group_size: int
@@ -162,6 +237,15 @@ class LightningRLSettings(TypedDict, total=False):
     agent_rewards: AgentRewards
     aggregate: Literal["rollout", "token"] | ConstantNormalizer | Mapping[str, Any]
     loss: LossSetting
+    mismatch: MismatchSetting | None
+    reference: str | None
+    teacher: str | None
+    feedback: Feedback | Mapping[str, Any] | None
+    kl_in_reward: float
+    overlong: OverlongPenalty | Mapping[str, Any] | None
+    truncated_reward: float | None
+    mask_truncated: bool
+    dynamic_sampling: int
     minibatches: int
     reward_weights: Mapping[str, float] | None
     timeout_reward: float | None
@@ -211,23 +295,83 @@ class LightningRL(Algorithm[LightningRLConfig]):
             await self._step(training)
 
     async def _step(self, training: Training) -> None:
-        config = self.config
-        target = self._target(training)
-        collected = await training.collect(
-            tasks=config.tasks_per_step,
-            group_size=config.group_size,
-            temperature=config.temperature,
-            check=lambda trajectories: self.rejections(trajectories, target),
-            timeout_reward=config.timeout_reward,
-        )
+        config, target = self.config, self._target(training)
+        collected, counts = await self._collect(training, target)
         if training.step == 0:
             self._roles.check_seen(collected.trajectories, target)
-        samples, report = await self._credit.samples(training, collected.trajectories, target, self._roles.trains)
-        counts = self._roles.counts(collected.trajectories)
-        metrics = {**reward_metrics(collected, config.reward_weights), **counts, **report.metrics()}
+        trajectories, shaping = await self._shaped(training, collected.trajectories, target)
+        samples, report = await self._credit.samples(training, trajectories, target, self._roles.trains)
+        counts |= self._roles.counts(collected.trajectories)
+        metrics = {**reward_metrics(collected, config.reward_weights), **counts, **shaping, **report.metrics()}
+        if config.mask_truncated:
+            samples = without_weight(samples, truncated_rollouts(collected.trajectories, target))
+        options: dict[str, Any] = {}
+        if "sdpo" in {loss.type for loss in config.losses}:
+            feedback = config.feedback or Feedback()
+            samples, own = await with_feedback(
+                training, samples, collected.trajectories, feedback, target, config.reward_weights
+            )
+            metrics, options = metrics | own, {"average": feedback.rate} if feedback.rate < 1 else {}
         if samples:
-            metrics |= await training.update(samples, loss=config.loss, minibatches=config.minibatches)
+            metrics |= await self._update(training, samples, options)
         await training.finish_step(collected, metrics)
+
+    async def _update(
+        self, training: Training, samples: Sequence[TrainingSample], options: Mapping[str, Any]
+    ) -> Mapping[str, float]:
+        config = self.config
+        samples = await with_columns(training, samples, needed_columns(config.losses, config.mismatch), self._models)
+        options = {**options, **({} if config.mismatch is None else {"mismatch": config.mismatch})}
+        return await training.update(samples, loss=config.loss, minibatches=config.minibatches, **options)
+
+    @property
+    def _models(self) -> Models:
+        return Models(self.config.reference, self.config.teacher, below_adapters=bool(self.config.agents))
+
+    async def _collect(self, training: Training, target: str | None) -> tuple[Collected, dict[str, float]]:
+        """The rollouts of a step, and what became of groups in which all had the same reward."""
+        config = self.config
+
+        async def collect(tasks: int) -> Collected:
+            return await training.collect(
+                tasks=tasks,
+                group_size=config.group_size,
+                temperature=config.temperature,
+                check=lambda trajectories: self.rejections(trajectories, target),
+                timeout_reward=config.timeout_reward,
+            )
+
+        collected, resampled = await collect(config.tasks_per_step), 0
+        for _ in range(config.dynamic_sampling):
+            missing = config.tasks_per_step - self._groups_with_spread(collected)
+            if missing <= 0:
+                break
+            collected, resampled = joined(collected, await collect(missing)), resampled + missing
+        return collected, {"groups_resampled": float(resampled)} if config.dynamic_sampling else {}
+
+    def _groups_with_spread(self, collected: Collected) -> int:
+        groups = group_trajectories(collected.trajectories)
+        rewards = [{scalar_reward(team_reward(each), self.config.reward_weights) for each in group} for group in groups]
+        return sum(len(each - {None}) > 1 for each in rewards)
+
+    async def _shaped(
+        self, training: Training, trajectories: Sequence[Trajectory], target: str | None
+    ) -> tuple[Sequence[Trajectory], dict[str, float]]:
+        """The trajectories with the rewards that they are learned from."""
+        config, weights = self.config, self.config.reward_weights
+        truncated = truncated_rollouts(trajectories, target)
+        metrics = {"rollouts_truncated": float(len(truncated))}
+        if config.truncated_reward is not None:
+            trajectories = with_reward(trajectories, truncated, config.truncated_reward)
+        if config.overlong is not None:
+            trajectories, own = with_overlong_penalty(trajectories, config.overlong, target, weights)
+            metrics |= own
+        if config.kl_in_reward and trajectories:
+            trajectories, own = await with_kl_penalty(
+                training, trajectories, config.kl_in_reward, self._models, target, weights
+            )
+            metrics |= own
+        return trajectories, metrics
 
     def _target(self, training: Training) -> str | None:
         return self.config.target_agent if self.config.target_agent is not None else training.target_agent
@@ -244,6 +388,18 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if any(is_target(agent, target_agent) for agent in agents):
             return found
         return [*found, *_without_target(left, str(target_agent), agents)]
+
+
+def joined(first: Collected, more: Collected) -> Collected:
+    """Two batches of rollouts as one."""
+    return replace(
+        first,
+        trajectories=first.trajectories + more.trajectories,
+        failed=first.failed + more.failed,
+        rejected=first.rejected + more.rejected,
+        timeouts=first.timeouts + more.timeouts,
+        seconds=first.seconds + more.seconds,
+    )
 
 
 def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:

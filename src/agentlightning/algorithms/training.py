@@ -174,6 +174,11 @@ class Training(Protocol):
         Checkpoints hold them."""
         ...
 
+    async def starting_weights(self) -> Path | None:
+        """The weights that the run started from, in a directory that transformers loads; None where the learner has
+        them itself. Raises ConfigError in a run that trained before anyone asked for them."""
+        ...
+
     async def collect(
         self,
         *,

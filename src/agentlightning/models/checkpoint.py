@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
@@ -80,13 +80,7 @@ def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Ten
 
 def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """The model saved in `directory`, of the shape and dtype of `model`. Raises as `read_weights` does."""
-    try:
-        with without_progress_bars():
-            saved = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise PolicyError(
-            f"{directory} holds no model that transformers loads, or a damaged one: {error}; choose another checkpoint"
-        ) from error
+    saved = _load_model(directory, model.dtype)
     weights, own = saved.state_dict(), model.state_dict()
     if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:
         raise PolicyError(
@@ -94,6 +88,33 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
             "continue with the model it was saved from"
         )
     return saved
+
+
+def read_scorer(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability. Raises PolicyError
+    if it cannot be loaded or has another vocabulary."""
+    saved = _load_model(directory, model.dtype)
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab()
+    except (OSError, ValueError, KeyError):
+        vocabulary = None  # Only its weights were saved.
+    sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (saved, model)]
+    if (vocabulary is None and sizes[0] != sizes[1]) or (vocabulary or tokenizer.get_vocab()) != tokenizer.get_vocab():
+        raise PolicyError(
+            f"{directory} holds a model with another tokenizer (vocabularies of {sizes[0]} and {sizes[1]} tokens) and "
+            "cannot score the policy's tokens; choose one of the same family"
+        )
+    return saved
+
+
+def _load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with without_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise PolicyError(
+            f"{directory} holds no model that transformers loads, or a damaged one: {error}; choose another checkpoint"
+        ) from error
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from agentlightning.engine.base import Engine
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
-ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy"]
+ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy", "average_logprobs"]
 Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 """By name, for each tree a column as `TrainingSample` has them."""
 
@@ -60,9 +60,10 @@ class Policy(Engine, Protocol):
         adapter: str | None = None,
     ) -> Columns:
         """Columns of every sampled token of each tree, at the temperature it was sampled with and under the present
-        weights: `logprobs`, `entropy` (nats), `values`; and `ref_logprobs` under the weights in `reference`, a
-        directory that transformers loads. They go into a `TrainingSample`, and are those of its `adapter`. Changes no
-        weights.
+        weights: `logprobs`, `entropy` (nats), `values`; `average_logprobs` under the moving average that `train` keeps
+        with `average` (before the first such update, the present weights); and `ref_logprobs` under the model in
+        `reference`, a directory that transformers loads, with the same tokenizer and of any size. They go into a
+        `TrainingSample`, and are those of its `adapter`. Changes no weights.
 
         Raises PolicyError for a column that the policy cannot give, naming what it lacks."""
         ...

@@ -42,6 +42,9 @@ from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
+MAX_REFERENCES = 2
+"""Models kept to score tokens with: a reference and a teacher."""
+
 
 class LocalPolicy:
     """One model on one device. Make it with `LocalPolicy.open`."""
@@ -55,7 +58,7 @@ class LocalPolicy:
         self._model = model
         self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
-        self._reference: tuple[Path, Forward] | None = None
+        self._references: dict[Path, Forward] = {}
         self._weights: TrainedWeights = trained_weights(model, config)
         self._views = AgentViews(self, config.agents, [name for name in self._weights.updaters if name is not None])
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
@@ -187,8 +190,9 @@ class LocalPolicy:
         reference: Path | None = None,
         adapter: str | None = None,
     ) -> Columns:
-        """See `Policy.score`. The model in `reference` is loaded beside the policy, and stays until another one is.
-        Where adapters are trained, the weights below them are the reference unless another is given."""
+        """See `Policy.score`. The model in `reference` is loaded beside the policy, may have another shape, and stays
+        until two others are. Where adapters are trained, the weights below them are the reference unless another is
+        given."""
         if "values" in what and self._weights.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
         if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
@@ -269,6 +273,9 @@ class LocalPolicy:
         if present := what & {"logprobs", "entropy", "values"}:
             with self._weights.use(self._weights.own if adapter is None else adapter):
                 found |= own.forward.score(trees, present, value_head=self._weights.value_head)
+        if "average_logprobs" in what:
+            with self._weights.use(self._weights.own), own.average_in_use():
+                found["average_logprobs"] = own.forward.score(trees, {"logprobs"})["logprobs"]
         if "ref_logprobs" in what:
             reference_forward = own.forward if reference is None else self._reference_at(reference)
             found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]
@@ -276,11 +283,12 @@ class LocalPolicy:
 
     def _reference_at(self, directory: Path) -> Forward:
         directory = directory.absolute()
-        if self._reference is None or self._reference[0] != directory:
-            self._reference = None  # Frees its memory before the next one is loaded.
-            model = cast("torch.nn.Module", checkpoint.read_model(directory, self._model).eval())
-            self._reference = directory, Forward(cast(PreTrainedModel, model.to(self._model.device)))
-        return self._reference[1]
+        if directory not in self._references:
+            while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
+                del self._references[next(iter(self._references))]
+            model = cast("torch.nn.Module", checkpoint.read_scorer(directory, self._model, self._tokenizer).eval())
+            self._references[directory] = Forward(cast(PreTrainedModel, model.to(self._model.device)))
+        return self._references[directory]
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""

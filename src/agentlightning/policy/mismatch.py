@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
+from agentlightning.policy.losses.base import TokenLoss
 from agentlightning.trajectory import FloatArray
 
 if TYPE_CHECKING:
@@ -177,10 +178,28 @@ def corrections(setting: MismatchSetting) -> tuple[Correction, ...]:
     except ValidationError as error:
         known = ", ".join(CORRECTIONS)
         raise ConfigError(f"mismatch={setting!r} cannot be used: {error}; known types: {known}") from error
-    several = found if isinstance(found, tuple) else (found,)
+    several = as_tuple(found)
     if sum(each.multiplies for each in several) > 1:
         names = " and ".join(f'"{each.type}"' for each in several if each.multiplies)
         raise ConfigError(f"mismatch={names} count the same ratio twice; use one of them, and masks beside it")
+    return several
+
+
+def as_tuple(setting: Correction | tuple[Correction, ...]) -> tuple[Correction, ...]:
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
+def is_off(several: Sequence[Correction]) -> bool:
+    """Whether nothing is corrected."""
+    return all(isinstance(each, NoCorrection) for each in several)
+
+
+def check_combination(setting: MismatchSetting, losses: Sequence[TokenLoss]) -> tuple[Correction, ...]:
+    """The corrections of a setting. Raises ConfigError where none of the losses uses them."""
+    several = corrections(setting)
+    if not is_off(several) and not any(loss.decoupled for loss in losses):
+        names = ", ".join(f'"{loss.type}"' for loss in losses)
+        raise ConfigError(f"mismatch corrects the ratios of other losses than {names}; leave it out, or use ppo")
     return several
 
 

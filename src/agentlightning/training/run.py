@@ -173,6 +173,20 @@ class TrainingRun:
     async def save(self, directory: Path) -> None:
         await self._learner().save(directory)
 
+    async def starting_weights(self) -> Path | None:
+        """The policy after its warm start, or a copy that is written when it is first asked for."""
+        run_dir = self.account.run_dir
+        if run_dir.start.exists():
+            return run_dir.start
+        if not run_dir.reference.exists():
+            if self.step:
+                raise ConfigError(
+                    f"the weights that the run started from were not kept: no setting needed them in its first "
+                    f"{self.step} steps. Set algorithm.reference to the directory of a model"
+                )
+            await self._learner().save(run_dir.reference)
+        return run_dir.reference
+
     @property
     def resources(self) -> NamedResources:
         return self.checkpoints.publisher.resources

@@ -51,6 +51,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
         "policy": config.policy.model_copy(update=policy),
     }
+    models = {name: getattr(config.algorithm, name) for name in ("reference", "teacher")}
+    if found := {name: str(Path(given).resolve()) for name, given in models.items() if given is not None}:
+        changes["algorithm"] = config.algorithm.model_copy(update=found)
     if demonstrations is not None:
         path = str(Path(demonstrations).resolve())
         changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})

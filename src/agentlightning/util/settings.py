@@ -94,7 +94,7 @@ def settings_from(
     """
     known = {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
     defaults = known if base is None else dict(base)
-    table = dict(values)
+    table = _expanded(model, dict(values))
     _fill(table, defaults)
     try:
         return model.model_validate({**({} if base is None else defaults), **table}, extra="forbid")
@@ -191,10 +191,16 @@ def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
     for name, default in defaults.items():
         given = table.get(name)
         if isinstance(given, dict) and isinstance(default, BaseModel):
-            section, inner = cast(Table, given), dict(default)
+            section, inner = _expanded(type(default), cast(Table, given)), dict(default)
             if section.get("type", inner.get("type")) == inner.get("type"):
                 _fill(section, inner)
                 table[name] = {**inner, **section}
+
+
+def _expanded(model: type[BaseModel], settings: Table) -> Table:
+    """The settings with those of a preset among them, which `model.expand_preset` fills in."""
+    expand = getattr(model, "expand_preset", None)
+    return settings if expand is None else expand(settings)
 
 
 # -- the schema ------------------------------------------------------------------------------------------------------

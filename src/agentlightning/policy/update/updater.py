@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
+from agentlightning.policy.update.weight_average import WeightAverage
 from agentlightning.trajectory import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class Updater:
         )
         """Of the head alone: its gradient does not count in the norm by which that of the policy is clipped."""
         self.entropy = EntropyHistory()
+        self.average: WeightAverage | None = None
+        """A moving average of the weights, from the first step that asks for one."""
 
     def step(
         self,
@@ -87,6 +91,7 @@ class Updater:
         minibatches: int = 1,
         mismatch: MismatchSetting | None = None,
         lr_factor: float = 1.0,
+        average: float | None = None,
     ) -> dict[str, float]:
         """Train on all samples once.
 
@@ -95,6 +100,7 @@ class Updater:
         `mismatch` corrects the weights of losses against `proximal_logprobs` for what lies between these and the
         sampled ones; None: truncated importance sampling of tokens, where samples have the column.
         `lr_factor` multiplies all learning rates.
+        With `average`, a moving average of the weights follows them at this rate (`weight_average`).
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
         grad_norm and lr (means over steps), and counts: tokens_trained, tokens_computed (padding included),
         micro_batches, optimizer_steps, skipped_steps (a loss or gradient that was not finite) and rollouts_not_finite
@@ -108,6 +114,8 @@ class Updater:
         self.optimizer.lr_factor = lr_factor
         losses = token_losses(loss)
         check_value_head(losses, self.value_head)
+        if average is not None:
+            self._average_at(average)
         samples = streams.for_losses(samples, losses)
         samples, corrections = _corrected(samples, losses, mismatch)
         totals = dict.fromkeys(COUNTS, 0.0)
@@ -142,6 +150,8 @@ class Updater:
     def _optimize(self, loss: float, norm: Tensor) -> dict[str, float]:
         """The step of the policy's optimiser, and of the value head's, which is skipped where the policy's is."""
         metrics = self.optimizer.step(loss, norm)
+        if self.average is not None and metrics["optimizer_steps"]:
+            self.average.update()
         if self.value_optimizer is None:
             return metrics
         own = self.value_optimizer.step(loss if metrics["optimizer_steps"] else math.nan)
@@ -221,10 +231,21 @@ class Updater:
             counts_R.index_add_(0, rollout_N, counts)
         return sums_R / counts_R.clamp(min=1)
 
+    def average_in_use(self) -> AbstractContextManager[None]:
+        """Forward passes within use the moving average of the weights, where one is kept."""
+        return nullcontext() if self.average is None else self.average.in_use()
+
+    def _average_at(self, rate: float) -> None:
+        if self.average is None:
+            self.average = WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
+        self.average.rate = rate
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        own = {} if self.value_optimizer is None else {"value_head": self.value_optimizer.state_dict()}
-        return {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps], **own}
+        state = {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps]}
+        if self.value_optimizer is not None:
+            state["value_head"] = self.value_optimizer.state_dict()
+        return state if self.average is None else {**state, "average": self.average.state_dict()}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError for a state that `load_state_dict` would refuse."""
@@ -239,6 +260,11 @@ class Updater:
             self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
         self.entropy = EntropyHistory(float(mean), int(steps))
+        self.average = None
+        if (average := state.get("average")) is not None:
+            self._average_at(float(average["rate"]))
+            assert self.average is not None
+            self.average.load_state_dict(average)
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
@@ -263,24 +289,12 @@ def _corrected(
     samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Sequence[TrainingSample], dict[str, float]]:
     """The samples with corrected weights, and the metrics of the correction; as they are where none applies."""
-    several = mismatches.DEFAULT if mismatch is None else mismatches.corrections(mismatch)
+    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
+    off = mismatches.is_off(several) or not any(loss.decoupled for loss in losses)
     has_column = bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
-    if mismatch is not None:
-        check_mismatch(losses, several)
-        if samples and not has_column and not _is_off(several):
-            raise PolicyError(
-                f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have'
-            )
-    if not has_column or _is_off(several) or not any(loss.decoupled for loss in losses):
-        return samples, {}
-    return streams.corrected(samples, several)
-
-
-def check_mismatch(losses: Sequence[TokenLoss], several: Sequence[mismatches.Correction]) -> None:
-    """Raises ConfigError for a correction that no loss uses."""
-    if not _is_off(several) and not any(loss.decoupled for loss in losses):
-        names = ", ".join(f'"{loss.type}"' for loss in losses)
-        raise ConfigError(f"mismatch corrects the ratios of other losses than {names}; leave it out, or use ppo")
+    if mismatch is not None and samples and not has_column and not off:
+        raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
+    return (samples, {}) if off or not has_column else streams.corrected(samples, several)
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
@@ -288,10 +302,6 @@ def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> Non
     for loss in losses:
         if loss.needs_values and head is None:
             raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
-
-
-def _is_off(several: Sequence[mismatches.Correction]) -> bool:
-    return all(isinstance(each, mismatches.NoCorrection) for each in several)
 
 
 def _divides_rollouts(batches: Sequence[MicroBatch]) -> bool:

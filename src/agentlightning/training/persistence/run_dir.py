@@ -4,6 +4,7 @@
     data/              the tasks: train.jsonl, validation.jsonl, held_out.jsonl
     store.db           rollouts, attempts, spans, resources
     start/             the starting policy (after the warm start)
+    reference/         a copy of it, if a loss needs one and it has no directory of its own
     checkpoints/       step-000012/ ...: weights, training state, published resources; the last ones and the best
     state.json         the run's position; written last and atomically, so a crash leaves the old one
     metrics.jsonl      one line for each step
@@ -220,6 +221,10 @@ class RunDir:
     @property
     def start(self) -> Path:
         return self.path / "start"
+
+    @property
+    def reference(self) -> Path:
+        return self.path / "reference"
 
     def data(self, name: str) -> Path:
         return self.path / "data" / f"{name}.jsonl"

@@ -1,0 +1,78 @@
+"""The columns that losses need and samples lack: log-probabilities under a reference, a teacher, or the weights that an
+update starts from. They are computed here, in one place, whichever loss reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from agentlightning.algorithms.training import Learner, Training
+from agentlightning.errors import ConfigError
+from agentlightning.policy.base import ScoreColumn
+from agentlightning.policy.losses.base import PROXIMAL_LOGPROBS, REF_LOGPROBS, TEACHER_LOGPROBS, TokenLoss
+from agentlightning.policy.mismatch import Mismatch, as_tuple, is_off
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+
+COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models beside the policy: directories that transformers loads, for the policy's own tokens."""
+
+    reference: str | None = None
+    """None: the weights that the run started from."""
+    teacher: str | None = None
+    below_adapters: bool = False
+    """Whether the weights below the policy's adapters are the reference, unless another is given."""
+
+    async def of(self, column: str, training: Training) -> Path | None:
+        """The model that a column is computed with; None: the policy itself."""
+        if column == REF_LOGPROBS:
+            if self.reference is None:
+                return None if self.below_adapters else await training.starting_weights()
+            return Path(self.reference)
+        if column == TEACHER_LOGPROBS:
+            if self.teacher is None:
+                raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
+            return Path(self.teacher)
+        return None
+
+
+def needed_columns(losses: Sequence[TokenLoss], mismatch: Mismatch | None) -> frozenset[str]:
+    """The columns that an update needs and that are computed here."""
+    found = frozenset[str]().union(*(loss.needs for loss in losses)) & COMPUTED
+    corrects = mismatch is not None and not is_off(as_tuple(mismatch))
+    return found | {PROXIMAL_LOGPROBS} if corrects else found
+
+
+async def with_columns(
+    training: Training, samples: Sequence[TrainingSample], needed: Collection[str], models: Models
+) -> list[TrainingSample]:
+    """The samples with the columns they lack."""
+    found = list(samples)
+    for column in sorted(needed):
+        lacking = [i for i, sample in enumerate(found) if column not in sample.columns]
+        if lacking:
+            trees = [found[i].tree for i in lacking]
+            for i, values in zip(lacking, await scores(training, trees, column, models), strict=True):
+                found[i] = replace(found[i], columns={**found[i].columns, column: values})
+    return found
+
+
+async def scores(
+    training: Training, trees: Sequence[TokenTree], column: str, models: Models
+) -> Sequence[tuple[FloatArray, ...]]:
+    """A column of each tree."""
+    model = await models.of(column, training)
+    what: ScoreColumn = "logprobs" if column == PROXIMAL_LOGPROBS else "ref_logprobs"
+    return (await learner_of(training).score(trees, {what}, reference=model))[what]
+
+
+def learner_of(training: Training) -> Learner:
+    """The weights of a run. Raises ConfigError where it trains none."""
+    if training.learner is None:
+        raise ConfigError("this run trains no model, so there are no log-probabilities to compare with")
+    return training.learner

@@ -1,0 +1,258 @@
+"""LightningRL computes the columns that its losses need, shapes rewards, and resamples groups that teach nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.presets import PRESETS
+from agentlightning.algorithms.reward_shaping import OverlongPenalty
+from agentlightning.algorithms.training import Collected
+from agentlightning.credit.base import credit_rule
+from agentlightning.errors import ConfigError
+from agentlightning.policy.mismatch import GeometricMask, Truncation
+from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.settings import dump_toml, load_settings
+
+NAMES = sorted(PRESETS)
+
+
+def rollout(name: str, reward: float | None, group: str = "g", tokens: int = 2, finish: str = "stop") -> Trajectory:
+    sampled, logprobs = tuple(range(3, 3 + tokens)), (-0.1,) * tokens
+    call = Transition(name, "a", name, 1, (1, 2), sampled, logprobs, finish_reason=finish)
+    return Trajectory(name, "a", (call,), reward=reward, group=group)
+
+
+class FakeLearner:
+    """Scores every token by -0.1 under the policy and by -0.4 under a reference."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[set[str], Path | None]] = []
+
+    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> Any:
+        self.calls.append((set(what), reference))
+        value = {"logprobs": -0.1, "ref_logprobs": -0.4}
+        return {
+            name: [
+                tuple(np.full(len(n.token_ids) if n.sampled else 0, value[name], np.float32) for n in tree.nodes)
+                for tree in trees
+            ]
+            for name in what
+        }
+
+
+class FakeTraining:
+    """Gives the batches it was made with, one for each request."""
+
+    step = 0
+    target_agent = None
+
+    def __init__(self, *batches: Sequence[Trajectory]) -> None:
+        self.batches = list(batches)
+        self.learner = FakeLearner()
+        self.requested: list[int] = []
+        self.updates: list[tuple[list[Any], dict[str, Any]]] = []
+        self.metrics: dict[str, float] = {}
+        self.collected: Collected | None = None
+
+    async def starting_weights(self) -> Path:
+        return Path("start")
+
+    async def collect(self, *, tasks: int, **request: Any) -> Collected:
+        self.requested.append(tasks)
+        return Collected(tuple(self.batches.pop(0)), seconds=1.0)
+
+    async def update(self, samples: list[Any], **options: Any) -> dict[str, float]:
+        self.updates.append((list(samples), options))
+        return {"loss": 0.5}
+
+    async def finish_step(self, collected: Collected, metrics: dict[str, float]) -> None:
+        self.step += 1
+        self.collected, self.metrics = collected, metrics
+
+
+async def trained(*batches: Sequence[Trajectory], **settings: Any) -> FakeTraining:
+    training = FakeTraining(*batches)
+    await LightningRL(steps=1, tasks_per_step=1, group_size=2, **settings).run(training)  # type: ignore[arg-type]
+    return training
+
+
+GOOD_AND_BAD = (rollout("r1", 1.0), rollout("r2", 0.0))
+
+
+async def test_a_column_is_computed_only_if_a_loss_needs_it() -> None:
+    training = await trained(GOOD_AND_BAD)
+    assert training.learner.calls == []
+    assert "mismatch" not in training.updates[0][1]
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, Path("start")), ("models/base", Path("models/base"))])
+async def test_the_reference_is_the_starting_weights_or_the_one_that_is_set(setting: Any, expected: Path) -> None:
+    training = await trained(GOOD_AND_BAD, loss=["ppo", "kl"], reference=setting)
+    assert training.learner.calls == [({"ref_logprobs"}, expected)]
+    ((sample,), _), = training.updates  # fmt: skip
+    assert {float(v) for column in sample.columns["ref_logprobs"] for v in column} == {float(np.float32(-0.4))}
+
+
+async def test_adapters_of_several_agents_are_compared_with_the_weights_below_them() -> None:
+    by_agent = [
+        Trajectory(
+            t.rollout_id, "a", tuple(dataclasses.replace(c, agent="writer") for c in t.transitions), t.reward, "g"
+        )
+        for t in GOOD_AND_BAD
+    ]
+    training = await trained(by_agent, loss=["ppo", "kl"], agents={"writer": {"type": "lora", "r": 2}})
+    assert training.learner.calls == [({"ref_logprobs"}, None)]
+    for settings in ({"loss": "sdpo"}, {"mismatch": "icepop"}):
+        with pytest.raises(ConfigError, match='neither with "sdpo" nor with mismatch'):
+            LightningRL(agents={"writer": {"type": "lora", "r": 2}}, **settings)  # type: ignore[arg-type]
+
+
+async def test_a_teacher_scores_the_tokens_of_the_policy() -> None:
+    training = await trained(GOOD_AND_BAD, loss="distill", teacher="models/large")
+    assert training.learner.calls == [({"ref_logprobs"}, Path("models/large"))]
+    ((sample,), _), = training.updates  # fmt: skip
+    assert "teacher_logprobs" in sample.columns
+    with pytest.raises(ConfigError, match='"distill" learns from a teacher; set teacher=DIRECTORY'):
+        LightningRL(loss="distill")
+    with pytest.raises(ConfigError, match="teacher='big' is used by no loss"):
+        LightningRL(teacher="big")
+
+
+async def test_a_correction_of_mismatch_computes_the_proximal_policy_and_reaches_the_update() -> None:
+    training = await trained(GOOD_AND_BAD, mismatch=["truncate", {"type": "geometric_mask", "low": 0.9}])
+    assert training.learner.calls == [({"logprobs"}, None)]
+    ((sample,), options), = training.updates  # fmt: skip
+    assert "proximal_logprobs" in sample.columns
+    assert options["mismatch"] == (Truncation(), GeometricMask(low=0.9))
+    assert (await trained(GOOD_AND_BAD, mismatch="off")).learner.calls == []
+    with pytest.raises(ConfigError, match="mismatch corrects the ratios of other losses"):
+        LightningRL(loss="dppo", mismatch="icepop")
+
+
+async def test_the_divergence_from_the_reference_is_taken_from_the_reward() -> None:
+    """R' = R - beta sum_t (logprob - ref_logprob): two tokens of 0.3 against four, otherwise equal rewards."""
+    batch = (rollout("short", 1.0, tokens=2), rollout("long", 1.0, tokens=4))
+    training = await trained(batch, kl_in_reward=0.5)
+    assert training.metrics["reward_kl"] == pytest.approx((0.6 + 1.2) / 2, rel=1e-5)
+    assert training.metrics["reward"] == 1.0, "the reward that was given is reported"
+    ((sample,), _), = training.updates  # fmt: skip
+    gains = {n.rollout_id: float(a[0]) for n, a in zip(sample.tree.nodes, sample.advantages, strict=True) if len(a)}
+    assert gains["short"] == pytest.approx(1.0) == -gains["long"]
+
+
+def test_the_overlong_penalty_is_equation_13_of_dapo() -> None:
+    setting = OverlongPenalty(max_tokens=100, buffer=20)
+
+    def literal(length: int) -> float:
+        if length <= 100 - 20:
+            return 0.0
+        return ((100 - 20) - length) / 20 if length <= 100 else -1.0
+
+    lengths = range(0, 130)
+    assert [setting.of_length(n) for n in lengths] == pytest.approx([literal(n) for n in lengths])
+    assert OverlongPenalty(max_tokens=100, buffer=20, penalty=0.5).of_length(500) == -0.5
+    with pytest.raises(ConfigError, match="buffer=200 is longer than max_tokens=100"):
+        LightningRL(overlong={"max_tokens": 100, "buffer": 200})
+
+
+async def test_a_rollout_that_is_too_long_is_penalised_and_counted() -> None:
+    batch = (rollout("short", 1.0, tokens=2), rollout("long", 1.0, tokens=4))
+    training = await trained(batch, overlong={"max_tokens": 4, "buffer": 2})
+    assert (training.metrics["overlong_penalty"], training.metrics["overlong_rollouts"]) == (-0.5, 1.0)
+    assert len(training.updates) == 1, "equal rewards, and yet a signal"
+
+
+async def test_truncated_rollouts_are_counted_and_treated_as_configured() -> None:
+    batch = (rollout("done", 0.0), rollout("cut", 1.0, finish="length"))
+
+    def learned(training: FakeTraining) -> dict[Any, tuple[float, bool]]:
+        ((sample,), _), = training.updates  # fmt: skip
+        rows = zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
+        return {n.rollout_id: (float(a[0]), bool(w.any())) for n, a, w in rows if len(a)}
+
+    plain = await trained(batch)
+    assert plain.metrics["rollouts_truncated"] == 1.0
+    assert learned(plain) == {"done": (-1.0, True), "cut": (1.0, True)}
+    assert learned(await trained(batch, truncated_reward=-1.0)) == {"done": (1.0, True), "cut": (-1.0, True)}
+    assert learned(await trained(batch, mask_truncated=True)) == {"done": (-1.0, True), "cut": (1.0, False)}
+
+
+async def test_groups_without_spread_are_replaced_up_to_a_bound_and_counted() -> None:
+    def group(name: str, *rewards: float) -> list[Trajectory]:
+        return [rollout(f"{name}{i}", reward, name) for i, reward in enumerate(rewards)]
+
+    batches = [[*group("a", 1, 1), *group("b", 1, 0), *group("c", 0, 0)], [*group("d", 0, 0), *group("e", 1, 0)],
+               group("f", 1, 1), group("g", 1, 0)]  # fmt: skip
+    training = FakeTraining(*batches)
+    await LightningRL(steps=1, tasks_per_step=3, group_size=2, dynamic_sampling=2).run(training)  # type: ignore[arg-type]
+    assert training.requested == [3, 2, 1], "the bound ends it"
+    assert training.metrics["groups_resampled"] == 3
+    assert (training.metrics["groups_trained"], training.metrics["groups_without_spread"]) == (2, 4)
+    assert training.collected is not None
+    assert (training.collected.rollouts, training.collected.seconds) == (12, 3.0)
+
+    plain = await trained([rollout("x", 1.0), rollout("y", 1.0)])
+    assert plain.requested == [1]
+    assert "groups_resampled" not in plain.metrics
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_preset_trains(name: str) -> None:
+    training = await trained(GOOD_AND_BAD, preset=name)
+    assert len(training.updates) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_fills_in_what_is_not_given_and_shows_it(name: str, tmp_path: Path) -> None:
+    config = LightningRLConfig(preset=name)  # type: ignore[arg-type]
+    for field, value in PRESETS[name].items():
+        assert getattr(config, field) == getattr(LightningRLConfig(**{field: value}), field), field
+    given = LightningRLConfig(preset=name, aggregate="rollout", loss="nll")  # type: ignore[arg-type]
+    assert (given.aggregate, given.losses[0].type) == ("rollout", "nll"), "also where that is the default"
+
+    (tmp_path / "run.toml").write_text(dump_toml(given))
+    assert load_settings(LightningRLConfig, toml=tmp_path / "run.toml") == given, "a resumed run has the same settings"
+    assert LightningRL(preset=name).config == config
+
+
+def test_the_other_name_of_credit_wins_over_a_preset() -> None:
+    assert LightningRL(preset="dapo", credit_assignment="leave_one_out").config.credit == "leave_one_out"
+
+
+def test_shaping_the_one_reward_of_a_rollout_is_refused_where_several_count() -> None:
+    with pytest.raises(ConfigError, match="change the one reward of a rollout"):
+        LightningRL(kl_in_reward=0.1, agent_rewards="own")
+
+
+def test_a_preset_works_in_a_settings_file_and_on_the_command_line(tmp_path: Path) -> None:
+    from agentlightning.config import TrainConfig
+
+    (tmp_path / "run.toml").write_text('[algorithm]\npreset = "dapo"\ngroup_size = 4\n')
+    config = load_settings(TrainConfig, toml=tmp_path / "run.toml", overrides=["algorithm.aggregate=rollout"])
+    assert (config.algorithm.dynamic_sampling, config.algorithm.group_size) == (3, 4)
+    assert config.algorithm.aggregate == "rollout"
+    assert load_settings(TrainConfig, overrides=["algorithm.preset=gspo"]).algorithm.losses[0].type == "gspo"
+    assert load_settings(TrainConfig, overrides=["algorithm.preset=none"]).algorithm.preset is None
+    with pytest.raises(ConfigError, match="there is no preset 'dapoo'; choose one of grpo, dr_grpo, dapo"):
+        LightningRL(preset="dapoo")
+
+
+def test_a_preset_names_a_credit_rule_that_exists() -> None:
+    for name in NAMES:
+        credit_rule(PRESETS[name]["credit"])
+
+
+def test_a_preset_replaces_the_settings_of_a_configuration() -> None:
+    base = LightningRLConfig(group_size=4, aggregate="token")
+    found = LightningRL(base, preset="gspo").config
+    assert (found.group_size, found.aggregate, found.losses[0].type) == (4, "rollout", "gspo")

@@ -1,0 +1,82 @@
+"""A local policy scores recorded tokens under other models: a teacher of another shape, and its own moving average."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentlightning.engine.base import Sample, SamplingParams
+from agentlightning.errors import PolicyError
+from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.testing.models import tiny_checkpoint, tiny_model
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
+
+PARAMS = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def policy(checkpoint: Path) -> AsyncIterator[LocalPolicy]:
+    policy = LocalPolicy.open(LocalPolicyConfig(model=checkpoint, device="cpu", optimizer=OptimizerConfig(lr=1e-2)))
+    yield policy
+    await policy.close()
+
+
+def prompt(policy: LocalPolicy) -> list[int]:
+    return policy.chat.encode(policy.chat.render([{"role": "user", "content": "What is 12 + 30?"}]))
+
+
+def lesson(prompt: Sequence[int], sample: Sample) -> TrainingSample:
+    count = len(sample.token_ids)
+    sampled = Node(0, sample.token_ids, True, sample.logprobs, "ro", "call")
+    tree = TokenTree((Node(-1, tuple(prompt)), sampled))
+    return TrainingSample(tree, advantages=((), (1.0,) * count), weights=((), (1.0 / count,) * count))
+
+
+async def test_a_teacher_may_have_another_shape_but_not_another_tokenizer(policy: LocalPolicy, tmp_path: Path) -> None:
+    ids = prompt(policy)
+    sample = await policy.sample(ids, PARAMS)
+    tree = lesson(ids, sample).tree
+    teacher = tiny_checkpoint(tmp_path / "teacher", "qwen3", seed=7)
+    (scores,) = (await policy.score([tree], {"ref_logprobs"}, reference=teacher))["ref_logprobs"]
+    with torch.inference_mode():
+        logits = tiny_model("qwen3", seed=7)(torch.tensor([[*ids, *sample.token_ids]])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.from_numpy(scores[1]), expected, atol=1e-4, rtol=0)
+
+    stranger = make_tiny(tmp_path / "stranger", ["quite other words: xylophone, zephyr"], seed=0)
+    with pytest.raises(PolicyError, match="another tokenizer"):
+        await policy.score([tree], {"ref_logprobs"}, reference=stranger)
+
+
+async def test_adapters_that_were_saved_are_a_reference(checkpoint: Path, tmp_path: Path) -> None:
+    policy = LocalPolicy.open(LocalPolicyConfig(model=checkpoint, device="cpu", lora=Lora(r=2)))
+    sample = await policy.sample(prompt(policy), PARAMS)
+    await policy.save(tmp_path / "reference")
+    tree = lesson(prompt(policy), sample).tree
+    (scores,) = (await policy.score([tree], {"ref_logprobs"}, reference=tmp_path / "reference"))["ref_logprobs"]
+    assert scores[1].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    await policy.close()
+
+
+async def test_tokens_are_scored_under_the_moving_average_of_the_weights(policy: LocalPolicy) -> None:
+    sample = await policy.sample(prompt(policy), PARAMS)
+    own = lesson(prompt(policy), sample)
+    start = (await policy.score([own.tree], {"average_logprobs"}))["average_logprobs"][0][1]
+    assert start.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    for _ in range(2):
+        await policy.train([own], average=0.05)
+    scores = await policy.score([own.tree], {"logprobs", "average_logprobs"})
+    now, average = (scores[name][0][1].sum() for name in ("logprobs", "average_logprobs"))
+    assert start.sum() < average < now, "it follows more slowly"
