@@ -13,6 +13,7 @@ HERE = Path(__file__).parents[2] / "examples" / "two_agents"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_agents_that_learn_together_pass_each_that_learns_alone(tmp_path: Path) -> None:
     program = f"import json, pathlib, train; print(json.dumps(train.main(pathlib.Path('{tmp_path}'))))"
     ran = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=False)
