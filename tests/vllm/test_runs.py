@@ -109,7 +109,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
         kept[policy.learner.policy_version] = copies
         await give(policy, held)
 
-    monkeypatch.setattr(ServedPolicy, "_give", watched)
+    monkeypatch.setattr(ServedPolicy, "_publish", watched)
     return kept
 
 

@@ -121,6 +121,7 @@ async def test_schemathesis_finds_no_server_error_and_no_answer_outside_the_docu
             "run",
             f"{server.url}/v1/agl/openapi.json",
             *("--phases", "coverage,fuzzing", "--max-examples", "10", "--continue-on-failure", "--no-color"),
+            "--suppress-health-check=too_slow",
             *("--request-timeout", "30", "--checks", checks),
             *(("--header", f"Authorization: Bearer {token}") if token else ()),
             stdout=asyncio.subprocess.PIPE,
