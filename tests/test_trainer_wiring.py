@@ -411,3 +411,14 @@ async def test_a_dimension_that_is_exploited_at_the_cost_of_another_is_found(run
     )
     result = await run.fit(greedy(every=0), algorithm, **TASKS)
     assert [each for each in result.warnings if "while 'right' fell" in each]
+
+
+async def test_only_the_groups_that_differ_most_are_learned_from(run: Run) -> None:
+    rewards = iter([0.0, 1.0] * 99)
+    run.reward = lambda task, answer: next(rewards) * (1.0 if task["n"] == 3 else 0.1)
+    algorithm = LightningRL(steps=1, tasks_per_step=6, group_size=2, keep_groups=0.1)
+    await run.fit(greedy(every=0), algorithm, **TASKS)
+    (step,) = run.metrics
+    assert (step["groups_filtered"], step["groups_trained"]) == (5, 1)
+    trained = {node.rollout_id for each in run.policy.recorded[0].samples for node in each.tree.nodes if node.sampled}
+    assert trained == {name for name, task in run.rollouts if task["n"] == 3 and "train" in name}

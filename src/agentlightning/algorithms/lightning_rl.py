@@ -35,6 +35,7 @@ from agentlightning.algorithms.credit_assignment import (
     trains_values,
 )
 from agentlightning.algorithms.feedback import Feedback, with_feedback
+from agentlightning.algorithms.group_filter import most_uncertain
 from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
@@ -120,6 +121,8 @@ class LightningRLConfig(BaseModel):
     """Whether such rollouts count in the baseline of their group only, and are not learned from."""
     dynamic_sampling: int = Field(default=0, ge=0)
     """How often a step may request further tasks in place of those whose rollouts all had the same reward (DAPO)."""
+    keep_groups: float = Field(default=1.0, gt=0, le=1)
+    """The share of a step's groups that is learned from: those whose rewards differ most (StarPO-S)."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
     reward_weights: dict[str, float] | None = None
@@ -246,6 +249,7 @@ class LightningRLSettings(TypedDict, total=False):
     truncated_reward: float | None
     mask_truncated: bool
     dynamic_sampling: int
+    keep_groups: float
     minibatches: int
     reward_weights: Mapping[str, float] | None
     timeout_reward: float | None
@@ -300,9 +304,15 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if training.step == 0:
             self._roles.check_seen(collected.trajectories, target)
         trajectories, shaping = await self._shaped(training, collected.trajectories, target)
+        trajectories, filtered = self._filtered(trajectories)
         samples, report = await self._credit.samples(training, trajectories, target, self._roles.trains)
-        counts |= self._roles.counts(collected.trajectories)
-        metrics = {**reward_metrics(collected, config.reward_weights), **counts, **shaping, **report.metrics()}
+        counts |= filtered | self._roles.counts(collected.trajectories)
+        metrics = {
+            **reward_metrics(collected, config.reward_weights),
+            **counts,
+            **shaping,
+            **report.metrics(),
+        }
         if config.mask_truncated:
             samples = without_weight(samples, truncated_rollouts(collected.trajectories, target))
         options: dict[str, Any] = {}
@@ -315,6 +325,14 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if samples:
             metrics |= await self._update(training, samples, options)
         await training.finish_step(collected, metrics)
+
+    def _filtered(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        """The groups to learn from, and how many were left out."""
+        groups = group_trajectories(trajectories)
+        if self.config.keep_groups == 1:
+            return list(trajectories), {}
+        kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
+        return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
     async def _update(
         self, training: Training, samples: Sequence[TrainingSample], options: Mapping[str, Any]

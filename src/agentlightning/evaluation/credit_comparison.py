@@ -195,7 +195,9 @@ class _Sampler:
 
         rng = np.random.default_rng(seed)
         self.sides = [rng.permutation(groups) < groups // 2 for _ in range(SPLITS)]
-        self.across = sum((side[:, None] != side[None, :]).astype(float) for side in self.sides)
+        self.across = np.zeros((groups, groups))
+        for side in self.sides:
+            self.across += side[:, None] != side[None, :]
         self.counts = rng.multinomial(groups, [1 / groups] * groups, bootstraps).astype(float)
         self.whole = np.ones((1, groups))
 

@@ -113,7 +113,8 @@ class ScoreFeatures:
         totals = np.bincount(self._seen, own, minlength=int(self._seen.max(initial=-1)) + 1)
         expected = totals[self._of_seen] * (self._share * self._sign)[self._expanded]
         places = self._expanded_group * SKETCH + self._bucket[self._expanded]
-        return (chosen - np.bincount(places, expected, minlength=size)).reshape(self.groups, SKETCH)
+        difference: Any = chosen - np.bincount(places, expected, minlength=size)  # NumPy types counts as integers
+        return difference.reshape(self.groups, SKETCH)
 
 
 def _affordable(actions: IntVector, occurrences: IntVector, seen: IntVector) -> Any:

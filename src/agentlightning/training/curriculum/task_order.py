@@ -32,10 +32,8 @@ FORGOTTEN: Final = 0.25
 class TaskOrder(Protocol):
     """Decides the tasks of each turn. A task is named by its place among all tasks."""
 
-    @property
-    def adapts(self) -> bool:
-        """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
-        ...
+    adapts: ClassVar[bool]
+    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
 
     def draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn, counted from 0."""

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.assemble import scalar_reward
@@ -31,6 +31,8 @@ from agentlightning.trajectory import Trajectory
 
 Publish = Callable[[str, float], Awaitable[str]]
 """(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
+PART_SEED: Final = 1_000_003
+"""What is added to the seed for each further request within a step, so that it draws other tasks."""
 OnProgress = Callable[[int, int], None]
 """(finished rollouts, all rollouts) of the current step."""
 
@@ -358,7 +360,7 @@ class RolloutStream:
     async def _run_part(self, request: RolloutRequest, step: int, part: int) -> Collected:
         """A batch of its own, awaited at once."""
         name = f"{self.state.step_name(step)}-part{part}"
-        tasks = EpochOrder(len(self.tasks), self.seed).draw(step, request.tasks)
+        tasks = EpochOrder(len(self.tasks), self.seed + PART_SEED * part).draw(step, request.tasks)
         plans = [
             plan
             for index, task in enumerate(tasks)
