@@ -78,3 +78,11 @@ async def test_calls_wait_only_while_the_weights_that_answer_them_change(
     found = await PolicyLearner(policy, policy.updating, token_budget=7).update([])
     assert policy.events == events
     assert found.keys() == metrics | {"drain_seconds"}
+
+
+def test_loading_a_checkpoint_does_not_age_what_its_weights_sampled():
+    """It raises the version of the weights, and is no update."""
+    tree = TokenTree((Node(-1, (5,)), Node(0, (7,), True, (-0.1,), "r", "c", policy_version=3)))
+    sample = TrainingSample(tree, advantages=((), (1.0,)), weights=((), (1.0,)))
+    assert staleness([sample], lambda adapter: 8)["staleness"] == 5
+    assert staleness([sample], lambda adapter: 8, resumes=[[3, 7]])["staleness"] == 1

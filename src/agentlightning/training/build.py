@@ -160,7 +160,9 @@ def make_learner(server: Server, policy: Policy, config: TrainConfig, state: Run
         drain_seconds=config.policy.drain_seconds,
         can_go_on=policy.can_update_in_flight,
     )
-    return PolicyLearner(policy, updating, config.policy.token_budget, lr_factor=lambda: state.lr_factor)
+    return PolicyLearner(
+        policy, updating, config.policy.token_budget, lr_factor=lambda: state.lr_factor, resumes=state.resumes
+    )
 
 
 def make_source(

@@ -14,6 +14,7 @@ from typing import Any
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
+from agentlightning.training.sources.versions import Resumes, updates_of
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -28,6 +29,8 @@ class PolicyLearner:
     """Tokens of a micro-batch, unless the update says otherwise."""
     lr_factor: Callable[[], float] = lambda: 1.0
     """The factor of the learning rate, lower after a return to an earlier checkpoint."""
+    resumes: Resumes = ()
+    """Of the run: loading a checkpoint raises the version, and is no update."""
 
     @property
     def chat(self) -> ChatFormat:
@@ -55,7 +58,7 @@ class PolicyLearner:
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
-        own = dict(await asyncio.to_thread(staleness, samples, self.version_of))
+        own = dict(await asyncio.to_thread(staleness, samples, self.version_of, self.resumes))
         options = {"token_budget": self.token_budget, **options}
         if (factor := self.lr_factor()) != 1.0:
             options["lr_factor"] = factor
@@ -89,14 +92,20 @@ class PolicyLearner:
             await self.policy.load(directory, in_flight=in_flight)
 
 
-def staleness(samples: Sequence[TrainingSample], version_of: Callable[[str | None], int]) -> Mapping[str, float]:
+def staleness(
+    samples: Sequence[TrainingSample], version_of: Callable[[str | None], int], resumes: Resumes = ()
+) -> Mapping[str, float]:
     """The number of updates between the weights that sampled a token and those that are about to learn from it, whose
     version `version_of` gives by the adapter of a sample.
 
     `staleness` is the mean over trained tokens, `staleness_max` the maximum; an answer sampled across an update counts
     token by token. Empty where no token has a version.
     """
-    ages = [(version_of(sample.adapter) - sampled, count) for sample in samples for sampled, count in _trained(sample)]
+    ages = [
+        (updates_of(version_of(sample.adapter), resumes) - updates_of(sampled, resumes), count)
+        for sample in samples
+        for sampled, count in _trained(sample)
+    ]
     tokens = sum(count for _, count in ages)
     if not tokens:
         return {}
