@@ -243,6 +243,10 @@ class EngineOfAgents(ScriptedEngine):
         super().__init__(lambda messages: "own", model="policy")
         self.views = {"policy:writer": ScriptedEngine(lambda messages: "writer's", model="policy:writer")}
 
+    @property
+    def versions(self):
+        return {name: view.policy_version for name, view in {"policy": self, **self.views}.items()}
+
     def for_agent(self, agent):
         return self.views.get(f"policy:{agent}", self)
 

@@ -58,7 +58,9 @@ class Learner:
         self.policy_version += 1
         return {"loss": 1.0, **options}
 
-    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> dict[str, Any]:
+    async def score(
+        self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
+    ) -> dict[str, Any]:
         return {name: [reference] for name in what}
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
@@ -221,7 +223,9 @@ class Saved:
     def __init__(self, model: Any, shard: str) -> None:
         self.saved, self.shard = model, shard
 
-    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> dict[str, Any]:
+    async def score(
+        self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
+    ) -> dict[str, Any]:
         return {name: [reference] for name in what}
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:

@@ -331,7 +331,13 @@ def _synonym(name: str, known: Sequence[str]) -> str | None:
         found = [other for other in known if other == ending or other.endswith(f".{ending}")]
         if found:
             return min(
-                found, key=lambda other: (not other.startswith(section), not other.startswith("algorithm"), other)
+                found,
+                key=lambda other: (
+                    not other.startswith(section),
+                    not other.startswith("algorithm"),
+                    other.count("."),
+                    other,
+                ),
             )
     return None
 
