@@ -320,6 +320,7 @@ class Trainer:
             server = await stack.enter_async_context(serving)
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
+            await collector.move(state.run_id, config.run.public_url or server.url)
             if runner is None:
                 waiting = report_missing_runners(self.store or store, state.run_id, self.progress.note)
                 stack.enter_context(in_background(waiting))

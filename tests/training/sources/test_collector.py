@@ -9,6 +9,7 @@ import pytest
 from agentlightning.assemble.call_validation import TokenLimits
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import TrainingStopped, UnknownTokensError
+from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.span import (
     LOGPROBS,
@@ -158,6 +159,22 @@ async def test_what_a_dead_process_had_claimed_is_queued_again(store):
     async with agents(store, lambda task: 1.0):
         collected = await collect(collector, PLANS[:1])
     assert collected.trajectories[0].attempt_id != claimed.attempt.attempt_id
+
+
+async def test_what_is_queued_calls_the_address_of_the_process_that_goes_on(store):
+    """Runners claim it before any step publishes resources again."""
+    dead = {name: ProxyLLM(endpoint="http://dead:1", model="m") for name in ("llm", "llm:writer", "judge")}
+    await store.add_resources(dead, "run-1")
+    await store.add_resources(dead, "other")
+    await store.enqueue_rollout({"n": 1}, resources_id="run-1", rollout_id="run-1-0")
+    await store.enqueue_rollout({"n": 1}, resources_id="other", rollout_id="finished-0")
+    await make(store).move("run", "http://alive:2")
+    found = (await store.get_resources_by_id("run-1")).resources
+    assert {name: each.endpoint for name, each in found.items()} == {
+        **{"llm": "http://alive:2", "llm:writer": "http://alive:2"},
+        **{"judge": "http://dead:1"},
+    }
+    assert (await store.get_resources_by_id("other")).resources == dead, "of another run"
 
 
 def unloved(*numbers, reason="unloved"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import (
@@ -24,6 +24,7 @@ from agentlightning.credit.rejection import (
     describe_reasons,
 )
 from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
+from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.reader import TrajectoryReader
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 MIN_FAILURES = 4
 """Fewer failures never stop a run: one bad rollout of two is not a pattern."""
+UNFINISHED: Final[Sequence[RolloutStatus]] = ("queuing", "requeuing", "preparing", "running")
 CHUNK = 2000
 """Rollouts in one request to the store, so that a step of a million blocks neither the event loop nor a signal."""
 WAIT_SECONDS = 1.0
@@ -313,11 +315,26 @@ class RolloutCollector:
             await self.store.requeue_rollout(rollout.rollout_id, reason)
         return len(claimed)
 
+    async def move(self, run_id: str, endpoint: str) -> None:
+        """Let the unfinished rollouts of a run call the policy at `endpoint`. A resumed run may have another address,
+        and runners claim what is queued before any step publishes it again."""
+        unfinished = await self.store.query_rollouts(status_in=UNFINISHED, rollout_id_contains=run_id)
+        for resources_id in sorted({each.resources_id for each in unfinished if each.resources_id is not None}):
+            update = await self.store.get_resources_by_id(resources_id)
+            if update is not None:
+                moved = {name: _moved(name, each, endpoint) for name, each in update.resources.items()}
+                await self.store.update_resources(resources_id, moved)
+
     async def cancel(self, run_id: str) -> None:
         """Cancel the unfinished rollouts of a run."""
-        unfinished: list[RolloutStatus] = ["queuing", "requeuing", "preparing", "running"]
-        for rollout in await self.store.query_rollouts(status_in=unfinished, rollout_id_contains=run_id):
+        for rollout in await self.store.query_rollouts(status_in=UNFINISHED, rollout_id_contains=run_id):
             await self.store.cancel_rollout(rollout.rollout_id)
+
+
+def _moved(name: str, resource: Any, endpoint: str) -> Any:
+    """`llm` and `llm:ADAPTER` are the run's own; others may be anywhere."""
+    own = name.partition(":")[0] == "llm" and isinstance(resource, ProxyLLM)
+    return resource.model_copy(update={"endpoint": endpoint}) if own else resource
 
 
 def _too_many(bad: int, total: int, share: float) -> bool:
