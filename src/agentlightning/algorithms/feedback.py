@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.training import Training
-from agentlightning.assemble import scalar_reward, token_tree
+from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit import group_trajectories, is_target
-from agentlightning.credit.agent_rewards import team_reward
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.columns import by_call, by_node
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses.base import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory, Transition
@@ -106,7 +107,7 @@ def feedback_of(
     group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat, weights: Mapping[str, float] | None = None
 ) -> dict[CallKey, str]:
     """The feedback of each call of a group that has some."""
-    rewards = {each.rollout_id: scalar_reward(team_reward(each), weights) for each in group}
+    rewards = {each.rollout_id: team_score(each, weights) for each in group}
     known = [each for each in group if rewards[each.rollout_id] is not None]
     best = max(known, key=lambda each: rewards[each.rollout_id] or 0.0, default=None)
     found: dict[CallKey, str] = {}
@@ -187,7 +188,7 @@ def with_teacher(
     A group that is in no sample, because its rewards are all equal, gets one of its own."""
     found = [_with_columns(sample, {}) for sample in samples]
     for each, values in zip(groups, scores, strict=True):
-        calls = _by_call(each.tree, values)
+        calls = by_call([each.tree], [tuple(values)])
         place = next((i for i, sample in enumerate(samples) if _rollouts(sample) & each.rollouts), None)
         if place is None:
             found.append(_with_columns(_unrewarded(each.group), calls))
@@ -208,30 +209,13 @@ def _rollouts(sample: TrainingSample) -> frozenset[str | None]:
     return frozenset(node.rollout_id for node in sample.tree.nodes if node.sampled)
 
 
-def _by_call(tree: TokenTree, values: Sequence[FloatArray]) -> dict[CallKey, Any]:
-    """By call, the values of its tokens; its nodes are in the order of its tokens."""
+def _with_columns(sample: TrainingSample, calls: Mapping[CallKey, Any]) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
-    parts: dict[CallKey, list[Any]] = {}
-    for node, own in zip(tree.nodes, values, strict=True):
-        if node.sampled:
-            parts.setdefault((node.rollout_id or "", node.call or ""), []).append(own)
-    return {call: np.concatenate(arrays) for call, arrays in parts.items()}
-
-
-def _with_columns(sample: TrainingSample, calls: Mapping[CallKey, Any]) -> TrainingSample:
-    import numpy as np
-
-    logprobs: list[Any] = []
-    weights: list[Any] = []
-    done: dict[CallKey, int] = {}
-    for node in sample.tree.nodes:
-        length = len(node.token_ids) if node.sampled else 0
-        key = (node.rollout_id or "", node.call or "")
-        start = done.get(key, 0)
-        done[key] = start + length
-        has_feedback = bool(length) and key in calls
-        logprobs.append(calls[key][start : start + length] if has_feedback else np.zeros(length, np.float32))
-        weights.append(np.full(length, float(has_feedback), np.float32))
-    columns = {**sample.columns, TEACHER_LOGPROBS: logprobs, STREAM_WEIGHTS["reference_kl"]: weights}
+    weights = by_node(sample.tree, {call: np.ones(len(values), np.float32) for call, values in calls.items()})
+    columns = {
+        **sample.columns,
+        TEACHER_LOGPROBS: by_node(sample.tree, calls),
+        STREAM_WEIGHTS["reference_kl"]: weights,
+    }
     return replace(sample, columns=columns, share=sample.share)

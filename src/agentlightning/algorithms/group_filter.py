@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from agentlightning.assemble import scalar_reward
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.trajectory import Trajectory
 
 
@@ -28,5 +28,5 @@ def most_uncertain(
 
 def _spread(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> float:
     """The standard deviation of the rewards; -1 where none is known."""
-    rewards = [reward for each in group if (reward := scalar_reward(each.reward, weights)) is not None]
+    rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
     return statistics.pstdev(rewards) if rewards else -1.0

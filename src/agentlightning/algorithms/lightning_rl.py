@@ -39,7 +39,7 @@ from agentlightning.algorithms.group_filter import most_uncertain
 from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
-from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS, scalar_reward
+from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS
 from agentlightning.credit import (
     AgentRewards,
     Aggregate,
@@ -52,7 +52,7 @@ from agentlightning.credit import (
     normalization,
     rejections,
 )
-from agentlightning.credit.agent_rewards import team_reward
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
@@ -328,9 +328,9 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     def _filtered(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         """The groups to learn from, and how many were left out."""
-        groups = group_trajectories(trajectories)
         if self.config.keep_groups == 1:
             return list(trajectories), {}
+        groups = group_trajectories(trajectories)
         kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
@@ -369,7 +369,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     def _groups_with_spread(self, collected: Collected) -> int:
         groups = group_trajectories(collected.trajectories)
-        rewards = [{scalar_reward(team_reward(each), self.config.reward_weights) for each in group} for group in groups]
+        rewards = [{team_score(each, self.config.reward_weights) for each in group} for group in groups]
         return sum(len(each - {None}) > 1 for each in rewards)
 
     async def _shaped(
@@ -422,11 +422,7 @@ def joined(first: Collected, more: Collected) -> Collected:
 
 def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
     """Mean reward of a batch, without missing rewards, and counts of its calls."""
-    known = [
-        reward
-        for trajectory in collected.trajectories
-        if (reward := scalar_reward(team_reward(trajectory), weights)) is not None
-    ]
+    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
     calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
     return {
         "reward": sum(known) / len(known) if known else float("nan"),

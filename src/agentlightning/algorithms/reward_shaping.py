@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.training import Training
-from agentlightning.assemble import scalar_reward, token_tree
+from agentlightning.assemble import token_tree
 from agentlightning.credit import group_trajectories, is_target
-from agentlightning.credit.agent_rewards import team_reward
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.policy.losses.base import REF_LOGPROBS
 from agentlightning.trajectory import FloatArray, TokenTree, Trajectory
 
@@ -104,7 +104,7 @@ def sampled_tokens(trajectory: Trajectory, target_agent: str | None = None) -> i
 
 
 def _add(trajectory: Trajectory, change: float, weights: Mapping[str, float] | None) -> Trajectory:
-    reward = scalar_reward(team_reward(trajectory), weights)
+    reward = team_score(trajectory, weights)
     return trajectory if reward is None or not change else replace(trajectory, reward=reward + change)
 
 

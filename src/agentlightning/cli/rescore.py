@@ -49,11 +49,12 @@ def rescore(
     async def work(output: Output, progress: Progress) -> stores.Result:
         from agentlightning.errors import ConfigError
         from agentlightning.rescorer import Selection, rescore_async
+        from agentlightning.training.persistence.run_dir import read_state
 
         if reward is None:
             raise ConfigError("agl rescore needs --reward module:function")
         directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
-        named = run if directory is None else _run_id(directory)
+        named = run if directory is None else read_state(directory).run_id
         own = str(directory / "store.db") if directory is not None and store is None and server is None else store
         selection = Selection(
             run=named,
@@ -69,10 +70,6 @@ def rescore(
         return asdict(result), lambda console: _show(result, console)
 
     stores.run_verb(as_json, work)
-
-
-def _run_id(directory: Path) -> str:
-    return str(orjson.loads((directory / "state.json").read_bytes())["run_id"])
 
 
 def _task(text: str | None) -> Any:

@@ -12,9 +12,10 @@ An agent is compared with the same agent of the other rollouts of the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
+from agentlightning.assemble import scalar_reward
 from agentlightning.credit.base import Group
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Reward, Trajectory
@@ -54,6 +55,11 @@ def team_reward(trajectory: Trajectory) -> Reward | None:
     for name, value in (item for each in given if isinstance(each, dict) for item in each.items()):
         total[name] = total.get(name, 0.0) + value
     return total
+
+
+def team_score(trajectory: Trajectory, weights: Mapping[str, float] | None = None) -> float | None:
+    """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as both do."""
+    return scalar_reward(team_reward(trajectory), weights)
 
 
 def _mixed(trajectory: Trajectory) -> RewardError:

@@ -11,7 +11,7 @@ import statistics
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -110,6 +110,17 @@ class CreditRule(BaseModel, ABC):
             raise ConfigError(
                 f'group_size={group_size} leaves no baseline; use at least {self.min_group} or credit="reinforce"'
             )
+
+
+class OutcomeRule(CreditRule):
+    """A rule that sees the final reward alone."""
+
+    intermediate: Literal["refuse", "ignore"] = "refuse"
+    """What to do with intermediate rewards, which this rule has no use for."""
+
+    def check(self, trajectory: Trajectory) -> None:
+        if self.intermediate == "refuse":
+            refuse_intermediate(trajectory, self.type)
 
 
 _RULES: dict[str, type[CreditRule]] = {}

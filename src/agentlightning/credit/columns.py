@@ -24,6 +24,21 @@ def by_call(
     return {call: np.concatenate(own) for call, own in parts.items()}
 
 
+def by_node(tree: TokenTree, calls: Mapping[tuple[str, str], FloatArray]) -> list[FloatArray]:
+    """The inverse of `by_call`: the numbers of each node's tokens, 0 for calls that have none."""
+    import numpy as np
+
+    found: list[FloatArray] = []
+    done: dict[tuple[str, str], int] = {}
+    for node in tree.nodes:
+        length = len(node.token_ids) if node.sampled else 0
+        call = node.rollout_id or "", node.call or ""
+        start = done.get(call, 0)
+        done[call] = start + length
+        found.append(calls[call][start : start + length] if length and call in calls else np.zeros(length, np.float32))
+    return found
+
+
 def answering(group: Group, answers: Mapping[str, Sequence[int]]) -> list[Trajectory]:
     """The same calls, each with the answer of its rollout (by rollout_id, token ids) in place of what was sampled."""
     return [

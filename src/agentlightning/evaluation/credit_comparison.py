@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit import CreditRule, credit_rule
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import Credit, CreditContext
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, RewardError
@@ -101,8 +102,8 @@ def compare_credit(
     """Compare rules on groups of rollouts of one task each.
 
     Rollouts without a reward, and groups that then have fewer than two, are left out and counted, together with those
-    of `left_out`. A rule that cannot
-    use the data is listed with its reason. Raises DatasetError where too little is left to compare anything."""
+    of `left_out`. A rule that cannot use the data is listed with its reason. Raises DatasetError where too little is
+    left to compare anything."""
     usable, found_out = _usable(groups, reward_weights)
     left_out = {**left_out, **found_out}
     if len(usable) < MIN_GROUPS:
@@ -164,7 +165,7 @@ def _usable(groups: Groups, weights: Mapping[str, float] | None) -> tuple[list[l
 def _scalar(trajectory: Trajectory, weights: Mapping[str, float] | None) -> Trajectory | Rejection:
     """The trajectory with rewards that are one number each."""
     try:
-        reward = scalar_reward(trajectory.reward, weights)
+        reward = team_score(trajectory, weights)
         transitions = tuple(
             call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
             for call in trajectory.transitions

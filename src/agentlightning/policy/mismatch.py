@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.losses.base import TokenLoss
+from agentlightning.policy.losses.base import LOG_RATIO_LIMIT, TokenLoss
 from agentlightning.trajectory import FloatArray
+from agentlightning.util.settings import by_type, one_or_several
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
     Groups: TypeAlias = NDArray[np.int64]
     """The rollout of each token, numbered from 0 [N]."""
-
-LIMIT = 20.0
-"""exp() of more is no usable ratio."""
 
 
 class Correction(BaseModel, ABC):
@@ -142,14 +140,6 @@ CORRECTIONS: dict[str, type[Correction]] = {
 DEFAULT: tuple[Correction, ...] = (Truncation(),)
 
 
-def _by_name(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-def _kind(value: Any) -> str:
-    return "several" if isinstance(value, list | tuple) else "one"
-
-
 if TYPE_CHECKING:
     OneCorrection: TypeAlias = Correction
     Mismatch: TypeAlias = Correction | tuple[Correction, ...]
@@ -157,12 +147,12 @@ else:
     OneCorrection = Annotated[
         NoCorrection | Truncation | IcePop | GeometricMask | SequenceMask,
         Field(discriminator="type"),
-        BeforeValidator(_by_name),
+        BeforeValidator(by_type),
     ]
     Mismatch = Annotated[
         Annotated[OneCorrection, Tag("one")]
         | Annotated[tuple[OneCorrection, ...], Field(min_length=1), Tag("several")],
-        Discriminator(_kind),
+        Discriminator(one_or_several),
     ]
 """The setting `mismatch`: a correction, its name, or a list of them, which multiply."""
 
@@ -214,7 +204,7 @@ def factors(log_ratio: FloatArray, rollout: Groups, several: Sequence[Correction
 def _bounded_exp(values: Any) -> Any:
     import numpy as np
 
-    return np.exp(np.clip(values, -LIMIT, LIMIT))
+    return np.exp(np.clip(values, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _within(ratio: Any, low: float, high: float) -> Any:

@@ -39,9 +39,8 @@ def policy_config(
     adapters: bool = True,
     agents: Mapping[str, AgentSetting] | None = None,
 ) -> LocalPolicyConfig:
-    """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are
-    trained. Raises MissingExtraError, and ConfigError for adapters with model servers, and for a warmup
-    that is longer."""
+    """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are trained.
+    Raises MissingExtraError, and ConfigError for adapters with model servers, and for a warmup that is longer."""
     require_training()
     lora = settings.lora if adapters else None
     if settings.engine != "local" and adapters_of(lora, agents or {}):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentlightning.algorithms.training import Collected
-from agentlightning.assemble import scalar_reward
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, describe_reasons, rejection
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation
@@ -52,7 +52,7 @@ async def evaluate_tasks(
         )
     if on_collected is not None:
         await on_collected(collected)
-    rewards = {each.group: scalar_reward(each.reward, reward_weights) for each in collected.trajectories}
+    rewards = {each.group: team_score(each, reward_weights) for each in collected.trajectories}
     return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
 
 
@@ -60,7 +60,7 @@ def _without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, fl
     found: list[Rejection] = []
     for each in trajectories:
         try:
-            reward = scalar_reward(each.reward, weights)
+            reward = team_score(each, weights)
         except RewardError as error:
             found.append(rejection(each.rollout_id, error))
         else:

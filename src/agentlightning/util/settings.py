@@ -39,6 +39,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def by_type(value: Any) -> Any:
+    """A setting given as the name of a type, as a table with that `type`; a validator to run before."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+def one_or_several(value: Any) -> str:
+    """The tag, "one" or "several", of a setting that is one thing or a list of such; a discriminator."""
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 

@@ -109,12 +109,14 @@ def test_values_approach_the_returns_and_explain_more_of_their_variance(head: di
     assert found[0][-1] > found[1][-1] + 0.5
 
 
-def test_the_learning_rate_is_its_own_and_follows_the_schedule_of_the_policy() -> None:
+def test_the_learning_rate_is_its_own_and_follows_the_schedule_and_the_factor_of_the_policy() -> None:
     model = tiny_model()
     config = OptimizerConfig(type="muon", lr=1e-3, schedule="linear", total_steps=4, weight_decay=0.1)
     learner = Updater(model, config, value_head=ValueHead.of(model, ValueHeadConfig(lr=0.5)))
     rates = [learner.step([sample()], loss=["ppo", "value"])["value_lr"] for _ in range(2)]
     assert rates == [0.5, 0.375]
+    slowed = learner.step([sample()], loss=["ppo", "value"], lr_factor=0.1)
+    assert [slowed["lr"], slowed["value_lr"]] == pytest.approx([0.5e-4, 0.025])
     default = ValueHead.of(model, ValueHeadConfig()).optimizer_config(config)
     assert (default.lr, default.type, default.weight_decay) == (0.1 / 32, "adamw", 0.0)
 

@@ -20,23 +20,21 @@ from pydantic import Field
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
     Advantages,
-    CreditRule,
     Group,
+    OutcomeRule,
     final_rewards,
-    refuse_intermediate,
     register,
     spread,
 )
 from agentlightning.credit.rules.group_step import within_states
 from agentlightning.credit.states import StateKeys, state_keys
-from agentlightning.trajectory import Trajectory
 
 GOAL, FAILURE = "goal", "failure"
 """Nodes of the graph that are no state of an agent: those contain a slash."""
 
 
 @register
-class GraphCredit(CreditRule):
+class GraphCredit(OutcomeRule):
     """The distance to success after a call, against the other calls in the same state."""
 
     type: Literal["graph"] = "graph"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -51,12 +49,6 @@ class GraphCredit(CreditRule):
     """States are the same from this similarity of their observations on; 1: only equal ones."""
     normalize_std: bool = True
     """Divide by the standard deviation within a state."""
-    intermediate: Literal["refuse", "ignore"] = "refuse"
-    """What to do with intermediate rewards, which this rule has no use for."""
-
-    def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
 
     def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:

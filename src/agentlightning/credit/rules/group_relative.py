@@ -12,30 +12,22 @@ from typing import ClassVar, Literal
 
 from agentlightning.credit.base import (
     Advantages,
-    CreditRule,
     Group,
+    OutcomeRule,
     final_rewards,
-    refuse_intermediate,
     register,
     standardised,
 )
-from agentlightning.trajectory import Trajectory
 
 
 @register
-class GroupRelativeCredit(CreditRule):
+class GroupRelativeCredit(OutcomeRule):
     """The rollout's reward against the mean of its group."""
 
     type: Literal["group_relative"] = "group_relative"  # pyright: ignore[reportIncompatibleVariableOverride]
     aliases: ClassVar[tuple[str, ...]] = ("uniform", "grpo")
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
-    intermediate: Literal["refuse", "ignore"] = "refuse"
-    """What to do with intermediate rewards, which this rule has no use for."""
-
-    def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
 
     def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:

@@ -22,10 +22,9 @@ from pydantic import Field, field_validator
 from agentlightning.credit.base import (
     Credit,
     CreditContext,
-    CreditRule,
     Group,
+    OutcomeRule,
     plain_reward,
-    refuse_intermediate,
     register,
     standardised,
 )
@@ -37,7 +36,7 @@ ANSWER_LOGPROBS = "answer_logprobs"
 
 
 @register
-class InformationGainCredit(CreditRule):
+class InformationGainCredit(OutcomeRule):
     """The rise of p(answer) from one call to the next, and the final reward at the last."""
 
     type: Literal["information_gain"] = "information_gain"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -51,8 +50,6 @@ class InformationGainCredit(CreditRule):
     """What a gain one call later is worth."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group's gains."""
-    intermediate: Literal["refuse", "ignore"] = "refuse"
-    """What to do with intermediate rewards, which this rule has no use for."""
 
     @field_validator("answer_format")
     @classmethod
@@ -63,8 +60,7 @@ class InformationGainCredit(CreditRule):
 
     def check(self, trajectory: Trajectory) -> None:
         self.answer_text(trajectory)
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
+        super().check(trajectory)
 
     def answer_text(self, trajectory: Trajectory) -> str:
         """The known answer as the policy would say it. Raises RewardError where the task has none."""

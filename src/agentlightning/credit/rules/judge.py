@@ -6,8 +6,8 @@ With q_k the score of call k,
 
 over all scored calls, and all rollouts, of the group. The scores are the intermediate rewards that the agent, its
 environment or a rule over spans recorded; or a `scorer`, a function of a trajectory that returns one number for each of
-its calls and may ask a model.A rollout whose scorer fails, or does not give a finite
-number for each call, is not learned from (weight 0) and counted, credit_judge_failed; the first of a batch is logged.
+its calls and may ask a model. A rollout whose scorer fails, or does not give a finite number for each call, is not
+learned from (weight 0) and counted, credit_judge_failed; the first of a batch is logged.
 
 Step scores relative to the group instead of as returns: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300, section
 4.1.3), with the scores of the step itself in place of their sum.

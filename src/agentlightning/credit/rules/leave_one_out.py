@@ -14,28 +14,20 @@ from typing import ClassVar, Literal
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
     Advantages,
-    CreditRule,
     Group,
+    OutcomeRule,
     final_rewards,
-    refuse_intermediate,
     register,
     spread,
 )
-from agentlightning.trajectory import Trajectory
 
 
 @register
-class LeaveOneOutCredit(CreditRule):
+class LeaveOneOutCredit(OutcomeRule):
     """The rollout's reward against the mean of the others."""
 
     type: Literal["leave_one_out"] = "leave_one_out"  # pyright: ignore[reportIncompatibleVariableOverride]
     aliases: ClassVar[tuple[str, ...]] = ("rloo", "loop")
-    intermediate: Literal["refuse", "ignore"] = "refuse"
-    """What to do with intermediate rewards, which this rule has no use for."""
-
-    def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
 
     def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:

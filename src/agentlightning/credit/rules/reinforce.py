@@ -7,24 +7,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from agentlightning.credit.base import Advantages, CreditRule, Group, final_rewards, refuse_intermediate, register
-from agentlightning.trajectory import Trajectory
+from agentlightning.credit.base import Advantages, Group, OutcomeRule, final_rewards, register
 
 
 @register
-class ReinforceCredit(CreditRule):
+class ReinforceCredit(OutcomeRule):
     """Every call of a rollout has `reward - baseline`."""
 
     type: Literal["reinforce"] = "reinforce"  # pyright: ignore[reportIncompatibleVariableOverride]
     min_group: ClassVar[int] = 1
     baseline: float = 0.0
     """A reward that is neither good nor bad."""
-    intermediate: Literal["refuse", "ignore"] = "refuse"
-    """What to do with intermediate rewards, which this rule has no use for."""
-
-    def check(self, trajectory: Trajectory) -> None:
-        if self.intermediate == "refuse":
-            refuse_intermediate(trajectory, self.type)
 
     def advantages(self, group: Group) -> Advantages | None:
         for trajectory in group:

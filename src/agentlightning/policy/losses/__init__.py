@@ -26,24 +26,16 @@ from agentlightning.policy.losses.reference.sdpo import SDPOLoss as SDPOLoss
 from agentlightning.policy.losses.sapo import SAPOLoss as SAPOLoss
 from agentlightning.policy.losses.turn import TurnLoss as TurnLoss
 from agentlightning.policy.losses.value import ValueLoss as ValueLoss
-
-
-def _by_name(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-def _kind(value: Any) -> str:
-    return "several" if isinstance(value, list | tuple) else "one"
-
+from agentlightning.util.settings import by_type, one_or_several
 
 if TYPE_CHECKING:
     OneLoss: TypeAlias = TokenLoss
     Loss: TypeAlias = TokenLoss | tuple[TokenLoss, ...]
 else:
-    OneLoss = Annotated[Union[tuple(LOSSES.values())], Field(discriminator="type"), BeforeValidator(_by_name)]  # noqa: UP007
+    OneLoss = Annotated[Union[tuple(LOSSES.values())], Field(discriminator="type"), BeforeValidator(by_type)]  # noqa: UP007
     Loss = Annotated[
         Annotated[OneLoss, Tag("one")] | Annotated[tuple[OneLoss, ...], Field(min_length=1), Tag("several")],
-        Discriminator(_kind),
+        Discriminator(one_or_several),
     ]
 """The setting `loss`: a loss, its name, or a list of them, which add up."""
 

@@ -186,12 +186,12 @@ def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float
     return objective, objective != free
 
 
-def ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
-    """The sums that losses with an importance ratio log: the ratio, how many tokens were clipped, and an estimate of
-    KL(before || now), k3 of http://joschu.net/blog/kl-approx.html."""
+def ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
+    """The sums that losses with an importance ratio log: the ratio, how many tokens were clipped (none, for a loss that
+    clips nothing), and an estimate of KL(before || now), k3 of http://joschu.net/blog/kl-approx.html."""
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {
         "ratio": ratio.sum(),
-        "clip_fraction": clipped.detach().sum().float(),
+        "clip_fraction": ratio.new_zeros(()) if clipped is None else clipped.detach().sum().float(),
         "approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),
     }

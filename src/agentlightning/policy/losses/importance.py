@@ -37,4 +37,4 @@ class ImportanceLoss(TokenLoss):
         log_ratio = clamped_log_ratio(tokens)
         ratio = log_ratio.exp()
         loss = -(tokens.weights * ratio * tokens.columns[ADVANTAGES]).sum()
-        return LossValue(loss, ratio_metrics(log_ratio, ratio, ratio != ratio))
+        return LossValue(loss, ratio_metrics(log_ratio, ratio))

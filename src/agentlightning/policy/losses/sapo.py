@@ -44,4 +44,4 @@ class SAPOLoss(TokenLoss):
         positive = (advantages > 0).to(advantages.dtype)
         tau = positive * self.tau_positive + (1 - positive) * self.tau_negative
         gate = 4 / tau * (tau * (ratio - 1)).sigmoid()
-        return LossValue(-(tokens.weights * gate * advantages).sum(), ratio_metrics(log_ratio, ratio, ratio != ratio))
+        return LossValue(-(tokens.weights * gate * advantages).sum(), ratio_metrics(log_ratio, ratio))

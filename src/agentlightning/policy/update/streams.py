@@ -17,6 +17,7 @@ from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.losses.base import (
     ADVANTAGES,
     CORRECTED_WEIGHTS,
+    LOG_RATIO_LIMIT,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     STREAM_WEIGHTS,
@@ -135,7 +136,7 @@ def _mismatch_metrics(log_ratio: FloatArray, product: FloatArray) -> dict[str, f
     finite = np.isfinite(log_ratio)
     if not finite.any():
         return {}
-    log_ratio, product = log_ratio[finite].astype(np.float64).clip(-20, 20), product[finite]
+    log_ratio, product = log_ratio[finite].astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), product[finite]
     return {
         "mismatch_ratio": float(np.exp(log_ratio).mean()),
         "mismatch_kl": float((np.exp(log_ratio) - 1 - log_ratio).mean()),

@@ -111,7 +111,9 @@ class Updater:
         """
         if minibatches < 1 or token_budget < 1:
             raise ConfigError(f"minibatches={minibatches} and token_budget={token_budget} must be at least 1")
-        self.optimizer.lr_factor = lr_factor
+        for optimizer in (self.optimizer, self.value_optimizer):
+            if optimizer is not None:
+                optimizer.lr_factor = lr_factor
         losses = token_losses(loss)
         check_value_head(losses, self.value_head)
         if average is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agentlightning.util.settings import Section
+from agentlightning.util.settings import Section, by_type
 
 STEP = 0.1
 """The default learning rate times the size of the hidden states: about how far one step moves a value."""
@@ -27,9 +27,5 @@ class ValueHeadConfig(Section):
     learns exactly what it would learn without it."""
 
 
-def _by_name(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-ValueHeadSetting = Annotated[ValueHeadConfig | None, BeforeValidator(_by_name)]
+ValueHeadSetting = Annotated[ValueHeadConfig | None, BeforeValidator(by_type)]
 """A table of settings, or the name of a type."""

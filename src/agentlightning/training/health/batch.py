@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final
 
-from agentlightning.assemble import SEEDED_CALLS, scalar_reward
+from agentlightning.assemble import SEEDED_CALLS
 from agentlightning.credit import group_trajectories
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
 from agentlightning.training.health.step_record import DIMENSION
@@ -44,7 +45,7 @@ def batch_metrics(
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
-    rewards = {each.rollout_id: _reward(each.reward, reward_weights) for each in trajectories}
+    rewards = {each.rollout_id: _reward(each, reward_weights) for each in trajectories}
     groups = group_trajectories(trajectories)
     return {
         **_rewards(groups, rewards),
@@ -54,9 +55,9 @@ def batch_metrics(
     }
 
 
-def _reward(reward: Reward | None, weights: Mapping[str, float] | None) -> float | None:
+def _reward(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
     try:
-        number = scalar_reward(reward, weights)
+        number = team_score(trajectory, weights)
     except RewardError:
         return None
     return number if number is not None and math.isfinite(number) else None

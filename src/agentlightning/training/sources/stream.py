@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.assemble import scalar_reward
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
 from agentlightning.training.curriculum.task_order import EpochOrder, TaskOrder
@@ -332,14 +332,15 @@ class RolloutStream:
 
     def _learn_order(self, chosen: Sequence[Group], collected: Collected) -> None:
         """Tell the order of tasks what the rollouts of each group were worth."""
+        if self.order is None or not self.order.adapts:
+            return
         rewards: dict[str, list[float]] = {}
         for trajectory in collected.trajectories:
-            reward = scalar_reward(trajectory.reward, self.reward_weights)
+            reward = team_score(trajectory, self.reward_weights)
             if reward is not None and math.isfinite(reward):
                 rewards.setdefault(trajectory.group, []).append(reward)
         for group in chosen:
-            if self.order is not None:
-                self.order.observe(group.task, rewards.get(group.name, ()))
+            self.order.observe(group.task, rewards.get(group.name, ()))
 
     def _metrics(self) -> dict[str, float]:
         order = {} if self.order is None else self.order.metrics()
