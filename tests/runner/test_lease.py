@@ -219,11 +219,11 @@ async def test_a_report_is_made_once_the_server_is_back(store: Any) -> None:
     assert ended.status == "succeeded"
 
 
-async def test_an_attempt_that_fails_is_logged_with_its_ids(store: Any, caplog: Any) -> None:
+async def test_an_attempt_that_fails_is_logged_with_its_ids(store: Any, caplog: Any, monkeypatch: Any) -> None:
     async def fails(task: Any) -> None:
         raise AgentError("no idea")
 
-    caplog.handler.setFormatter(JsonFormatter())
+    monkeypatch.setattr(caplog.handler, "formatter", JsonFormatter())  # the handler serves all tests of the process
     with caplog.at_level(logging.INFO, "agentlightning.runner.runner"):
         async with Runner(store, fails, worker_id="w", **OPTIONS):
             queued = await store.enqueue_rollout({})
