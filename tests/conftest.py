@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes depends on what else the machine does: no test may fail of it.
-settings.register_profile("agentlightning", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Fewer examples than the 100 of hypothesis keep the default tier short; set the variable to search longer.
+settings.register_profile(
+    "agentlightning",
+    deadline=None,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "40")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("agentlightning")
 
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from agentlightning.cli.main import build
 from agentlightning.models.tiny import make_tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def agl(job, monkeypatch):
@@ -90,7 +92,6 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(job, agl):
     assert re.search(r"the prompt has (more than )?\d+ tokens and the context holds 512", done.stderr), done.stderr
 
 
-@pytest.mark.slow
 def test_a_crashing_agent_ends_the_run_with_its_traceback_and_can_be_mended(job, agl):
     agent = job.directory / "agent.py"
     working = agent.read_text()
@@ -152,7 +153,6 @@ print(reply["choices"][0]["message"]["content"])
 """
 
 
-@pytest.mark.slow
 def test_no_lie_of_an_agent_ends_a_run(job, agl):
     """Whatever an agent posts with the key it has, the run goes on and learns from what the gateway has seen."""
     (job.directory / "liar.py").write_text(LIAR)

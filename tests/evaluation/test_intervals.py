@@ -46,7 +46,7 @@ CASES: list[tuple[str, Draw, float]] = [
 @pytest.mark.parametrize(("draw", "truth"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_nineteen_times_in_twenty_the_interval_holds_the_truth(draw: Draw, truth: float, tasks: int) -> None:
     rng = random.Random(0)
-    trials = 1000
+    trials = 400
     hits = 0
     for _ in range(trials):
         gains = [draw(rng) for _ in range(tasks)]
@@ -58,7 +58,7 @@ def test_nineteen_times_in_twenty_the_interval_holds_the_truth(draw: Draw, truth
 @pytest.mark.parametrize("rate", [0.003, 0.02, 0.1, 0.5, 0.9, 0.99])
 def test_the_interval_of_a_success_rate_holds_the_truth(rate: float) -> None:
     rng = random.Random(1)
-    trials = 1500
+    trials = 600
     hits = 0
     for _ in range(trials):
         low, high = mean_interval([float(rng.random() < rate) for _ in range(64)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
@@ -36,6 +37,8 @@ from agentlightning.server.request_tracker import RequestTracker
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server.routes import store_routes
+
+logger = logging.getLogger(__name__)
 
 
 class Server:
@@ -185,6 +188,22 @@ class _Uvicorn(uvicorn.Server):
     async def main_loop(self) -> None:
         """Without uvicorn's ten ticks a second, which only serve the Date header; we do not send it."""
         await self._exit_requested.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Without the tenth of a second that uvicorn gives connections to close: idle ones are closed when the event
+        loop comes round."""
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for _ in range(2):
+            await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(self._wait_tasks_to_complete(), self.config.timeout_graceful_shutdown)
+        except TimeoutError:
+            logger.warning("%d requests were still unanswered and are cut off", len(self.server_state.tasks))
+            for task in self.server_state.tasks:
+                task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
