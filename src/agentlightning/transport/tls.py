@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
 from pathlib import Path
 from typing import Final
@@ -38,11 +39,18 @@ def _has_authorities() -> bool:
 
 
 def check_certificates(name: str, file: str) -> None:
+    """Raises ConfigError if the file holds no certificates or cannot be read. `name` is the setting."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+        _load_certificates(file, Path(file).stat().st_mtime_ns)
     except (OSError, ValueError) as error:
         problem = "contains no certificate (PEM)" if isinstance(error, ssl.SSLError) else f"cannot be read: {error}"
         raise ConfigError(f"{name}: {file!r} {problem}; name a file with the certificates of authorities") from error
+
+
+@functools.lru_cache
+def _load_certificates(file: str, modified: int) -> None:
+    """Once for each state of a file: the certificates of the world take 30 ms."""
+    ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
 
 
 def tls_error(server: Origin | Proxy, error: ssl.SSLError) -> TransportError:

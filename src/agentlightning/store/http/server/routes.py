@@ -24,6 +24,10 @@ from agentlightning.store.http.server.rest_endpoint import RestEndpoint, operati
 
 _AFTER_ALL_NAMES: Final = "~"
 """Sorts after every character of a path."""
+_PATHS: Final = dict(
+    sorted(operations_by_path(OPERATIONS).items(), key=lambda item: item[0].replace("{", _AFTER_ALL_NAMES))
+)
+"""Fixed paths first."""
 
 
 def store_routes(
@@ -35,12 +39,10 @@ def store_routes(
     bodies, as sent and as decompressed.
     """
     batches = BatchEndpoint(store, token, max_body_bytes)
-    paths = operations_by_path(OPERATIONS)
-    fixed_first = sorted(paths, key=lambda path: path.replace("{", _AFTER_ALL_NAMES))
     return [
         Route(f"{BASE_PATH}/calls", batches),
         Route(f"{BASE_PATH}/waits/calls", batches),
-        *(Route(BASE_PATH + path, RestEndpoint(paths[path], store, token, max_body_bytes)) for path in fixed_first),
+        *(Route(BASE_PATH + path, RestEndpoint(_PATHS[path], store, token, max_body_bytes)) for path in _PATHS),
         Route(
             f"{BASE_PATH}/health", _Health(store, {"status": "ok", "version": version(), "protocol": PROTOCOL_VERSION})
         ),

@@ -13,6 +13,8 @@ from agentlightning.store.sql.migrations.base import Kind
 from agentlightning.store.sql.sqlite import version_guard
 from agentlightning.store.sql.tables.schema import ddl
 
+DIALECT = sqlite.dialect()
+
 
 class SqliteSchema:
     """`connection` is in no transaction."""
@@ -46,7 +48,7 @@ class SqliteSchema:
         if row:
             raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); "
                              "give another path")  # fmt: skip
-        for statement in ddl(sqlite.dialect()):
+        for statement in ddl(DIALECT):
             self.connection.execute(statement)
 
     def execute(self, statement: str) -> sqlite3.Cursor:

@@ -6,6 +6,7 @@ stored as text. Spans are rows of `span_packs` (see spans/codec.py), long prompt
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from sqlalchemy import (
@@ -228,14 +229,15 @@ def columns(table: Table, *without: str) -> tuple[str, ...]:
     return tuple(name for name in table.columns.keys() if name not in without)  # noqa: SIM118
 
 
-def ddl(dialect: Dialect) -> list[str]:
+@functools.cache
+def ddl(dialect: Dialect) -> tuple[str, ...]:
     """The statements that create a store of SCHEMA_VERSION in an empty database."""
     statements: list[str] = []
     for table in metadata.sorted_tables:
         statements.append(str(CreateTable(table).compile(dialect=dialect)))
         indexes = sorted(table.indexes, key=lambda index: str(index.name))
         statements.extend(str(CreateIndex(index).compile(dialect=dialect)) for index in indexes)
-    return statements
+    return tuple(statements)
 
 
 # -- functions that differ between dialects --------------------------------------------------------------------------
