@@ -11,7 +11,7 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
-    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
+    TurnLimit, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
     step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
     rewards steps).
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         RunConfig,
         RunnerConfig,
         TrainConfig,
+        TurnLimit,
         WarmStartConfig,
     )
     from agentlightning.credit.rejection import Rejection
@@ -129,7 +130,9 @@ _NAMES = {
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "Collected Learner RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
-    "config": "CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig WarmStartConfig",
+    "config": (
+        "CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig TurnLimit WarmStartConfig"
+    ),
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
@@ -255,6 +258,7 @@ __all__ = [
     "TrainingStopped",
     "Trajectory",
     "Transition",
+    "TurnLimit",
     "UnfaithfulSampleError",
     "UnknownTokensError",
     "Unset",

@@ -38,8 +38,40 @@ class DataConfig(Section):
     """Share of the training tasks that is split off for the final measurement if there is no file."""
 
 
+class TurnLimit(Section):
+    """A limit on the policy's answers in a training rollout that grows with the steps (ScalingInter-RL, Xi et al. 2025,
+    AgentGym-RL, arXiv:2509.08755): short rollouts first, long ones once the policy is good at those.
+
+    >>> limit = agl.TurnLimit(start=3, grow=2, every=10, max=6)
+    >>> [limit.at(step) for step in (0, 9, 10, 20)]
+    [3, 3, 5, 6]
+    """
+
+    start: int = Field(ge=1)
+    """Answers that a rollout of the first step is given. The next call is refused, and the rollout ends there."""
+    grow: int = Field(default=1, ge=0)
+    """What is added to the limit each time."""
+    every: int = Field(default=10, ge=1)
+    """Steps after which the limit grows."""
+    max: int | None = Field(default=None, ge=1)
+    """The limit grows no further. None: it always does."""
+    reward: float = Field(default=0.0, allow_inf_nan=False)
+    """The reward of a rollout that ended at the limit without one of its own."""
+
+    def at(self, step: int) -> int:
+        """The limit in a step, counted from 0."""
+        limit = self.start + self.grow * (step // self.every)
+        return limit if self.max is None else min(limit, self.max)
+
+    @model_validator(mode="after")
+    def _check_max(self) -> Self:
+        if self.max is not None and self.max < self.start:
+            raise ValueError(f"max={self.max} is less than start={self.start}; use at least {self.start}")
+        return self
+
+
 class CurriculumConfig(Section):
-    """Which tasks rollouts are run on.
+    """Which tasks rollouts are run on, and how long they may be.
 
     >>> agl.CurriculumConfig(tasks="learnability").staleness_share
     0.1
@@ -52,6 +84,9 @@ class CurriculumConfig(Section):
     """learnability: the share of each step's tasks that nobody has tried yet, as long as there are such."""
     staleness_share: float = Field(default=0.1, ge=0, le=1)
     """learnability: the share of tasks that are drawn by the time since they were drawn last, so that all come back."""
+    turns: TurnLimit | None = None
+    """A limit on the policy's answers in each training rollout: a table with `start`, `grow`, `every`, `max`. None: no
+    limit."""
 
 
 class WarmStartConfig(Section):
@@ -178,7 +213,7 @@ class TrainConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     """Where tasks come from."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
-    """Which tasks rollouts are run on."""
+    """Which tasks rollouts are run on, and how long they may be."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     """The model that learns."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)

@@ -36,6 +36,8 @@ class LLM(BaseModel):
     sampling_parameters: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Override the parameters of the agent's requests: the trainer decides how the policy is sampled."""
     policy_version: int | None = None
+    max_calls: int | None = None
+    """Answers that an attempt may be given by all policies together; further calls are refused. None: any number."""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """The OpenAI base URL; with both ids, the URL whose calls are recorded under that attempt."""
@@ -71,6 +73,7 @@ class ProxyLLM(LLM):
             api_key=self.api_key,
             sampling_parameters=self.sampling_parameters,
             policy_version=self.policy_version,
+            max_calls=self.max_calls,
         )
 
 

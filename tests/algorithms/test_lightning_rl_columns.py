@@ -14,6 +14,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfi
 from agentlightning.algorithms.presets import PRESETS
 from agentlightning.algorithms.reward_shaping import OverlongPenalty
 from agentlightning.algorithms.training import Collected
+from agentlightning.assemble import TURN_LIMIT_REACHED
 from agentlightning.credit.base import credit_rule
 from agentlightning.errors import ConfigError
 from agentlightning.policy.mismatch import GeometricMask, Truncation
@@ -182,6 +183,11 @@ async def test_truncated_rollouts_are_counted_and_treated_as_configured() -> Non
     assert learned(plain) == {"done": (-1.0, True), "cut": (1.0, True)}
     assert learned(await trained(batch, truncated_reward=-1.0)) == {"done": (1.0, True), "cut": (-1.0, True)}
     assert learned(await trained(batch, mask_truncated=True)) == {"done": (-1.0, True), "cut": (1.0, False)}
+
+    limited = (batch[0], dataclasses.replace(rollout("cut", 1.0), metadata={TURN_LIMIT_REACHED: 1}))
+    masked = await trained(limited, mask_truncated=True)
+    assert masked.metrics["rollouts_truncated"] == 1.0, "the limit on turns truncates a rollout, too"
+    assert learned(masked) == {"done": (-1.0, True), "cut": (1.0, False)}
 
 
 async def test_groups_without_spread_are_replaced_up_to_a_bound_and_counted() -> None:

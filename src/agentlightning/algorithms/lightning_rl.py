@@ -116,7 +116,8 @@ class LightningRLConfig(BaseModel):
     overlong: OverlongPenalty | None = None
     """A penalty for rollouts with too many sampled tokens (DAPO): a table with `max_tokens` and `buffer`."""
     truncated_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward of a rollout in which an answer was cut off by its token limit. None: the reward it was given."""
+    """The reward of a rollout in which an answer was cut off by its token limit, or that ended at its limit of turns.
+    None: the reward it was given."""
     mask_truncated: bool = False
     """Whether such rollouts count in the baseline of their group only, and are not learned from."""
     dynamic_sampling: int = Field(default=0, ge=0)

@@ -1,10 +1,12 @@
-"""Rollouts in which an answer was cut off by its token limit, and what is learned from them."""
+"""Rollouts that were cut off, by the token limit of an answer or by the limit on turns, and what is learned from
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from agentlightning.assemble import TURN_LIMIT_REACHED
 from agentlightning.credit import is_target
 from agentlightning.trajectory import TrainingSample, Trajectory
 
@@ -13,11 +15,12 @@ LENGTH = "length"
 
 
 def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | None = None) -> frozenset[str]:
-    """The ids of rollouts in which an answer of an agent to train was cut off."""
+    """The ids of rollouts in which an answer of an agent to train was cut off, or a further call was refused."""
     return frozenset(
         each.rollout_id
         for each in trajectories
-        if any(call.finish_reason == LENGTH and is_target(call.agent, target_agent) for call in each.transitions)
+        if TURN_LIMIT_REACHED in each.metadata
+        or any(call.finish_reason == LENGTH and is_target(call.agent, target_agent) for call in each.transitions)
     )
 
 

@@ -27,6 +27,10 @@ UNLINKED_REWARDS = "unlinked_rewards"
 """Key of `Trajectory.metadata`: how many rewards came before the first call and were not the last one."""
 AUTOMATIC_REWARDS = "automatic_rewards"
 """Key of `Trajectory.metadata`: by name of the AIR rule, the sum of the rewards it gave in the attempt."""
+TURN_LIMIT = "turn_limit"
+"""Key of `Trajectory.metadata`: the number of answers that the rollout might be given, where it was limited."""
+TURN_LIMIT_REACHED = names.TURN_LIMIT_REACHED
+"""Key of `Trajectory.metadata`: number of calls that were refused because of this limit."""
 VOID_CALLS = "void_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their record cannot be true."""
 VOID_REASON = "void_reason"
@@ -48,8 +52,9 @@ def trajectory(
     Adapters of the model (`MODEL:ADAPTER`) count as it.
 
     A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
-    `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `void_calls` and `unlinked_rewards` where
-    they are not zero, the defect of the first void call, and the sums of `automatic_rewards`. Whatever an agent has
+    `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `turn_limit_reached`, `void_calls` and
+    `unlinked_rewards` where they are not zero, the limit itself, the defect of the first void call, and the sums of
+    `automatic_rewards`. Whatever an agent has
     written, only two errors are raised: RewardError as `link_rewards` does, and RolloutRejectedError if every call with
     tokens is void.
     """
@@ -66,6 +71,8 @@ def trajectory(
         OTHER_MODELS: len(others),
         OVERRIDDEN_CALLS: sum(names.OVERRIDDEN in span.attributes for span in calls(own)),
         SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in calls(own)),
+        TURN_LIMIT: max((_turn_limit(span) for span in own), default=0),
+        TURN_LIMIT_REACHED: sum(span.attributes.get(names.ERROR_TYPE) == names.TURN_LIMIT_REACHED for span in own),
         VOID_CALLS: len(void),
         VOID_REASON: next(iter(void.values()), ""),
         UNLINKED_REWARDS: links.unlinked,
@@ -91,6 +98,11 @@ def _automatic(spans: Iterable[Span]) -> dict[str, float]:
         rule = str(span.attributes[names.AIR_RULE])
         sums[rule] = sums.get(rule, 0.0) + (sum(value.values()) if isinstance(value, dict) else value)
     return sums
+
+
+def _turn_limit(span: Span) -> int:
+    limit = span.attributes.get(names.TURN_LIMIT)
+    return limit if isinstance(limit, int) else 0
 
 
 def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:

@@ -7,13 +7,14 @@ from typing import Any
 
 from agentlightning.attempt_variables import attempt_environment, worker_environment
 from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, Failure, NotFoundError
-from agentlightning.resources import NamedResources, ProxyLLM
+from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter, failure_span
+from agentlightning.span import ERROR_TYPE, TURN_LIMIT_REACHED
 from agentlightning.store.base import LightningStoreBase
 
 
@@ -51,8 +52,20 @@ class AttemptExecutor:
         except AgentError as error:
             return "failed", self._record_failure(claimed, error)
         if done.failure is not None:
-            return "failed", {"error": asdict(done.failure)}
+            metadata = {"error": asdict(done.failure)}
+            if await self._ended_at_turn_limit(claimed, resources):
+                return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
+            return "failed", metadata
         return "succeeded", {} if done.output is None else {"output": done.output}
+
+    async def _ended_at_turn_limit(self, claimed: AttemptedRollout, resources: NamedResources) -> bool:
+        """Whether a call was refused because the attempt has had all answers that it may have. An agent that fails
+        then has not failed by itself: what it did until then is its rollout."""
+        if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
+            return False
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        spans = await self._retry(lambda: self._store.query_spans(*ids))
+        return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
 
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources) -> Done:
         url = self.server_url or ""

@@ -100,7 +100,13 @@ def make_collector(
         limits = TokenLimits(policy.vocab_size, policy.context_length)
         model = policy.model
     return RolloutCollector(
-        TrajectoryReader(store, model, limits, weighted_rules(config.air, load_rule)),
+        TrajectoryReader(
+            store,
+            model,
+            limits,
+            weighted_rules(config.air, load_rule),
+            turn_limit_reward=config.curriculum.turns and config.curriculum.turns.reward,
+        ),
         rollout_config(config.runner),
         queue=queue,
         max_failed_share=config.runner.max_failed_share,
@@ -188,6 +194,7 @@ def make_source(
         total_steps=algorithm.total_steps,
         order=task_order(config.curriculum, len(tasks.train), config.run.seed, account.state.curriculum),
         reward_weights=algorithm.reward_weights,
+        turn_limit=config.curriculum.turns,
         limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
         note=account.progress.note,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.config import TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
@@ -33,6 +34,7 @@ class Loop:
         self.version = 0
         self.usage: float | None = None
         self.published: list[tuple[str, int]] = []
+        self.turn_limits: list[int | None] = []
         self.notes: list[str] = []
         self.noted = asyncio.Event()
         self.source = RolloutStream(
@@ -55,8 +57,9 @@ class Loop:
         usage, self.usage = self.usage, 0.7
         return usage
 
-    async def publish(self, resources_id: str, temperature: float) -> str:
+    async def publish(self, resources_id: str, temperature: float, max_calls: int | None) -> str:
         self.published.append((resources_id, self.version))
+        self.turn_limits.append(max_calls)
         if await self.store.get_resources_by_id(resources_id) is None:
             await self.store.add_resources({}, resources_id)
         return resources_id
@@ -140,6 +143,17 @@ async def test_without_staleness_a_step_takes_its_own_groups(store: InMemoryLigh
     assert set(seen.values()) == {1}
     assert set(ages) == {0}, "each with the step's weights"
     assert loop.published == [(f"r-train-{step:06d}", step) for step in range(3)]
+
+
+async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    loop = Loop(store, finish, max_staleness=1)
+    loop.source.turn_limit = TurnLimit(start=2, grow=3, every=1)
+    await run(loop, 2, 4, lambda rollout: 0)
+    limits = {name: limit for (name, _), limit in zip(loop.published, loop.turn_limits, strict=True)}
+    assert limits["r-train-000000"] == 2
+    assert limits["r-train-000001"] == 5
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])

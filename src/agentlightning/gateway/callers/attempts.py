@@ -15,7 +15,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
 from agentlightning.rollouts import Attempt, Rollout, RolloutMode
-from agentlightning.span import new_trace_id
+from agentlightning.span import TURN_LIMIT_REACHED, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 AttemptIds = tuple[str, str]
@@ -37,6 +37,8 @@ class AttemptContext:
     """The mode of the rollout."""
     trainable: bool = True
     """Whether its calls may serve as training data; false in the modes val and test."""
+    answered: int = 0
+    """Calls of the policy that were answered or are being answered."""
     checked_at: float = 0.0
     """When the store last confirmed that the attempt is running (monotonic seconds)."""
 
@@ -44,6 +46,26 @@ class AttemptContext:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
         name, llm = self.llms.get(model, ("", None))
         return (name, llm.sampling_parameters) if llm else ("", {})
+
+    def begin_turn(self, model: str) -> int | None:
+        """Count a call of the policy; returns the limit on them, None where there is none. Raises ApiError 409 if it
+        has been reached."""
+        _, llm = self.llms.get(model, ("", None))
+        limit = None if llm is None else llm.max_calls
+        if limit is None:
+            return None
+        if self.answered >= limit:
+            message = (
+                f"the rollout {self.rollout_id!r} has been given the {limit} answers that it may have in this training"
+                " step ([curriculum] turns); it ends here"
+            )
+            raise ApiError(409, message, code=TURN_LIMIT_REACHED, retry=False)
+        self.answered += 1
+        return limit
+
+    def undo_turn(self) -> None:
+        """A counted call was not answered."""
+        self.answered -= 1
 
 
 class AttemptCache:

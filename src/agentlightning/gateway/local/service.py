@@ -76,6 +76,7 @@ class LocalService:
         request, engine = await self._read_request(dialect, call, size), _engine_of(call.route)
         caller, model = call.caller, call.route.name
         params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
+        context: AttemptContext | None = None
         if caller.attempt:
             context = await self.find_attempt(caller)
             params, overridden = self._params(caller, context, model, params)
@@ -96,7 +97,12 @@ class LocalService:
         ]
         answers = [_new_answer(dialect, request, chat, params, i, draft.prompt) for i, draft in enumerate(drafts)]
         local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
-        return partial(self._serve, local_call, request, dialect.reply(request, head))
+        serve = partial(self._serve, local_call, request, dialect.reply(request, head))
+        turn_limit = None if context is None else context.begin_turn(model)
+        if context is None or turn_limit is None:
+            return serve
+        local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in drafts]
+        return partial(_serve_turn, context, local_call, serve)
 
     async def _read_request(self, dialect: Dialect, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)
@@ -199,6 +205,22 @@ class LocalService:
             reply.items if stored else (),
             request.num_instructions,
         )
+
+
+async def _serve_turn(
+    context: AttemptContext,
+    call: LocalCall,
+    serve: Callable[[Scope, Receive, ResponseWriter], Awaitable[None]],
+    scope: Scope,
+    receive: Receive,
+    writer: ResponseWriter,
+) -> None:
+    """Serve a call that counts against the limit on turns, unless it fails."""
+    try:
+        await serve(scope, receive, writer)
+    finally:
+        if not call.is_sampled:
+            context.undo_turn()
 
 
 def _engine_of(route: ModelRoute) -> Engine:

@@ -41,6 +41,8 @@ class SpanDraft:
     span_id: str
     overridden: tuple[str, ...] = ()
     """Sampling parameters of the request that were overridden for training."""
+    turn_limit: int | None = None
+    """The number of answers that the attempt may be given, if it is limited."""
 
     def answered(self, answer: Answer, params: SamplingParams, end_time: float) -> Span:
         """The span of a complete answer."""
@@ -114,6 +116,7 @@ class SpanDraft:
             names.OVERRIDDEN: list(self.overridden) or None,
             names.RESHAPED: list(params.distribution_params) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
+            names.TURN_LIMIT: self.turn_limit,
             names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,
             names.DRIFT_REASON: self.prompt.reason,

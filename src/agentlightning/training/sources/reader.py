@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from agentlightning.assemble import calls, trajectory
+from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import Reward, Trajectory
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
 NO_TASKS: Mapping[str, Any] = MappingProxyType({})
@@ -40,6 +40,8 @@ class TrajectoryReader:
     """What tokens must fit to be learned from: calls beyond are left out and counted."""
     air: AutomaticRewards | None = None
     """Rules whose rewards are added to the attempts that are read, and recorded in the store. None: no rules."""
+    turn_limit_reward: float | None = None
+    """The reward of rollouts that ended at their limit of turns without one of their own."""
 
     async def read(
         self,
@@ -62,7 +64,7 @@ class TrajectoryReader:
                 if isinstance(read, Rejection):
                     rejected[read.rollout_id] = read
                 else:
-                    reward = rewards.get(read.rollout_id, read.reward)
+                    reward = rewards.get(read.rollout_id, self._reward(read))
                     found[read.rollout_id] = replace(read, reward=reward, task=tasks.get(read.rollout_id))
         usable = tuple(found[rollout_id] for rollout_id in groups if rollout_id in found)
         if check is not None:
@@ -70,6 +72,9 @@ class TrajectoryReader:
             usable = tuple(each for each in usable if each.rollout_id not in refused)
             rejected |= refused
         return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
+
+    def _reward(self, read: Trajectory) -> Reward | None:
+        return self.turn_limit_reward if read.reward is None and TURN_LIMIT_REACHED in read.metadata else read.reward
 
     def _assemble(
         self, chunk: Sequence[tuple[str, list[Span]]], groups: Mapping[str, str]

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.assemble import TURN_LIMIT, TURN_LIMIT_REACHED
+from agentlightning.config import TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
@@ -29,8 +31,9 @@ from agentlightning.training.sources.schedule import choose
 from agentlightning.training.sources.versions import age, updates_of
 from agentlightning.trajectory import Trajectory
 
-Publish = Callable[[str, float], Awaitable[str]]
-"""(resources id, sampling temperature) -> the id under which the present weights and resources were published."""
+Publish = Callable[[str, float, int | None], Awaitable[str]]
+"""(resources id, sampling temperature, answers that a rollout may be given) -> the id under which the present weights
+and resources were published."""
 PART_SEED: Final = 1_000_003
 """What is added to the seed for each further request within a step, so that it draws other tasks."""
 OnProgress = Callable[[int, int], None]
@@ -89,6 +92,8 @@ class RolloutStream:
     """Which tasks come next. None: every task once an epoch."""
     reward_weights: Mapping[str, float] | None = None
     """The weights of the named dimensions of a reward."""
+    turn_limit: TurnLimit | None = None
+    """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
@@ -124,7 +129,7 @@ class RolloutStream:
             await self._run_again(stale, request)
         self._take(chosen, step)
         self._learn_order(chosen, collected)
-        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics())
+        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics(collected))
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -172,7 +177,7 @@ class RolloutStream:
         return (state.step if state.first_turn is None else state.first_turn), 0
 
     async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
-        resources_id = await self.publish(self.state.step_name(turn), request.temperature)
+        resources_id = await self._publish(self.state.step_name(turn), request, turn)
         drawn = self._draw(turn, request.tasks)
         plans = {index: self._plans(request, self._group_name(turn, index, drawn), drawn[index]) for index in indices}
         batch = await self.collector.enqueue(
@@ -198,7 +203,7 @@ class RolloutStream:
 
     async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
         """Queue the rollouts of a group that has none any more, with the present weights."""
-        resources_id = await self.publish(self.state.step_name(group.turn), request.temperature)
+        resources_id = await self._publish(self.state.step_name(group.turn), request, group.turn)
         group.batch = await self.collector.enqueue(group.batch.plans, resources_id=resources_id, check=request.check)
         group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
         if group not in self._groups:
@@ -342,8 +347,9 @@ class RolloutStream:
         for group in chosen:
             self.order.observe(group.task, rewards.get(group.name, ()))
 
-    def _metrics(self) -> dict[str, float]:
+    def _metrics(self, collected: Collected) -> dict[str, float]:
         order = {} if self.order is None else self.order.metrics()
+        order |= turn_limit_metrics(collected.trajectories)
         if not self.max_staleness and not self._counts:
             return order
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
@@ -369,13 +375,16 @@ class RolloutStream:
         ]
         return await self.collector.collect(
             plans,
-            resources_id=await self.publish(name, request.temperature),
+            resources_id=await self._publish(name, request, step),
             check=request.check,
             timeout_reward=request.timeout_reward,
             on_progress=lambda done: self.on_progress(done, len(plans)),
         )
 
     # -- small parts ---------------------------------------------------------------------------------------------------
+
+    async def _publish(self, name: str, request: RolloutRequest, turn: int) -> str:
+        return await self.publish(name, request.temperature, self.turn_limit and self.turn_limit.at(turn))
 
     @property
     def _update(self) -> int:
@@ -394,6 +403,15 @@ class RolloutStream:
 def _joined(groups: Iterable[Group]) -> QueuedBatch:
     batches = [group.batch for group in groups]
     return replace(batches[0], plans=[plan for batch in batches for plan in batch.plans])
+
+
+def turn_limit_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The largest limit on turns that rollouts were run under, and how many ended at theirs; empty without a limit."""
+    limits = [each.metadata[TURN_LIMIT] for each in trajectories if TURN_LIMIT in each.metadata]
+    if not limits:
+        return {}
+    reached = sum(TURN_LIMIT_REACHED in each.metadata for each in trajectories)
+    return {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
 
 
 def _end_time(group: Group) -> float:
