@@ -110,6 +110,36 @@ def test_arguments_of_a_resumed_trainer_are_changes_too(run):
     assert (trainer.config.runner.hosts, trainer.config.algorithm.steps) == (2, 7)
 
 
+def test_how_credit_is_given_and_tasks_are_drawn_may_change(run):
+    trainer = Trainer.resume(
+        run,
+        changes={
+            "algorithm.normalization": "batch",
+            "algorithm.agent_rewards": "own",
+            "algorithm.keep_groups": 0.5,
+            "algorithm.timeout_reward": -1.0,
+            "curriculum.tasks": "learnability",
+            "curriculum.turns": {"start": 3, "max": 9},
+            "air": {"tool_succeeded": 0.1},
+            "policy.gradient_checkpointing": True,
+        },
+    )
+    algorithm, curriculum = trainer.config.algorithm, trainer.config.curriculum
+    assert algorithm.normalization.type == "batch"
+    assert (algorithm.agent_rewards, algorithm.keep_groups, algorithm.timeout_reward) == ("own", 0.5, -1.0)
+    assert curriculum.tasks == "learnability"
+    assert curriculum.turns is not None
+    assert curriculum.turns.max == 9
+    assert trainer.config.air == {"tool_succeeded": 0.1}
+    assert trainer.config.policy.gradient_checkpointing
+
+
+@pytest.mark.parametrize("fixed", ["algorithm.group_size=4", "algorithm.preset=dapo", "policy.value_head=linear"])
+def test_what_a_checkpoint_or_an_order_of_tasks_depends_on_stays(run, fixed):
+    with pytest.raises(ConfigError, match="a resumed run keeps this"):
+        Trainer.resume(run, changes=dict([fixed.split("=")]))
+
+
 def test_a_directory_without_a_run_is_named(tmp_path):
     with pytest.raises(ResumeError, match=r"holds no run: .*config\.toml does not exist"):
         Trainer.resume(tmp_path)
