@@ -94,6 +94,14 @@ def test_arguments_that_cannot_work_are_named_at_once(arguments, complaint):
         Trainer(**arguments)
 
 
+def test_a_critic_without_a_value_head_is_refused_at_once():
+    critic = LightningRL(credit="value", loss=["ppo", "value"])
+    with pytest.raises(ConfigError, match=r'set policy\.value_head="linear"'):
+        Trainer(algorithm=critic)
+    config = TrainConfig(policy=PolicyConfig(value_head="linear"))
+    assert Trainer(config, algorithm=critic).config.algorithm is critic.config
+
+
 def test_the_model_of_an_algorithm_is_the_one_that_is_trained():
     assert Trainer(algorithm=SFTAlgorithm("models/mine")).config.policy.model == "models/mine"
     assert Trainer(algorithm=LightningRL(steps=7)).config.algorithm.steps == 7

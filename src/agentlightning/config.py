@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
@@ -245,6 +246,11 @@ class TrainConfig(Section):
         given = dict(data)
         table["data"] = {**given, "train": given.get("train") or address}
         return table
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> Self:
+        check_value_head(self.algorithm.loss, self.policy.value_head)
+        return self
 
     @field_validator("env")
     @classmethod

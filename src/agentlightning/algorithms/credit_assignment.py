@@ -121,6 +121,15 @@ def trains_values(losses: Any) -> bool:
     return any(RETURNS in loss.needs for loss in several)
 
 
+def check_value_head(losses: Any, value_head: object) -> None:
+    """Raises ConfigError for a loss that trains a value head which the policy does not have."""
+    if trains_values(losses) and value_head is None:
+        raise ConfigError(
+            'loss "value" trains a critic, and the policy has no value head; set policy.value_head="linear" (or "mlp"),'
+            " or leave the loss out"
+        )
+
+
 def check_critic(rule: CreditRule, losses: Any) -> None:
     """Raises ConfigError for a critic that no rule gives returns to, and for a rule with values that no loss trains."""
     if trains_values(losses) and not rule.gives_returns:

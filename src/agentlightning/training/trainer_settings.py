@@ -7,6 +7,7 @@ from typing import Any
 
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
@@ -22,7 +23,7 @@ def with_arguments(
     n_runners: int | None,
     seed: int | None,
 ) -> TrainConfig:
-    """The configuration with the arguments of a trainer in it."""
+    """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
     changes: dict[str, Any] = {}
     settings = getattr(algorithm, "config", None)
     if isinstance(settings, LightningRLConfig):
@@ -35,7 +36,9 @@ def with_arguments(
         changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
     if seed is not None:
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
-    return config.model_copy(update=changes)
+    found = config.model_copy(update=changes)
+    check_value_head(found.algorithm.loss, found.policy.value_head)
+    return found
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
