@@ -278,6 +278,20 @@ def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() 
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-7)
 
 
+def test_what_sampler_and_trainer_disagree_about_is_measured_before_the_first_step() -> None:
+    made_samples = samples(groups(3, 4))
+
+    def metrics(lr: float, minibatches: int) -> dict[str, float]:
+        return Updater(made(llama), OptimizerConfig(lr=lr)).step(made_samples, minibatches=minibatches)
+
+    one = metrics(1e-3, 1)
+    assert one["mismatch_kl"] == pytest.approx(one["approx_kl"])
+    slow, fast = metrics(1e-6, 2), metrics(1e-1, 2)
+    assert fast["approx_kl"] != pytest.approx(slow["approx_kl"], rel=1e-3), "the second step sees other weights"
+    assert fast["mismatch_kl"] == slow["mismatch_kl"]
+    assert slow["mismatch_kl"] > 0
+
+
 def test_several_losses_add_up_each_by_its_coefficient(updater: Updater) -> None:
     batch = samples(groups())
     several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}], trains_zero_advantage=True)

@@ -102,9 +102,9 @@ class Updater:
         `lr_factor` multiplies all learning rates.
         With `average`, a moving average of the weights follows them at this rate (`weight_average`).
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
-        grad_norm and lr (means over steps), and counts: tokens_trained, tokens_computed (padding included),
-        micro_batches, optimizer_steps, skipped_steps (a loss or gradient that was not finite) and rollouts_not_finite
-        (rollouts left out because theirs was not).
+        grad_norm and lr (means over steps), mismatch_kl (approx_kl of sampler and trainer, before the first step), and
+        counts: tokens_trained, tokens_computed (padding included), micro_batches, optimizer_steps, skipped_steps (a
+        loss or gradient that was not finite) and rollouts_not_finite (rollouts left out because theirs was not).
 
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
@@ -126,8 +126,10 @@ class Updater:
             batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
             return self.accumulate(batches, losses) if batches else {}
 
-        for part in _split_minibatches(samples, minibatches):
-            _add(totals, self._step(streams.normalized(part, losses), losses, gradient))
+        for index, part in enumerate(_split_minibatches(samples, minibatches)):
+            sums = self._step(streams.normalized(part, losses), losses, gradient)
+            corrections |= _mismatch(sums) if index == 0 and not has_proximal(samples) else {}
+            _add(totals, sums)
         metrics = _summary(_means(totals), losses)
         if totals["tokens_trained"]:
             self.entropy.add(metrics["entropy"])
@@ -293,10 +295,22 @@ def _corrected(
     """The samples with corrected weights, and the metrics of the correction; as they are where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
     off = mismatches.is_off(several) or not any(loss.decoupled for loss in losses)
-    has_column = bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
+    has_column = has_proximal(samples)
     if mismatch is not None and samples and not has_column and not off:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
     return (samples, {}) if off or not has_column else streams.corrected(samples, several)
+
+
+def has_proximal(samples: Sequence[TrainingSample]) -> bool:
+    """Whether ratios are against the weights before the update, and not those that sampled."""
+    return bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
+
+
+def _mismatch(sums: Mapping[str, float]) -> dict[str, float]:
+    """What sampler and trainer disagree about: the divergence that ratios show before the first change of weights."""
+    if "approx_kl" not in sums:
+        return {}
+    return {"mismatch_kl": sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])}
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
