@@ -10,7 +10,7 @@ update over the recorded one, a correction is a factor of the weight of each tok
     sequence_mask    1 if low <= prod_t rho_t <= high, else 0                 of the rollout
 
 Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-training"; IcePop: Ring-1T, 2025, arXiv:2510.18855, equation 4; masks of sequences: Liu et al. 2025, "When speed kills
+training"; IcePop: Ring-1T, 2025, arXiv:2510.18855; masks of sequences: Liu et al. 2025, "When speed kills
 stability". A rollout is the sequence: all tokens that the policy sampled in it, in however many calls. Needs NumPy, and
 no torch.
 """

@@ -6,8 +6,9 @@ last call of each success. With d(s) the number of edges on the shortest path fr
     G_t = scale * gamma^d(s_{t+1}),  0 where no path leads to the goal
     A_t = (G_t - mean(G)) / std(G)                          over all calls of the group in state s_t
 
-Feng et al. 2026 (arXiv:2605.26684). It gives credit to steps of failed rollouts that lead where others succeeded, and
-takes a group without a success, or without a failure or detour, as one that teaches nothing.
+"Beyond Trajectory-Level Attribution", 2026 (arXiv:2605.26684). It gives credit to steps of failed rollouts that lead
+where others succeeded, and takes a group without a success, or without a failure or detour, as one that teaches
+nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     loss_t = -f(r_t) A_t,   f(r) = 4 / tau * sigmoid(tau (r - 1)),   tau = tau_positive if A_t > 0 else tau_negative
 
-Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, equations 5 and 6. The weight of a token's
+Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347. The weight of a token's
 gradient is 1 at r = 1 and falls smoothly to 0 on both sides, faster where A < 0.
 """
 

@@ -10,7 +10,7 @@ The estimators are those of Schulman 2020, http://joschu.net/blog/kl-approx.html
 2024, arXiv:2402.03300, equation 4). As a loss, k2 has the gradient of KL(policy || reference) on average over tokens
 the policy samples, k3 that of KL(reference || policy), and k1 none: it is for rewards (`kl_in_reward`). "unbiased" has
 both the value and the gradient of KL(policy || reference), for tokens of older weights too (DeepSeek-V3.2, 2025,
-arXiv:2512.02556, equation 7).
+arXiv:2512.02556, its unbiased KL estimate).
 """
 
 from __future__ import annotations

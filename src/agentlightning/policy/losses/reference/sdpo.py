@@ -5,9 +5,9 @@ answered: the error its tool call led to, or the answer of a sibling that succee
     r_t = exp(logprob_t - old_logprob_t),   teacher_logprob_t = log p(token_t | prompt, feedback, tokens before t)
 
 Its gradient is that of KL(policy || policy given feedback), estimated at the sampled tokens: Huebotter et al. 2026,
-arXiv:2601.20802, equation 1, with the teacher's weights a moving average of the policy's and the importance ratio
-truncated. A token that the policy would not write again after the feedback is made less likely, where it stands: the
-feedback becomes credit for single tokens.
+arXiv:2601.20802, with the teacher's weights a moving average of the policy's and the importance ratio truncated. A
+token that the policy would not write again after the feedback is made less likely, where it stands: the feedback
+becomes credit for single tokens.
 """
 
 from __future__ import annotations
