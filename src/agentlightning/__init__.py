@@ -11,7 +11,7 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
-    TurnLimit, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
+    TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
     step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
     rewards steps).
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.training import Collected, Learner, RolloutRequest, RolloutSource, Training
     from agentlightning.chat.base import ChatFormat
     from agentlightning.config import (
+        Branching,
         CurriculumConfig,
         DataConfig,
         EvaluationConfig,
@@ -131,7 +132,8 @@ _NAMES = {
     "algorithms.training": "Collected Learner RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
     "config": (
-        "CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig TurnLimit WarmStartConfig"
+        "Branching CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig TurnLimit "
+        "WarmStartConfig"
     ),
     "credit.rejection": "Rejection",
     "errors": (
@@ -182,6 +184,7 @@ __all__ = [
     "Algorithm",
     "Attempt",
     "AttemptedRollout",
+    "Branching",
     "ChatFormat",
     "Collected",
     "ConfigError",

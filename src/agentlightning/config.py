@@ -71,6 +71,24 @@ class TurnLimit(Section):
         return self
 
 
+class Branching(Section):
+    """Rollouts that branch off others of their group, where the policy is unsure after a tool's result (ARPO, Dong et
+    al. 2025, arXiv:2507.19849). The agent runs anew; the gateway gives it the recorded answers up to the branch.
+
+    >>> agl.Branching(share=0.25).threshold
+    0.2
+    """
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """The share of each group's rollouts that branch off the others, once these have ended."""
+    threshold: float = Field(default=0.2, allow_inf_nan=False)
+    """A rollout may branch where its uncertainty is this much higher than at its first call, in nats a token."""
+    tokens: int = Field(default=16, ge=1)
+    """The number of first tokens of an answer whose mean -log p is its uncertainty."""
+    after: Literal["tool", "any"] = "tool"
+    """At which calls: those after a message of a tool, or, for agents that tell results in other messages, any."""
+
+
 class CurriculumConfig(Section):
     """Which tasks rollouts are run on, and how long they may be.
 
@@ -88,6 +106,9 @@ class CurriculumConfig(Section):
     turns: TurnLimit | None = None
     """A limit on the policy's answers in each training rollout: a table with `start`, `grow`, `every`, `max`. None: no
     limit."""
+    branching: Branching | None = None
+    """Rollouts that branch off others of their group: a table with `share`, `threshold`, `tokens`, `after`. None: all
+    rollouts are independent."""
 
 
 class WarmStartConfig(Section):

@@ -20,6 +20,9 @@ RolloutMode = Literal["train", "val", "test"]
 WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
 """States in which a runner may claim a rollout."""
 FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+BRANCH: Final = "branch"
+"""In the metadata of a rollout that branches off another: its `rollout_id`, and the `span_ids` of the calls whose
+recorded answers are given again."""
 PRIVATE_QUEUE: Final = "_"
 """Prefix of private queues: only claims that name such a queue get rollouts from it."""
 

@@ -72,6 +72,8 @@ class Transition:
     """An intermediate reward between this call and the next; None if there was none."""
     model: str | None = None
     """The model that answered, by the name it was served under."""
+    replays: tuple[str, str] | None = None
+    """(rollout_id, span_id) of the call whose recorded answer was given again; None if it was sampled."""
     input_messages: str | None = field(default=None, repr=False, compare=False)
     """The messages of the request as recorded in the span, JSON; None if they were not."""
 

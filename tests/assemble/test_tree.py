@@ -54,6 +54,21 @@ def test_rollouts_share_prompts_and_never_samples() -> None:
     assert texts(tree) == [(-1, (1, 2), False), (0, (7,), True), (0, (7, 3), False), (2, (8,), True)]
 
 
+def test_a_rollout_that_repeats_recorded_answers_goes_on_below_them() -> None:
+    first, second = call((1, 2), (7,), rollout="a"), call((1, 2, 7, 3), (8,), 2, rollout="a")
+    again = call((1, 2), (7,), rollout="b", replays=("a", "a-1"))
+    tree = tree_of(again, call((1, 2, 7, 3), (9,), 2, rollout="b"), first, second)
+    assert texts(tree) == [(-1, (1, 2), False), (0, (7,), True), (1, (3,), False), (2, (9,), True), (2, (8,), True)]
+    assert [node.call for node in tree.nodes if node.sampled] == ["a-1", "b-2", "a-2"]
+
+
+def test_where_the_recorded_rollout_is_left_out_the_first_that_repeats_it_stands_for_it() -> None:
+    branches = [call((1, 2), (7,), rollout=name, replays=("a", "a-1")) for name in ("b", "c")]
+    tree = tree_of(*branches, call((1, 2, 7), (8,), 2, rollout="c"))
+    assert texts(tree) == [(-1, (1, 2), False), (0, (7,), True), (1, (8,), True)]
+    assert [node.rollout_id for node in tree.nodes] == [None, "b", "c"]
+
+
 def test_a_sampled_node_is_split_with_its_logprobs_where_a_later_prompt_leaves_it() -> None:
     tree = tree_of(call((1,), (7, 8, 9), agent="writer", policy_version=2), call((1, 7, 5), (6,), 2))
     assert texts(tree) == [(-1, (1,), False), (0, (7,), True), (1, (8, 9), True), (1, (5,), False), (3, (6,), True)]

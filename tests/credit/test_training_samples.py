@@ -262,3 +262,25 @@ def test_the_weights_of_a_batch_sum_to_one_and_advantages_to_zero(values: Any, a
     outcomes = report.groups_trained + report.groups_without_spread + report.groups_too_small
     assert outcomes == report.groups == len(groups)
     assert len(samples) == report.groups_trained
+
+
+def test_an_answer_that_several_rollouts_went_through_is_trained_once_with_their_mean_advantage() -> None:
+    def call(rollout: str, number: int, prompt: tuple[int, ...], *said: int, **more: Any) -> Transition:
+        return Transition(rollout, "at", f"{rollout}{number}", number, prompt, said, (-1.0,) * len(said), **more)
+
+    first = Trajectory("a", "at", (call("a", 1, (1,), 5), call("a", 2, (1, 5, 2), 6)), 0.0, "g")
+    again = call("b", 1, (1,), 5, replays=("a", "a1"))
+    branch = Trajectory("b", "at", (again, call("b", 2, (1, 5, 2), 7)), 3.0, "g")
+    other = Trajectory("c", "at", (call("c", 1, (1,), 8),), 0.0, "g")
+    ((sample,), report) = training_samples([[first, branch, other]], normalization="none")
+    trained = {
+        node.call: (float(own[0]), float(weights[0]))
+        for node, own, weights in zip(sample.tree.nodes, sample.advantages, sample.weights, strict=True)
+        if node.sampled
+    }
+    low, high = -1.0, 2.0
+    assert {call: advantage for call, (advantage, _) in trained.items()} == pytest.approx(
+        {"a1": (low + high) / 2, "a2": low, "b2": high, "c1": low}
+    )
+    assert sum(weight for _, weight in trained.values()) == pytest.approx(1.0)
+    assert (report.rollouts_trained, report.tokens_trained) == (3, 4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentlightning.algorithms.training import Learner, Training
-from agentlightning.assemble import token_tree
+from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import (
     Aggregate,
     Assignment,
@@ -76,8 +76,16 @@ class CreditAssigner:
             else:
                 trees = await asyncio.to_thread(lambda: [token_tree(group) for group in groups])
                 column = await _score(training.learner, trees, cast("ScoreColumn", name), rule.type)
-                found[name] = by_call(trees, column)
+                found[name] = _with_shared(by_call(trees, column), groups)
         return found
+
+
+def _with_shared(
+    found: Mapping[tuple[str, str], Any], groups: Sequence[Sequence[Trajectory]]
+) -> Mapping[tuple[str, str], Any]:
+    """The numbers of each call, those of calls that repeat a recorded answer too."""
+    shared = {call: first for group in groups for call, first in shared_calls(group).items()}
+    return {**found, **{call: found[first] for call, first in shared.items() if first in found}}
 
 
 async def _score(learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, rule: str) -> Any:

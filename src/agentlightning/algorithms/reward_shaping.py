@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.training import Training
-from agentlightning.assemble import token_tree
+from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.policy.losses.base import REF_LOGPROBS
@@ -78,22 +78,25 @@ async def with_kl_penalty(
     groups = group_trajectories(trajectories)
     trees = [token_tree(group) for group in groups]
     columns = await scores(training, trees, REF_LOGPROBS, models)
-    divergence: dict[str, float] = {}
+    by_call: dict[tuple[str, str], float] = {}
     for tree, column in zip(trees, columns, strict=True):
-        divergence |= divergences(tree, column, target_agent)
-    shaped = [_add(each, -coefficient * divergence.get(each.rollout_id, 0.0), weights) for each in trajectories]
-    return shaped, {"reward_kl": _mean([divergence.get(each.rollout_id, 0.0) for each in trajectories])}
+        by_call |= divergences(tree, column, target_agent)
+    shared = {call: first for group in groups for call, first in shared_calls(group).items()}
+    keys = [[(call.rollout_id, call.span_id) for call in each.transitions] for each in trajectories]
+    divergence = [sum(by_call.get(shared.get(key, key), 0.0) for key in own) for own in keys]
+    shaped = [_add(each, -coefficient * own, weights) for each, own in zip(trajectories, divergence, strict=True)]
+    return shaped, {"reward_kl": _mean(divergence)}
 
 
 def divergences(
     tree: TokenTree, reference: tuple[FloatArray, ...], target_agent: str | None = None
-) -> dict[str, float]:
-    """sum_t (logprob_t - ref_logprob_t) over the sampled tokens of each rollout."""
-    found: dict[str, float] = {}
+) -> dict[tuple[str, str], float]:
+    """sum_t (logprob_t - ref_logprob_t) over the sampled tokens of each call, by (rollout_id, span_id)."""
+    found: dict[tuple[str, str], float] = {}
     for node, values in zip(tree.nodes, reference, strict=True):
         if node.sampled and is_target(node.agent, target_agent):
-            own = sum(node.logprobs) - float(values.sum(dtype="float64"))
-            found[str(node.rollout_id)] = found.get(str(node.rollout_id), 0.0) + own
+            call = str(node.rollout_id), str(node.call)
+            found[call] = found.get(call, 0.0) + sum(node.logprobs) - float(values.sum(dtype="float64"))
     return found
 
 

@@ -75,7 +75,8 @@ class Collected:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(t.response_token_ids) for trajectory in self.trajectories for t in trajectory.transitions)
+        calls = (call for trajectory in self.trajectories for call in trajectory.transitions)
+        return sum(len(call.response_token_ids) for call in calls if call.replays is None)
 
 
 class RolloutSource(Protocol):

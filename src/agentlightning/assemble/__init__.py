@@ -11,6 +11,8 @@ from agentlightning.assemble.trajectories import (
     AUTOMATIC_REWARDS,
     OTHER_MODELS,
     OVERRIDDEN_CALLS,
+    REPLAY_MISMATCHES,
+    REPLAYED_CALLS,
     SEEDED_CALLS,
     TURN_LIMIT,
     TURN_LIMIT_REACHED,
@@ -20,12 +22,14 @@ from agentlightning.assemble.trajectories import (
     VOID_REASON,
     trajectory,
 )
-from agentlightning.assemble.tree import token_tree
+from agentlightning.assemble.tree import shared_calls, token_tree
 
 __all__ = [
     "AUTOMATIC_REWARDS",
     "OTHER_MODELS",
     "OVERRIDDEN_CALLS",
+    "REPLAYED_CALLS",
+    "REPLAY_MISMATCHES",
     "SEEDED_CALLS",
     "TURN_LIMIT",
     "TURN_LIMIT_REACHED",
@@ -38,6 +42,7 @@ __all__ = [
     "link_rewards",
     "read_reward",
     "scalar_reward",
+    "shared_calls",
     "steps",
     "token_tree",
     "trajectory",

@@ -107,6 +107,7 @@ def _transition(span: Span) -> Transition:
         reshaped=tuple(map(str, _items(attributes.get(names.RESHAPED)))),
         finish_reason=str(next(iter(_items(reasons)), "stop")),
         model=model_of(span),
+        replays=_replays(attributes),
         input_messages=messages if isinstance(messages, str) else None,
     )
 
@@ -123,6 +124,11 @@ def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     counts = [count for _, count in runs]
     return runs if min(counts, default=0) > 0 and sum(counts) == len(attributes[names.RESPONSE_TOKEN_IDS]) else ()
+
+
+def _replays(attributes: Mapping[str, Any]) -> tuple[str, str] | None:
+    ids = _items(attributes.get(names.REPLAYS))
+    return (str(ids[0]), str(ids[1])) if len(ids) == 2 else None
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: float) -> float:

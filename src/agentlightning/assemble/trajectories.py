@@ -31,6 +31,10 @@ TURN_LIMIT = "turn_limit"
 """Key of `Trajectory.metadata`: the number of answers that the rollout might be given, where it was limited."""
 TURN_LIMIT_REACHED = names.TURN_LIMIT_REACHED
 """Key of `Trajectory.metadata`: number of calls that were refused because of this limit."""
+REPLAYED_CALLS = "replayed_calls"
+"""Key of `Trajectory.metadata`: number of calls that were given the recorded answers of another rollout."""
+REPLAY_MISMATCHES = "replay_mismatches"
+"""Key of `Trajectory.metadata`: 1 if a request differed from the recorded ones before all were given."""
 VOID_CALLS = "void_calls"
 """Key of `Trajectory.metadata`: how many calls were left out because their record cannot be true."""
 VOID_REASON = "void_reason"
@@ -52,11 +56,10 @@ def trajectory(
     Adapters of the model (`MODEL:ADAPTER`) count as it.
 
     A call whose record cannot be true (tokens beyond the `limits`, say) is left out. `metadata` gains the counts
-    `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `turn_limit_reached`, `void_calls` and
-    `unlinked_rewards` where they are not zero, the limit itself, the defect of the first void call, and the sums of
-    `automatic_rewards`. Whatever an agent has
-    written, only two errors are raised: RewardError as `link_rewards` does, and RolloutRejectedError if every call with
-    tokens is void.
+    `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `turn_limit_reached`, `replayed_calls`,
+    `replay_mismatches`, `void_calls` and `unlinked_rewards` where they are not zero, the `turn_limit`, the defect of
+    the first void call, and the sums of `automatic_rewards`. Whatever an agent has written, only two errors are raised:
+    RewardError as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
     others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
@@ -73,6 +76,8 @@ def trajectory(
         SEEDED_CALLS: sum(span.attributes.get(names.REQUEST_SEED) is not None for span in calls(own)),
         TURN_LIMIT: max((_turn_limit(span) for span in own), default=0),
         TURN_LIMIT_REACHED: sum(span.attributes.get(names.ERROR_TYPE) == names.TURN_LIMIT_REACHED for span in own),
+        REPLAYED_CALLS: sum(call.replays is not None for call in learned),
+        REPLAY_MISMATCHES: sum(names.REPLAY_MISMATCH in span.attributes for span in own),
         VOID_CALLS: len(void),
         VOID_REASON: next(iter(void.values()), ""),
         UNLINKED_REWARDS: links.unlinked,

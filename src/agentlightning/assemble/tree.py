@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import TypeAlias
 
 from agentlightning.trajectory import Node, TokenTree, Trajectory, Transition
 from agentlightning.util.common_prefix import common_prefix_length
+
+CallId: TypeAlias = tuple[str, str]
+"""(rollout_id, span_id)."""
+
+
+def shared_calls(trajectories: Iterable[Trajectory]) -> dict[CallId, CallId]:
+    """For each call that was given the recorded answer of another, the call that stands for both in the tree: the
+    recorded one, or the first that repeats it where that is missing."""
+    calls = [call for each in trajectories for call in each.transitions]
+    standing: dict[CallId, CallId] = {}
+    shared: dict[CallId, CallId] = {}
+    for call in sorted(calls, key=lambda call: call.replays is not None):
+        own = call.rollout_id, call.span_id
+        first = standing.setdefault(call.replays or own, own)
+        if first != own:
+            shared[own] = first
+    return shared
 
 
 def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
@@ -15,13 +34,21 @@ def token_tree(trajectories: Iterable[Trajectory]) -> TokenTree:
     Calls are inserted in order of prompt length (ties: by sequence number), each below the longest prefix of its prompt
     that is already there. A prompt may follow prompt nodes of any rollout and sampled nodes of its own; where it
     diverges inside a node, the node is split, a sampled one with its log-probabilities. Sampled tokens always make a
-    new node: two equal responses stay two samples. So do tokens sampled after an update of the weights.
+    new node: two equal responses stay two samples. So do tokens sampled after an update of the weights. A call that
+    repeats a recorded answer has no node: its rollout goes on below those of the recorded call.
     """
-    calls = [call for each in trajectories for call in each.transitions]
+    trajectories = list(trajectories)
+    shared = shared_calls(trajectories)
+    calls = [
+        call for each in trajectories for call in each.transitions if (call.rollout_id, call.span_id) not in shared
+    ]
     calls.sort(key=lambda call: (len(call.prompt_token_ids), call.sequence_id))
+    held: dict[str, set[CallId]] = {}
+    for (rollout_id, _), call_id in shared.items():
+        held.setdefault(rollout_id, set()).add(call_id)
     root = _NodeBuilder(Node(parent=-1, token_ids=()))
     for call in calls:
-        _insert(root, call)
+        _insert(root, call, held.get(call.rollout_id, frozenset()))
     return TokenTree(_flatten(root))
 
 
@@ -48,8 +75,8 @@ class _NodeBuilder:
         self.add(lower)
 
 
-def _insert(root: _NodeBuilder, call: Transition) -> None:
-    place, inside, matched = _longest_match(root, call)
+def _insert(root: _NodeBuilder, call: Transition, held: AbstractSet[CallId]) -> None:
+    place, inside, matched = _longest_match(root, call, held)
     if inside < len(place.node.token_ids):
         place.split(inside)
     rest = call.prompt_token_ids[matched:]
@@ -78,8 +105,9 @@ def _sampled_nodes(call: Transition) -> Iterator[Node]:
         start += count
 
 
-def _longest_match(root: _NodeBuilder, call: Transition) -> tuple[_NodeBuilder, int, int]:
+def _longest_match(root: _NodeBuilder, call: Transition, held: AbstractSet[CallId]) -> tuple[_NodeBuilder, int, int]:
     """The node in which the longest known prefix of the prompt ends, the offset in that node, and the prefix's length.
+    Its rollout also holds the sampled nodes of the calls in `held`.
 
     All matching branches are searched: two responses of one rollout may begin with the same tokens.
     """
@@ -89,7 +117,9 @@ def _longest_match(root: _NodeBuilder, call: Transition) -> tuple[_NodeBuilder, 
     while frontier and best[2] < len(prompt):
         parent, start = frontier.pop()
         for child in parent.children.get(prompt[start], ()):
-            if child.node.sampled and child.node.rollout_id != call.rollout_id:
+            node = child.node
+            own = node.rollout_id == call.rollout_id or (node.rollout_id, node.call) in held
+            if node.sampled and not own:
                 continue
             length = common_prefix_length(child.node.token_ids, prompt, start)
             if start + length > best[2]:

@@ -50,6 +50,7 @@ def answering(group: Group, answers: Mapping[str, Sequence[int]]) -> list[Trajec
                     response_token_ids=tuple(answers[each.rollout_id]),
                     logprobs=(0.0,) * len(answers[each.rollout_id]),
                     versions=(),
+                    replays=None,
                     temperature=1.0,
                 )
                 for call in each.transitions

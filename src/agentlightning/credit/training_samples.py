@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias
 
-from agentlightning.assemble import token_tree
+from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit.agent_rewards import AgentRewards
 from agentlightning.credit.assignment import Assignment
 from agentlightning.credit.base import Credit, CreditContext, CreditRule
@@ -199,6 +199,8 @@ def _credit_group(
 ) -> dict[str, CreditedGroup]:
     """What a group teaches, by what is trained; empty where it teaches nothing."""
     found: dict[str, CreditedGroup] = {}
+    shared = shared_calls(group)
+    repeated: dict[tuple[str, str], list[CreditedCall]] = {}
     weights = credit.weights or [[1.0] * len(trajectory.transitions) for trajectory in group]
     returns = credit.returns or [[None] * len(trajectory.transitions) for trajectory in group]
     for trajectory, *rows in zip(group, credit.advantages, weights, returns, strict=True):
@@ -207,13 +209,27 @@ def _credit_group(
             if name is None or not is_target(call.agent, target_agent):
                 continue
             _refuse_unfaithful(call)
+            if (first := shared.get((call.rollout_id, call.span_id))) is not None:
+                repeated.setdefault(first, []).append(CreditedCall(*numbers))
+                continue
             if name not in found:
                 tree = next(iter(found.values())).tree if found else token_tree(group)
                 found[name] = CreditedGroup(tree, {}, {})
             tokens = found[name].tokens
             found[name].calls[call.rollout_id, call.span_id] = CreditedCall(*numbers)
             tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
+    for each in found.values():
+        each.calls.update({first: _mean(each.calls[first], repeated[first]) for first in repeated.keys() & each.calls})
     return found
+
+
+def _mean(first: CreditedCall, others: Sequence[CreditedCall]) -> CreditedCall:
+    """The credit of a call that several rollouts went through: the mean of theirs (ARPO, arXiv:2507.19849, advantage
+    attribution)."""
+    number = len(others) + 1
+    advantage = sum((each.advantage for each in others), first.advantage) / number
+    returns = None if first.returns is None else sum((each.returns for each in others), first.returns) / number
+    return CreditedCall(advantage, first.weight, returns)
 
 
 def _refuse_unfaithful(call: Transition) -> None:

@@ -13,8 +13,9 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutSource
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
-from agentlightning.config import TrainConfig
+from agentlightning.config import CurriculumConfig, TrainConfig
 from agentlightning.engine.base import Engine
+from agentlightning.errors import ConfigError
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.policy.base import Policy
 from agentlightning.policy.open import open_models
@@ -180,8 +181,9 @@ def make_source(
     algorithm: Algorithm[Any],
 ) -> RolloutSource:
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
-    `max_staleness` that cannot be."""
+    `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
+    check_calls_of_policy(config.curriculum, trains=learner is not None)
     return RolloutStream(
         account.collector,
         tasks.train,
@@ -195,7 +197,18 @@ def make_source(
         order=task_order(config.curriculum, len(tasks.train), config.run.seed, account.state.curriculum),
         reward_weights=algorithm.reward_weights,
         turn_limit=config.curriculum.turns,
+        branching=config.curriculum.branching,
         limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )
+
+
+def check_calls_of_policy(curriculum: CurriculumConfig, *, trains: bool) -> None:
+    """Raises ConfigError for settings on the calls of a policy in a run without one."""
+    for name in ("turns", "branching"):
+        if getattr(curriculum, name) is not None and not trains:
+            raise ConfigError(
+                f"curriculum.{name} needs a policy, whose answers are counted and have log-probabilities; this run"
+                " trains no model: leave it out"
+            )

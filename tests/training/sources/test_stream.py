@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.config import TurnLimit
+from agentlightning.config import Branching, TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.rollouts import AttemptedRollout
+from agentlightning.span import (
+    LOGPROBS,
+    OPERATION_NAME,
+    POLICY_VERSION,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    Span,
+    new_span_id,
+)
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector
@@ -154,6 +163,40 @@ async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
     limits = {name: limit for (name, _), limit in zip(loop.published, loop.turn_limits, strict=True)}
     assert limits["r-train-000000"] == 2
     assert limits["r-train-000001"] == 5
+
+
+async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_resumed_run(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    async def two_calls(rollout: AttemptedRollout) -> list[str]:
+        ids, spans = (rollout.rollout_id, rollout.attempt.attempt_id), [new_span_id(), new_span_id()]
+        for number, span_id in enumerate(spans):
+            call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1] * (number + 1), RESPONSE_TOKEN_IDS: [2]}
+            call |= {LOGPROBS: [-0.1 - number], POLICY_VERSION: 0}
+            await store.add_span(Span(*ids, "chat", 0.0, span_id=span_id, attributes=call))
+        await finish(rollout, version=0)
+        return spans
+
+    loop, request = Loop(store, finish, max_staleness=0), RolloutRequest(tasks=1, group_size=4)
+    loop.source.branching = Branching(share=0.5, threshold=0.5, after="any")
+    collecting = asyncio.create_task(loop.source.next(request))
+    first = {rollout.rollout_id: (await two_calls(rollout))[0] for rollout in await loop.claim(2)}
+    branches = await loop.claim(2)
+    assert {rollout.rollout_id[-3:] for rollout in branches} == {"002", "003"}
+    for rollout in branches:
+        source = rollout.metadata["branch"]["rollout_id"]
+        assert rollout.metadata["branch"]["span_ids"] == [first[source]]
+    collecting.cancel()
+
+    after = loop.killed(step=0, version=0)
+    after.source.branching = loop.source.branching
+    collecting = asyncio.create_task(after.source.next(request))
+    for rollout in branches:
+        await two_calls(rollout)
+    collected = await asyncio.wait_for(collecting, 30)
+    assert len(collected.trajectories) == 4
+    assert collected.metrics["branches"] == 2
+    assert await store.dequeue_rollout() is None, "nothing ran twice"
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.attempt_address import trace_id_of
+from agentlightning.gateway.callers.replay import Replay
 from agentlightning.gateway.errors import ApiError
 from agentlightning.resources import LLM
-from agentlightning.rollouts import Attempt, Rollout, RolloutMode
+from agentlightning.rollouts import BRANCH, Attempt, Rollout, RolloutMode
 from agentlightning.span import TURN_LIMIT_REACHED, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
@@ -37,6 +39,10 @@ class AttemptContext:
     """The mode of the rollout."""
     trainable: bool = True
     """Whether its calls may serve as training data; false in the modes val and test."""
+    branch: Mapping[str, Any] | None = None
+    """The calls of another rollout whose recorded answers it is given."""
+    replay: Replay | None = None
+    """These answers, once they were read."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
     checked_at: float = 0.0
@@ -115,6 +121,7 @@ class AttemptCache:
             trace_id_of(attempt_id) or new_trace_id(),
             mode=rollout.mode,
             trainable=rollout.mode not in ("val", "test"),
+            branch=rollout.metadata.get(BRANCH),
         )
         context.checked_at = now
         self._contexts[key] = context

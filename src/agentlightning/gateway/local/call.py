@@ -37,6 +37,8 @@ class LocalCall:
     drafts: list[SpanDraft]
     """One span draft for each answer."""
     answers: list[Answer]
+    recorded: Sample | None = None
+    """What is given in place of a sample of the engine."""
     attributed: bool = True
     """If False, nothing is recorded."""
     is_sampled: bool = field(default=False, init=False)
@@ -91,6 +93,8 @@ class LocalCall:
         self, prompt: Sequence[int], params: SamplingParams, on_tokens: Callable[..., None] | None, affinity: str
     ) -> Sample:
         """Raises AgentLightningError; any other exception of the engine becomes a PolicyError."""
+        if self.recorded is not None:
+            return self.recorded
         try:
             return await self.engine.sample(prompt, params, on_tokens, affinity=affinity)
         except AgentLightningError:

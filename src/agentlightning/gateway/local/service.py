@@ -23,6 +23,7 @@ from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
+from agentlightning.gateway.callers.replay import load_replay
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseStore
@@ -97,12 +98,28 @@ class LocalService:
         ]
         answers = [_new_answer(dialect, request, chat, params, i, draft.prompt) for i, draft in enumerate(drafts)]
         local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
+        if context is not None and context.branch is not None:
+            await self._replay(local_call, context, model, request.n)
         serve = partial(self._serve, local_call, request, dialect.reply(request, head))
         turn_limit = None if context is None else context.begin_turn(model)
         if context is None or turn_limit is None:
             return serve
-        local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in drafts]
+        local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in local_call.drafts]
         return partial(_serve_turn, context, local_call, serve)
+
+    async def _replay(self, call: LocalCall, context: AttemptContext, model: str, n: int) -> None:
+        """Give the call its recorded answer, if it has one."""
+        assert context.branch is not None
+        if context.replay is None:
+            loaded = await load_replay(self.store, context.branch)
+            context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
+        prompts = [draft.prompt.token_ids for draft in call.drafts]
+        answer, mismatch = context.replay.take(model, prompts, n, call.params)
+        if answer is not None:
+            call.recorded = answer.sample
+            call.drafts = [replace(call.drafts[0], replays=(answer.rollout_id, answer.span_id))]
+        elif mismatch:
+            call.drafts = [replace(draft, replay_mismatch=True) for draft in call.drafts]
 
     async def _read_request(self, dialect: Dialect, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)

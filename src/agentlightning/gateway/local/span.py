@@ -41,6 +41,10 @@ class SpanDraft:
     span_id: str
     overridden: tuple[str, ...] = ()
     """Sampling parameters of the request that were overridden for training."""
+    replays: tuple[str, str] | None = None
+    """(rollout_id, span_id) of the call whose recorded answer is given again."""
+    replay_mismatch: bool = False
+    """The request differs from the recorded ones."""
     turn_limit: int | None = None
     """The number of answers that the attempt may be given, if it is limited."""
 
@@ -116,6 +120,8 @@ class SpanDraft:
             names.OVERRIDDEN: list(self.overridden) or None,
             names.RESHAPED: list(params.distribution_params) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
+            names.REPLAYS: None if self.replays is None else list(self.replays),
+            names.REPLAY_MISMATCH: self.replay_mismatch or None,
             names.TURN_LIMIT: self.turn_limit,
             names.CONTINUES: self.prompt.continued_span,
             names.DRIFT: self.prompt.drift or None,

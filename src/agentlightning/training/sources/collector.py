@@ -25,8 +25,17 @@ from agentlightning.credit.rejection import (
 )
 from agentlightning.errors import NotFoundError, TrainingStopped, UnknownTokensError
 from agentlightning.resources import ProxyLLM
-from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, RolloutStatus
+from agentlightning.rollouts import (
+    BRANCH,
+    Attempt,
+    EnqueueRolloutRequest,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    RolloutStatus,
+)
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.curriculum.branching import BranchPoint
 from agentlightning.training.sources.reader import TrajectoryReader
 
 T = TypeVar("T")
@@ -56,6 +65,8 @@ class RolloutPlan:
     task: Any
     group: str
     """The same for the rollouts of one task within a step."""
+    branch: BranchPoint | None = None
+    """Where it branches off another rollout of its group. None: it is independent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +211,7 @@ class RolloutCollector:
             mode=mode,
             resources_id=resources_id,
             config=self.config,
-            metadata={"group": plan.group},
+            metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch.metadata()})},
             rollout_id=plan.rollout_id,
             queue=self.queue,
         )

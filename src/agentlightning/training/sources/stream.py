@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.assemble import TURN_LIMIT, TURN_LIMIT_REACHED
-from agentlightning.config import TurnLimit
+from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
+from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
+from agentlightning.training.curriculum.branching import branch_points, choose_points, first_rollouts
 from agentlightning.training.curriculum.task_order import EpochOrder, TaskOrder
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
@@ -51,6 +52,8 @@ class Group:
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
+    later: Sequence[RolloutPlan] = ()
+    """Rollouts that are queued once the others have ended, as they may branch off these."""
     ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
     """Its finished rollouts by id, the failed ones included."""
     completed: int | None = None
@@ -94,6 +97,8 @@ class RolloutStream:
     """The weights of the named dimensions of a reward."""
     turn_limit: TurnLimit | None = None
     """The policy's answers that a rollout may have. It follows the turn that the rollout belongs to."""
+    branching: Branching | None = None
+    """Which rollouts of a group branch off others, and where. None: none do."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     on_progress: OnProgress = lambda done, total: None
     note: Callable[[str], None] = lambda text: None
@@ -129,7 +134,7 @@ class RolloutStream:
             await self._run_again(stale, request)
         self._take(chosen, step)
         self._learn_order(chosen, collected)
-        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics(collected))
+        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics(chosen, collected))
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -179,14 +184,18 @@ class RolloutStream:
     async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
         resources_id = await self._publish(self.state.step_name(turn), request, turn)
         drawn = self._draw(turn, request.tasks)
-        plans = {index: self._plans(request, self._group_name(turn, index, drawn), drawn[index]) for index in indices}
+        whole = {index: self._plans(request, self._group_name(turn, index, drawn), drawn[index]) for index in indices}
+        first = first_rollouts(request.group_size, self.branching)
+        plans = {index: each[:first] for index, each in whole.items()}
         batch = await self.collector.enqueue(
             [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
         )
         queued, started = iter(batch.plans), list[Group]()
         for index, each in plans.items():
             own = replace(batch, plans=[next(queued) for _ in each])
-            started.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
+            started.append(
+                Group(turn, index, own, self._update + self.max_staleness, drawn[index], whole[index][first:])
+            )
         if turn < self.state.turns:
             await self._restore_deadlines(started)
         self._groups += started
@@ -238,14 +247,14 @@ class RolloutStream:
             chosen = choose(self._groups, min(request.tasks, len(self._groups)), self._update)
             if chosen is not None:
                 return sorted(chosen, key=lambda group: (group.turn, group.index))
-            await self._observe()
+            await self._observe(request)
             ended = [rollout for group in self._groups for rollout in group.ended.values()]
             self.on_progress(min(len(ended), total), total)
             of = sum(len(group.batch.plans) for group in self._groups)
             await self.collector.check_failures(ended, of, timeout_reward=request.timeout_reward)
             await self._adapt(request)
 
-    async def _observe(self) -> None:
+    async def _observe(self, request: RolloutRequest) -> None:
         """Wait until a group may have completed, or a second has passed."""
         running = [group for group in self._groups if group.completed is None]
         fewest = min(len(group.running.plans) for group in running)
@@ -255,11 +264,26 @@ class RolloutStream:
             group.ended |= {
                 plan.rollout_id: ended[plan.rollout_id] for plan in group.running.plans if plan.rollout_id in ended
             }
+        for group in running:
+            if group.later and not group.running.plans:
+                await self._branch(group, request)
         complete = [group for group in running if not group.running.plans]
         for group in sorted(complete, key=_end_time):
             self._completed += 1
             group.completed = self._completed
         self.limit.count(len(complete))
+
+    async def _branch(self, group: Group, request: RolloutRequest) -> None:
+        """Queue the rollouts of a group that branch off those that have ended."""
+        assert self.branching is not None
+        ended = [rollout_id for rollout_id, rollout in group.ended.items() if rollout.status == "succeeded"]
+        trajectories, _ = await self.collector.reader.read(dict.fromkeys(ended, group.name))
+        points = choose_points(branch_points(trajectories, self.branching), len(group.later))
+        plans = [replace(plan, branch=point) for plan, point in zip(group.later, points, strict=True)]
+        resources_id = group.batch.resources_id
+        queued = await self.collector.enqueue(plans, resources_id=resources_id, check=request.check)
+        group.batch = replace(group.batch, plans=[*group.batch.plans, *queued.plans])
+        group.later = ()
 
     async def _adapt(self, request: RolloutRequest) -> None:
         """Follow the engine's load: where it is overloaded, cancel the groups that began last."""
@@ -303,7 +327,8 @@ class RolloutStream:
             group.reruns += 1
             plans = self._plans(request, group.name, group.task)
             plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-            group.batch = replace(group.batch, plans=plans)
+            first = first_rollouts(request.group_size, self.branching)
+            group.batch, group.later = replace(group.batch, plans=plans[:first]), plans[first:]
             await self._enqueue(group, request)
         self._count("groups_stale", len(stale))
         self._note(
@@ -347,9 +372,11 @@ class RolloutStream:
         for group in chosen:
             self.order.observe(group.task, rewards.get(group.name, ()))
 
-    def _metrics(self, collected: Collected) -> dict[str, float]:
+    def _metrics(self, chosen: Sequence[Group], collected: Collected) -> dict[str, float]:
         order = {} if self.order is None else self.order.metrics()
         order |= turn_limit_metrics(collected.trajectories)
+        if self.branching is not None:
+            order |= branching_metrics(_joined(chosen).plans, collected.trajectories)
         if not self.max_staleness and not self._counts:
             return order
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
@@ -412,6 +439,16 @@ def turn_limit_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     reached = sum(TURN_LIMIT_REACHED in each.metadata for each in trajectories)
     return {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
+
+
+def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How many rollouts branched off others, the calls that they were given recorded answers for, and how many did
+    something else before."""
+    totals = {
+        name: float(sum(each.metadata.get(name, 0) for each in trajectories))
+        for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
+    }
+    return {"branches": float(sum(plan.branch is not None for plan in plans)), **totals}
 
 
 def _end_time(group: Group) -> float:

@@ -1,0 +1,70 @@
+"""Gives a rollout that branches off another one the recorded answers of the calls before the branch, token for token.
+
+A request is answered from the record if its prompt is that of a recorded call. The first one that is not ends the
+replay: from there on, everything is sampled. So an agent that does something else this time is served as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from agentlightning import span as names
+from agentlightning.engine.base import FinishReason, Sample, SamplingParams
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """An answer of another rollout."""
+
+    rollout_id: str
+    span_id: str
+    model: str
+    prompt: tuple[int, ...]
+    sample: Sample
+
+    @classmethod
+    def of(cls, span: Span) -> RecordedAnswer:
+        found = span.attributes
+        reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
+        versions = cast("Sequence[int]", found.get(names.POLICY_VERSIONS, ()))
+        sample = Sample(
+            tuple(found[names.RESPONSE_TOKEN_IDS]),
+            tuple(found[names.LOGPROBS]),
+            reason,
+            found[names.POLICY_VERSION],
+            tuple(zip(versions[::2], versions[1::2], strict=True)),
+        )
+        prompt = tuple(found[names.PROMPT_TOKEN_IDS])
+        return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample)
+
+
+@dataclass(slots=True)
+class Replay:
+    """The recorded answers that an attempt has not been given yet, in their order."""
+
+    left: list[RecordedAnswer] = field(default_factory=list[RecordedAnswer])
+
+    def take(
+        self, model: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> tuple[RecordedAnswer | None, bool]:
+        """(the answer to a request, whether the request is the first one that has no recorded answer)."""
+        if not self.left:
+            return None, False
+        if len(prompts) == n == 1 and not params.top_logprobs:
+            for answer in self.left:
+                if answer.model == model and answer.prompt == tuple(prompts[0]):
+                    self.left.remove(answer)
+                    return answer, False
+        self.left.clear()
+        return None, True
+
+
+async def load_replay(store: LightningStoreBase, branch: Mapping[str, Any]) -> Replay:
+    """What is recorded of the calls that a rollout's metadata names; those that are gone are sampled."""
+    wanted: list[str] = branch["span_ids"]
+    spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
+    return Replay([RecordedAnswer.of(spans[span_id]) for span_id in wanted if span_id in spans])

@@ -1,0 +1,68 @@
+"""A rollout that branches off another is given the recorded answers up to the branch, and then sampled ones."""
+
+import pytest
+
+from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, trajectory
+from agentlightning.rollouts import EnqueueRolloutRequest
+
+ASKED = [{"role": "user", "content": "hi"}]
+
+
+def then(*said):
+    """The conversation after these answers."""
+    turns = [[{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}] for text in said]
+    return [*ASKED, *(message for turn in turns for message in turn)]
+
+
+async def branching(service, store, calls):
+    """The service, as a rollout sees it that branches off the first one after so many calls."""
+    spans = await service.spans()
+    branch = {"rollout_id": service.rollout_id, "span_ids": [span.span_id for span in spans[:calls]]}
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest({}, metadata={"branch": branch})])
+    service.attempted = await store.dequeue_rollout()
+    return spans
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_recorded_answers_are_given_again_token_for_token(serve, store, stream):
+    service = await serve(["one", "two", "three", "another"])
+    for messages in (ASKED, then("one"), then("one", "two")):
+        await service.ask(messages)
+    source = await branching(service, store, 2)
+    if stream:
+        chunks = await service.stream()
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "one"
+    else:
+        assert (await service.ask(ASKED)).choices[0].message.content == "one"
+    assert (await service.ask(then("one"))).choices[0].message.content == "two"
+    assert (await service.ask(then("one", "two"))).choices[0].message.content == "another", "sampled"
+    assert len(service.engine.calls) == 4, "the engine answered no recorded call"
+    read = trajectory(service.rollout_id, service.attempt_id, await service.spans())
+    first = trajectory(source[0].rollout_id, source[0].attempt_id, source)
+    for own, recorded in zip(read.transitions[:2], first.transitions, strict=False):
+        assert own.replays == (recorded.rollout_id, recorded.span_id)
+        assert (own.response_token_ids, own.logprobs) == (recorded.response_token_ids, recorded.logprobs)
+        assert own.policy_version == recorded.policy_version
+    assert read.transitions[2].replays is None
+    assert read.transitions[2].prompt_token_ids == first.transitions[2].prompt_token_ids
+    assert (read.metadata[REPLAYED_CALLS], read.metadata.get(REPLAY_MISMATCHES)) == (2, None)
+
+
+async def test_a_request_that_differs_ends_the_replay_and_is_counted(serve, store):
+    service = await serve(["one", "two", "new", "newer"])
+    for messages in (ASKED, then("one")):
+        await service.ask(messages)
+    await branching(service, store, 2)
+    assert (await service.ask("something else")).choices[0].message.content == "new"
+    assert (await service.ask(ASKED)).choices[0].message.content == "newer", "even where it is recorded"
+    read = trajectory(service.rollout_id, service.attempt_id, await service.spans())
+    assert (read.metadata.get(REPLAYED_CALLS), read.metadata[REPLAY_MISMATCHES]) == (None, 1)
+
+
+async def test_answers_that_are_gone_are_sampled(serve, store):
+    service = await serve(["one", "sampled"])
+    await service.ask(ASKED)
+    branch = {"rollout_id": service.rollout_id, "span_ids": ["pruned"]}
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest({}, metadata={"branch": branch})])
+    service.attempted = await store.dequeue_rollout()
+    assert (await service.ask(ASKED)).choices[0].message.content == "sampled"
