@@ -22,10 +22,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
 from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs
 from agentlightning.policy.update.packing import CostModel, Sharing, plan
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -107,7 +108,7 @@ class Forward:
         chosen_N = self.tensor(np.array(chosen, np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
         if states.logits is not None:
-            return token_logprobs_from_logits(states.logits, chosen_N, temperatures_N, entropy_gradient)
+            return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient))
         return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient)
 
     @torch.no_grad()

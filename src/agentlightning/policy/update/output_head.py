@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens from hidden states, in chunks: [N, V] logits of all positions never exist at once.
 
-If there is more than one chunk, its logits are computed again in the backward pass: the output head runs twice, and
-memory holds one chunk instead of several tensors of all positions.
+If there is more than one chunk, its logits are computed again in the backward pass: the output head runs twice. Memory
+holds one chunk where the head is a linear layer and nothing else (`chunked_logprobs`), and a few where more happens to
+its logits: a soft cap, a scale, an adapter.
 
 Shapes: N trained positions, C positions of a chunk, V vocabulary, H hidden.
 """
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from agentlightning.engine.local.sampler import MIN_TEMPERATURE
+from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_linear, logprobs_from_logits
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,19 @@ class OutputHead:
         """The type that the decoder returns."""
         self.separable = isinstance(self._decoder, nn.Module) and self._matches_model()
         """Whether logits can be computed from hidden states alone."""
+        self._is_linear = self.separable and self._matches_layer()
         if not self.separable:
             logger.warning(
                 "the output head of %s cannot be run alone: the logits of all trained positions are in memory at once",
                 type(self._model).__name__,
             )
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The layer that computes the logits, if nothing else happens to them now."""
+        layer: Any = self._model.get_output_embeddings()
+        hooked = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        return layer if self._is_linear and not hooked else None
 
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
@@ -66,6 +75,21 @@ class OutputHead:
             return False
         return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
+    @torch.no_grad()
+    def _matches_layer(self) -> bool:
+        """Whether logits are those of the output layer, also large ones, which a soft cap would change."""
+        layer: Any = self._model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            return False
+        hidden_CH = torch.linspace(-9, 9, 2 * layer.in_features, device=layer.weight.device).sin().view(2, -1)
+        largest = nn.functional.linear(hidden_CH, layer.weight.float()).abs().max()
+        for scale in (1.0, 1000.0 / largest.clamp(min=1e-6)):
+            scaled_CH = (hidden_CH * scale).to(layer.weight.dtype)
+            expected = nn.functional.linear(scaled_CH, layer.weight, layer.bias)
+            if not torch.allclose(self(scaled_CH), expected, rtol=1e-3, atol=1e-3):
+                return False
+        return True
+
 
 def token_logprobs(
     head: OutputHead,
@@ -74,45 +98,23 @@ def token_logprobs(
     temperatures_N: Tensor | None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p of the chosen tokens at their temperatures, and the entropies there: float32 [N]. Entropies have a gradient
-    if asked for."""
+    """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. Entropies have a
+    gradient if asked for."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
+    chosen = Chosen(chosen_N, temperatures_N, entropy_gradient)
+    if (linear := head.linear) is not None:
+        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size)
     if len(hidden_NH) <= size:
-        return _chunk_logprobs(head, hidden_NH, chosen_N, temperatures_N, entropy_gradient)
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
-    for start in range(0, len(hidden_NH), size):
-        part = slice(start, start + size)
-        temperatures = None if temperatures_N is None else temperatures_N[part]
-        found: Any = checkpoint(
-            _chunk_logprobs, head, hidden_NH[part], chosen_N[part], temperatures, entropy_gradient,
-            use_reentrant=False, preserve_rng_state=False,
-        )  # fmt: skip
-        logprobs.append(found[0])
-        entropies.append(found[1])
-    return torch.cat(logprobs), torch.cat(entropies)
+        return _of_chunk(head, hidden_NH, chosen)
+    found: list[Any] = [
+        checkpoint(_of_chunk, head, hidden_CH, part, use_reentrant=False, preserve_rng_state=False)
+        for hidden_CH, part in zip(hidden_NH.split(size), chosen.split(size), strict=True)
+    ]
+    return torch.cat([logprobs_C for logprobs_C, _ in found]), torch.cat([entropy_C for _, entropy_C in found])
 
 
-def token_logprobs_from_logits(
-    logits_CV: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of given logits."""
-    logits_CV = logits_CV.float()
-    if temperatures_C is not None:
-        logits_CV = logits_CV / temperatures_C[:, None].clamp(min=MIN_TEMPERATURE)
-    logprobs_CV = logits_CV.log_softmax(-1)
-    if entropy_gradient:
-        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-    else:
-        with torch.no_grad():
-            entropy_C = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
-    return logprobs_CV.gather(1, chosen_C[:, None])[:, 0], entropy_C
-
-
-def _chunk_logprobs(
-    head: OutputHead, hidden_CH: Tensor, chosen_C: Tensor, temperatures_C: Tensor | None, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    return token_logprobs_from_logits(head(hidden_CH), chosen_C, temperatures_C, entropy_gradient)
+def _of_chunk(head: OutputHead, hidden_CH: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    return logprobs_from_logits(head(hidden_CH), chosen)
 
 
 def _causal_model(model: PreTrainedModel) -> PreTrainedModel:
