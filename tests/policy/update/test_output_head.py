@@ -17,11 +17,16 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
 )
 
-from agentlightning.policy.update import output_head
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
+from agentlightning.policy.update import chunked_logprobs, output_head
+from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs
 from agentlightning.testing.models import tiny_model
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
@@ -44,7 +49,24 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "cohere, which scales them": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)),
     "granite, which divides them": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=2.5)),
     "an adapter around llama": lambda: get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])),
+    "an adapter of the head": lambda: get_peft_model(
+        untied(), LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    ),
+    "an untied head": lambda: untied(),
+    "a head with a bias": lambda: PhiForCausalLM(PhiConfig(**SHAPE)),
+    "a frozen head": lambda: frozen_head(untied()),
 }
+LINEAR = {"llama", "gpt2", "an adapter around llama", "an untied head", "a head with a bias", "a frozen head"}
+"""Those whose logits are those of a linear layer: their chunks share a buffer."""
+
+
+def untied() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+
+
+def frozen_head(model: PreTrainedModel) -> PreTrainedModel:
+    model.get_output_embeddings().requires_grad_(False)
+    return model
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
@@ -59,29 +81,45 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     ids = torch.randint(0, 30, (2, 7))
     chosen, temperatures = ids[:, 1:].flatten(), torch.rand(12) + 0.5
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    expected, entropy = token_logprobs_from_logits(logits, chosen, temperatures)
+    expected, entropy = logprobs_from_logits(logits, Chosen(chosen, temperatures, False))
     expected.sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     model.zero_grad()
     monkeypatch.setattr(output_head, "CHUNK_LOGITS", 5 * head.vocabulary)
+    assert (head.linear is not None) == (name in LINEAR)
     widths: list[int] = []
-    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, out: widths.append(out.shape[1]))
     hidden = head._decoder(input_ids=ids)[0][:, :-1].flatten(0, 1)
+    measure = chunked_logprobs._measure
+    record = lambda logits, *rest: (widths.append(len(logits)), measure(logits, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(chunked_logprobs, "_measure", record)
     found, found_entropy = token_logprobs(head, hidden, chosen, temperatures)
     found.sum().backward()
-    hook.remove()
-    assert widths == [5, 5, 2, 2, 5, 5], "forward, and again in the backward pass"
+    assert widths[:3] == [5, 5, 2]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found_entropy, entropy, atol=1e-3, rtol=1e-5)
     for mine, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_a_hook_on_the_head_is_not_passed_over() -> None:
+    """An adapter that is added later changes its logits."""
+    model = untied().eval()
+    head = OutputHead(model)
+    hidden, chosen = torch.randn(3, 16), torch.tensor([1, 2, 3])
+    before = token_logprobs(head, hidden, chosen, None)[0]
+    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, logits: 2 * logits)
+    doubled = token_logprobs(head, hidden, chosen, torch.full((3,), 2.0))[0]
+    torch.testing.assert_close(doubled, before)
+    hook.remove()
+    assert torch.equal(token_logprobs(head, hidden, chosen, None)[0], before)
+
+
 PROGRAM = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs, token_logprobs_from_logits
+from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
+from agentlightning.policy.update.output_head import OutputHead, token_logprobs
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                      num_attention_heads=2, num_key_value_heads=2)
@@ -95,8 +133,8 @@ def peak():
 
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 before = peak()
-logprobs, _ = {call}
-logprobs.sum().backward()
+logprobs, entropy = {call}
+(logprobs + entropy).sum().backward()
 print(peak() - before)
 """
 
@@ -108,6 +146,6 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_positions() -> None:
         program = PROGRAM.replace("{call}", call)
         return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout) * 1024
 
-    all_logits = 4096 * 32768 * 4
-    assert peak("token_logprobs_from_logits(head(hidden), chosen, temperatures)") > 2 * all_logits
-    assert peak("token_logprobs(head, hidden, chosen, temperatures)") < 1.2 * all_logits
+    all_logits, chunk = 4096 * 32768 * 4, output_head.CHUNK_LOGITS * 4
+    assert peak("logprobs_from_logits(head(hidden), Chosen(chosen, temperatures, True))") > all_logits
+    assert peak("token_logprobs(head, hidden, chosen, temperatures, True)") < 1.25 * chunk

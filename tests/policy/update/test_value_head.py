@@ -121,12 +121,18 @@ def test_the_learning_rate_is_its_own_and_follows_the_schedule_and_the_factor_of
     assert (default.lr, default.type, default.weight_decay) == (0.1 / 32, "adamw", 0.0)
 
 
-def test_chunked_logits_do_not_change_what_the_critic_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = updater(trains_body=True)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_chunked_logits_change_no_gradient_of_policy_critic_and_entropy(
+    recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = ["ppo", "value", {"type": "entropy", "coefficient": 0.1}]
+    model = tiny_model()
+    head = ValueHead.of(model, ValueHeadConfig(trains_body=True))
+    learner = Updater(model, OptimizerConfig(lr=1e-3), value_head=head, gradient_checkpointing=recomputes)
     with_a_view(learner)
-    whole = gradient(learner, ["ppo", "value"])
+    whole = gradient(learner, losses)
     monkeypatch.setattr("agentlightning.policy.update.output_head.CHUNK_LOGITS", 2 * learner.forward.head.vocabulary)
-    torch.testing.assert_close(gradient(learner, ["ppo", "value"]), whole, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradient(learner, losses), whole, atol=1e-6, rtol=1e-4)
 
 
 def test_a_step_that_is_skipped_leaves_the_critic_as_it_is() -> None:

@@ -85,7 +85,9 @@ class _FromLogits(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (logits_NV,) = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         _write_gradient(logits_NV, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
@@ -109,7 +111,9 @@ class _FromLinear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         parts = _parts(len(hidden_NH), ctx.size)
