@@ -3,13 +3,14 @@
     python benchmarks/credit.py [--quick] [--json]
 
 On the corridor with 1, 3 and 5 decisive steps, and on text-to-SQL, every rule trains the same starting policies on the
-same tasks with the same settings: one group of 8 rollouts and one small step at a time, so that noise in the credit
-costs rollouts. On the calculator of `agl demo` the rules train its own recipe through `Trainer`, from the same warm
-start. A run that has not arrived counts with all the rollouts it was given, marked `>`.
+same tasks with the same settings: two rollouts of one task and one small step at a time, so that noise in the credit
+costs rollouts. `--group-size` gives all rules larger groups, which hide some of it. On the calculator of `agl demo` the
+rules train its own recipe through `Trainer`, from the same warm start. A run that has not arrived counts with all the
+rollouts it was given, marked `>`.
 
 Figures are medians over seeds with a bootstrap interval, and ratios to `group_relative` with a bootstrap over seeds.
-Before anything is trained, `compare_credit` ranks the rules on 64 groups of the first starting policy; the rank
-correlation (Spearman) says how well that predicts the order of the rollouts.
+Before anything is trained, `compare_credit` ranks the rules on 96 groups of 8 rollouts of the first starting policy;
+the rank correlation (Spearman) says how well that predicts the order of the rollouts.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from agentlightning.trajectory import Trajectory
 UNIFORM = "group_relative"
 RULES = (UNIFORM, "hierarchical", "state_value", "group_step", "graph")
 TARGET = 0.8
+PAIRS: dict[str, Any] = {"lr": 1e-3, "group_size": 2, "evaluate_every": 12, "most_rollouts": 6000}
 RECIPES = {
-    "corridor 1": Recipe(Corridor(1, 4), lr=1e-2),
-    "corridor 3": Recipe(Corridor(3), lr=1e-2),
-    "corridor 5": Recipe(Corridor(5), lr=1e-2),
-    "sql": Recipe(TextToSql(), lr=3e-3, imitation_steps=120),
+    "corridor 1": Recipe(Corridor(1, 4), **PAIRS),
+    "corridor 3": Recipe(Corridor(3), **PAIRS),
+    "corridor 5": Recipe(Corridor(5), **PAIRS),
+    "sql": Recipe(TextToSql(), imitation_steps=300, train_tasks=32, **PAIRS),
 }
 CALCULATOR = "calculator"
 GOALS = {"corridor 1": 1 / 3, "corridor 3": 1 / 3, "corridor 5": 1 / 3, "sql": 1 / 2, CALCULATOR: None}
 """The most that `hierarchical` may need, as a share of what `group_relative` needs; None: not significantly more."""
-GROUPS = 64
+GROUPS = 96
+"""Of 8 rollouts each, for the prediction."""
 Found = dict[str, list[Any]]
 """By rule, a run for each seed."""
 
@@ -76,7 +79,7 @@ def measure(task: str, recipe: Recipe, rules: Sequence[str], seeds: int) -> Foun
 
 def predict(recipe: Recipe, rules: Sequence[str]) -> dict[str, float]:
     """Rollouts to signal-to-noise 1 by rule, of the starting policy."""
-    start = make_start(recipe, 0)
+    start = make_start(replace(recipe, group_size=8), 0)
     groups = record(start, GROUPS)
     asyncio.run(start.policy.local.close())
     return signals(groups, rules)
@@ -194,6 +197,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=[*RECIPES, CALCULATOR], default=[*RECIPES, CALCULATOR])
     parser.add_argument("--rules", nargs="+", default=list(RULES))
     parser.add_argument("--lr", type=float, help="another learning rate for the corridor and SQL")
+    parser.add_argument("--group-size", type=int, help="rollouts of a task and step on the corridor and SQL")
     parser.add_argument(
         "--quick", action="store_true", help="the corridor with 1 decisive step, 400 rollouts, two seeds"
     )
@@ -202,6 +206,8 @@ def main() -> None:
     tasks, seeds = (["corridor 1"], 2) if options.quick else (options.tasks, options.seeds)
     changes: dict[str, Any] = {"most_rollouts": 400, "imitation_steps": 60} if options.quick else {}
     changes |= {} if options.lr is None else {"lr": options.lr}
+    if options.group_size is not None:
+        changes |= {"group_size": options.group_size, "evaluate_every": max(1, 24 // options.group_size)}
     recipes = {task: replace(recipe, **changes) for task, recipe in RECIPES.items()}
     rules = known(dict.fromkeys([UNIFORM, *options.rules]))
     torch.set_num_threads(1)

@@ -43,6 +43,8 @@ OK = "ok"
 ERROR, NOTHING, SOMETHING = "error", "nothing", "something"
 REVISIONS = 2
 ROWS = 60
+RIGHT = 0.7
+"""How often a starting policy fills a slot right."""
 DATABASES = 64
 """Of each split."""
 
@@ -151,8 +153,8 @@ class TextToSql(Environment):
         return next((slot for slot in SLOTS if filled[slot] != true[slot]), OK)
 
     def demonstrations(self, count: int, seed: int = 0) -> list[tuple[Call, str]]:
-        """Half of the slots are filled right, whatever the others hold. Half of the verdicts are `ok`, and the others
-        name any slot, whatever the checker sees."""
+        """Slots are filled right as often as `RIGHT` says, whatever the others hold. Half of the verdicts are
+        `ok`, and the others name any slot, whatever the checker sees."""
         rng = random.Random(f"sql/demonstrations/{seed}")
         found: list[tuple[Call, str]] = []
         for task in self.tasks("train", min(count, 200), seed) * (count // min(count, 200) + 1):
@@ -160,7 +162,7 @@ class TextToSql(Environment):
             choices = (true_slots(question), wrong_slots(question))
             slots = {slot: rng.choice(choices)[slot] for slot in SLOTS}
             place = rng.randrange(len(SLOTS))
-            slot, answer = SLOTS[place], rng.choice(choices)[SLOTS[place]]
+            slot, answer = SLOTS[place], choices[rng.random() >= RIGHT][SLOTS[place]]
             before = {each: slots[each] for each in SLOTS[:place]}
             found += rng.choices(
                 [

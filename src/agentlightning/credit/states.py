@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,16 @@ def history_keys(keys: Sequence[str], order: int) -> list[str]:
     return [" ".join(padded[place : place + order + 1]) for place in range(len(keys))]
 
 
-def repeated_states(keys: StateKeys) -> tuple[int, int]:
-    """Of the calls after the first of each rollout, those whose state two rollouts of the group or more were in; and
-    all.
+def repeated_states(keys: StateKeys, known: Container[str] = ()) -> tuple[int, int]:
+    """Of the calls after the first of each rollout, those whose state two rollouts of the group or more were in, or is
+    `known`; and all.
 
     >>> repeated_states([["start", "a", "b"], ["start", "a", "c"]])
     (2, 4)
     """
     visitors = Counter(key for own in keys for key in set(own))
     later = [key for own in keys for key in own[1:]]
-    return sum(visitors[key] > 1 for key in later), len(later)
+    return sum(visitors[key] > 1 or key in known for key in later), len(later)
 
 
 def _flat(keys: StateKeys) -> list[str]:

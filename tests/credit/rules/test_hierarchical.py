@@ -59,8 +59,29 @@ def test_rollouts_of_one_call_have_no_states_to_repeat(make: Any) -> None:
 def test_the_choice_is_among_the_metrics_of_a_step(make: Any) -> None:
     groups = [[make(f"{g}a", 1.0, "sxy"), make(f"{g}b", 0.0, "sxz")] for g in "pq"]
     groups.append([make("c", 1.0, "spq"), make("d", 0.0, "suv")])
-    _, report = training_samples(groups, "hierarchical")
+    _, report = training_samples(groups, HierarchicalCredit(pool=0))
     metrics = report.metrics()
     assert metrics["credit_hierarchical_state_value"] == 2
     assert metrics["credit_hierarchical_uniform"] == 1
     assert (metrics["credit_states"], metrics["credit_states_repeated"]) == (12, 4)
+
+
+def test_states_of_earlier_groups_of_the_task_count_as_repeated(make: Any) -> None:
+    rule, context = HierarchicalCredit(repeated=0.5), CreditContext()
+    first = [make("a", 1.0, "sxyzw"), make("b", 0.0, "sxqrt")]
+    second = [make("c", 0.0, "syzwx"), make("d", 1.0, "sqrtx")]
+    (credit,) = rule.assign([first], context)
+    assert credit is not None
+    assert credit.counts == {"states": 8, "states_repeated": 2, "hierarchical_uniform": 1}
+    (later,) = rule.assign([second], context)
+    assert later is not None
+    assert later.counts == {"states": 8, "states_repeated": 8, "hierarchical_state_value": 1}
+    (alone,) = HierarchicalCredit(repeated=0.5, pool=0).assign([second], CreditContext())
+    assert alone is not None
+    assert alone.counts["states_repeated"] == 2
+
+
+def test_nothing_is_remembered_of_groups_whose_states_are_all_different(make: Any) -> None:
+    context = CreditContext()
+    HierarchicalCredit().assign([[make("a", 1.0, "spq"), make("b", 0.0, "suv")]], context)
+    assert context.memory.size == 0

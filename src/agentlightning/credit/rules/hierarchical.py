@@ -1,6 +1,8 @@
 """Hierarchical credit: for each group the rule that its own rollouts are evidence for.
 
-    share = calls, after the first of each rollout, in a state that two rollouts were in / all such calls
+    share = calls, after the first of each rollout, in a state that another rollout was in / all such calls
+
+Other rollouts are those of the group, and of earlier groups of the task that are remembered (`pool`).
 
 - share >= `repeated`: `state_value`, which needs no critic;
 - else `value`, if the policy's value head is trained (the loss "value");
@@ -68,13 +70,15 @@ class HierarchicalCredit(CreditRule):
         self, group: Group, by_state: StateValueCredit, by_value: ValueCredit, context: CreditContext
     ) -> Credit | None:
         keys = state_keys(group, self.similarity)
-        repeated, later = repeated_states(keys)
+        repeated, later = repeated_states(keys, by_state.remembered(group, context))
         if later and repeated >= self.repeated * later:
             chosen, credit = "state_value", by_state.assign_group(group, keys, context)
         elif VALUES in context.columns:
             chosen, credit = "value", by_value.assign_group(group, context)
         else:
             chosen, credit = "uniform", uniform_returns(group)
+        if repeated and chosen != "state_value":
+            by_state.remember(group, keys, context)
         if credit is None:
             return None
         counts = {"states": float(later), "states_repeated": float(repeated), f"hierarchical_{chosen}": 1.0}

@@ -63,7 +63,7 @@ class StateValueCredit(CreditRule):
     """Number of earlier states that may have to be the same, too."""
     history_power: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """How much more a longer common history counts."""
-    pool: float = Field(default=0.5, ge=0, lt=1)
+    pool: float = Field(default=0.8, ge=0, lt=1)
     """What a visit counts one group of the same task later; 0: each group stands for itself."""
     prior_visits: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """How many visits the prior counts for in the value of a state that was visited once."""
@@ -95,20 +95,29 @@ class StateValueCredit(CreditRule):
     def _values(self, group: Group, keys: StateKeys, context: CreditContext) -> list[list[float]]:
         """V of each state of each rollout."""
         returns = [returns_to_go(trajectory) for trajectory in group]
-        orders = [[history_keys(own, order) for own in keys] for order in range(self.history + 1)]
-        now = _visits(orders, returns)
-        earlier: Mapping[str, Sequence[float]] = {}
-        if pools := self.pool > 0 and self.similarity >= 1:
-            earlier = context.memory.read(memory_key(group))
-        visits = _pooled(now, earlier, self.pool)
-        if pools:
-            context.memory.write(memory_key(group), visits)
+        orders = self._orders(keys)
+        visits = self.remember(group, keys, context)
         start = sum(own[0] for own in returns if own) / max(1, sum(map(bool, returns)))
         learned = context if VALUES in context.columns else None
         return [
             self._along(each.transitions, [order[i] for order in orders], visits, start, learned)
             for i, each in enumerate(group)
         ]
+
+    def remembered(self, group: Group, context: CreditContext) -> Mapping[str, Sequence[float]]:
+        """The visits of earlier groups of the task, by state: how many they count for, and their mean return."""
+        return context.memory.read(memory_key(group)) if self.pool > 0 and self.similarity >= 1 else {}
+
+    def remember(self, group: Group, keys: StateKeys, context: CreditContext) -> MemoryTable:
+        """The visits of this group together with the remembered ones, which they join."""
+        now = _visits(self._orders(keys), [returns_to_go(trajectory) for trajectory in group])
+        visits = _pooled(now, self.remembered(group, context), self.pool)
+        if self.pool > 0 and self.similarity >= 1:
+            context.memory.write(memory_key(group), visits)
+        return visits
+
+    def _orders(self, keys: StateKeys) -> list[StateKeys]:
+        return [[history_keys(own, order) for own in keys] for order in range(self.history + 1)]
 
     def _along(
         self,
