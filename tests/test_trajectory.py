@@ -40,6 +40,20 @@ def test_a_state_is_what_was_observed_since_the_last_answer() -> None:
     assert len(first.state) == 16
 
 
+def test_a_state_is_computed_once_and_belongs_to_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[Any] = []
+
+    def digest(value: Any) -> str:
+        digests.append(value)
+        return str(len(digests))
+
+    monkeypatch.setattr("agentlightning.trajectory._digest", digest)
+    first = call(said("user", "Hi"))
+    assert [first.state, first.state] == ["1", "1"]
+    assert replace(first, input_messages=json.dumps([said("user", "Ho")])).state == "2"
+    assert first == call(said("user", "Hi")), "whether it was computed makes no difference"
+
+
 def test_without_messages_a_state_is_the_prompt() -> None:
     assert call(prompt=(1, 2)).state == call(prompt=(1, 2)).state != call(prompt=(1, 3)).state
 

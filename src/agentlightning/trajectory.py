@@ -76,6 +76,8 @@ class Transition:
     """(rollout_id, span_id) of the call whose recorded answer was given again; None if it was sampled."""
     input_messages: str | None = field(default=None, repr=False, compare=False)
     """The messages of the request as recorded in the span, JSON; None if they were not."""
+    _state: str | None = field(default=None, init=False, repr=False, compare=False)
+    """`state`, once it was computed: a comparison of credit rules asks for it many times."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -97,8 +99,12 @@ class Transition:
     def state(self) -> str:
         """A digest of the newest observation. Calls with the same state had the same observation, but perhaps a
         different history. Without recorded messages it is a digest of the whole prompt."""
-        messages = self.messages
-        return _digest(_newest_observation(messages) if messages else self.prompt_token_ids)
+        if self._state is None:
+            messages = self.messages
+            digest = _digest(_newest_observation(messages) if messages else self.prompt_token_ids)
+            object.__setattr__(self, "_state", digest)
+            return digest
+        return self._state
 
 
 @dataclass(frozen=True, slots=True)
