@@ -40,7 +40,16 @@ class AttemptExecutor:
     async def execute(
         self, claimed: AttemptedRollout, resources: NamedResources | None
     ) -> tuple[AttemptStatus, dict[str, Any]]:
-        """Run an attempt until it ends: its status, and the metadata to store with it."""
+        """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
+        had all the answers that it may have has not failed by itself: what it did until then is its rollout."""
+        status, metadata = await self._execute(claimed, resources)
+        if status == "failed" and await self._ended_at_turn_limit(claimed, resources or {}):
+            return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
+        return status, metadata
+
+    async def _execute(
+        self, claimed: AttemptedRollout, resources: NamedResources | None
+    ) -> tuple[AttemptStatus, dict[str, Any]]:
         seconds = claimed.config.timeout_seconds
         try:
             if resources is None:
@@ -52,15 +61,11 @@ class AttemptExecutor:
         except AgentError as error:
             return "failed", self._record_failure(claimed, error)
         if done.failure is not None:
-            metadata = {"error": asdict(done.failure)}
-            if await self._ended_at_turn_limit(claimed, resources):
-                return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
-            return "failed", metadata
+            return "failed", {"error": asdict(done.failure)}
         return "succeeded", {} if done.output is None else {"output": done.output}
 
     async def _ended_at_turn_limit(self, claimed: AttemptedRollout, resources: NamedResources) -> bool:
-        """Whether a call was refused because the attempt has had all answers that it may have. An agent that fails
-        then has not failed by itself: what it did until then is its rollout."""
+        """Whether a call was refused because of the limit on answers."""
         if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
             return False
         ids = claimed.rollout_id, claimed.attempt.attempt_id
