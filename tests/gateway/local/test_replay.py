@@ -66,3 +66,15 @@ async def test_answers_that_are_gone_are_sampled(serve, store):
     await store.enqueue_many_rollouts([EnqueueRolloutRequest({}, metadata={"branch": branch})])
     service.attempted = await store.dequeue_rollout()
     assert (await service.ask(ASKED)).choices[0].message.content == "sampled"
+
+
+async def test_tool_calls_have_their_recorded_ids(serve, store):
+    """Agents send them back with the results of tools, and some templates write them into the prompt."""
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    service = await serve([call * 2, "end", "sampled"])
+    first = (await service.ask(ASKED, tools=tools)).choices[0].message
+    await branching(service, store, 1)
+    again = (await service.ask(ASKED, tools=tools)).choices[0].message
+    assert [each.id for each in again.tool_calls] == [each.id for each in first.tool_calls]
+    assert len({each.id for each in again.tool_calls}) == 2

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import orjson
+
 from agentlightning import span as names
 from agentlightning.engine.base import FinishReason, Sample, SamplingParams
 from agentlightning.span import Span
@@ -25,6 +27,8 @@ class RecordedAnswer:
     model: str
     prompt: tuple[int, ...]
     sample: Sample
+    call_ids: tuple[str, ...]
+    """Of its tool calls."""
 
     @classmethod
     def of(cls, span: Span) -> RecordedAnswer:
@@ -39,7 +43,7 @@ class RecordedAnswer:
             tuple(zip(versions[::2], versions[1::2], strict=True)),
         )
         prompt = tuple(found[names.PROMPT_TOKEN_IDS])
-        return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample)
+        return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))
 
 
 @dataclass(slots=True)
@@ -68,3 +72,9 @@ async def load_replay(store: LightningStoreBase, branch: Mapping[str, Any]) -> R
     wanted: list[str] = branch["span_ids"]
     spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
     return Replay([RecordedAnswer.of(spans[span_id]) for span_id in wanted if span_id in spans])
+
+
+def _call_ids(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    messages: Any = orjson.loads(attributes[names.OUTPUT_MESSAGES])
+    parts = [part for message in messages for part in message["parts"]]
+    return tuple(part["id"] for part in parts if part["type"] == "tool_call")

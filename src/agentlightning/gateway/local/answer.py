@@ -137,6 +137,8 @@ class Answer:
     """The beginning of the answer, written by the caller."""
     uses_functions: bool = False
     """The caller identifies tool calls by function name (`openai.legacy_functions`)."""
+    call_ids: Sequence[str] = ()
+    """The ids of its tool calls where it is a recorded answer: prompts may contain them."""
     reasoning_markers: ThoughtMarkers | None = None
     """How the model marks reasoning; None if it does not."""
     reasoning: str = ""
@@ -268,10 +270,15 @@ class Answer:
         return text
 
     def _add_tool_call(self, call: ParsedToolCall) -> ToolCall:
-        # If the model wrote an id itself, it will refer to the call by it.
-        taken = {known.id for known in self.tool_calls}
-        call_id = call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)
-        call_id = f"call_{call.name}" if self.uses_functions else call_id
-        tool_call = ToolCall(len(self.tool_calls), call_id, call.name, call.arguments)
+        tool_call = ToolCall(len(self.tool_calls), self._call_id(call), call.name, call.arguments)
         self.tool_calls.append(tool_call)
         return tool_call
+
+    def _call_id(self, call: ParsedToolCall) -> str:
+        if self.uses_functions:
+            return f"call_{call.name}"
+        if len(self.tool_calls) < len(self.call_ids):
+            return self.call_ids[len(self.tool_calls)]
+        # If the model wrote an id itself, it will refer to the call by it.
+        taken = {known.id for known in self.tool_calls}
+        return call.id if call.id and call.id not in taken else self.chat.tool_calls.new_id(self.call_prefix)

@@ -116,7 +116,7 @@ class LocalService:
         prompts = [draft.prompt.token_ids for draft in call.drafts]
         answer, mismatch = context.replay.take(model, prompts, n, call.params)
         if answer is not None:
-            call.recorded = answer.sample
+            call.recorded, call.answers[0].call_ids = answer.sample, answer.call_ids
             call.drafts = [replace(call.drafts[0], replays=(answer.rollout_id, answer.span_id))]
         elif mismatch:
             call.drafts = [replace(draft, replay_mismatch=True) for draft in call.drafts]
