@@ -10,6 +10,12 @@ waits for the slowest agent of each step; the other arm takes the first groups t
 For each seed the arms take turns, and each trains until the mean reward of three steps reaches the target. Printed are
 the seconds and steps of training that takes, the ratio of the times, the held-out reward before and after, and the
 largest age of a token in updates. Medians, with the 95% bootstrap interval over seeds.
+
+    python benchmarks/async.py --updates 1000
+
+One run of that many asynchronous updates, with agents that take up to 20 milliseconds: the largest age, rollouts that
+were lost, the longest step as a multiple of the median, and the memory of the trainer's process at a quarter of the way
+and at the end, which is flat if it grows by less than 5%.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 
 import agentlightning as agl
 
@@ -125,6 +132,56 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     return {"synchronous": runs[0], "asynchronous": runs[options.staleness], "ratio": ratio}
 
 
+class Sampled(agl.LightningRL):
+    """Notes the memory of the process and the time after each step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.memory: list[int] = []
+        self.times: list[float] = []
+
+    async def run(self, training: Any) -> None:
+        while training.step < self.total_steps:
+            await self._step(training)
+            self.memory.append(psutil.Process().memory_info().rss)
+            self.times.append(time.perf_counter())
+
+
+def endure(options: argparse.Namespace) -> dict[str, Any]:
+    """Many asynchronous updates of one run."""
+    count, per_step, group_size = options.updates, 2, 2
+    algorithm = Sampled(steps=count, tasks_per_step=per_step, group_size=group_size, optimizer={"lr": 1e-4})
+    config = agl.TrainConfig(
+        run={"max_staleness": options.staleness, "checkpoint_every": count},
+        policy={"in_flight": True},
+        runner={"concurrency": per_step * group_size * (options.staleness + 1)},
+        evaluation={"every": 0, "modes": ("sampled",)},
+    )
+    given = tasks(256, 0, 0.001)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = agl.Trainer(config, algorithm=algorithm, reward=letters, run_dir=Path(folder) / "run")
+        trainer.fit(say, given, val_dataset=given[:1], held_out_dataset=given[:2])
+        lines = [orjson.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_bytes().splitlines()]
+    quarter, end = (statistics.fmean(part) / 2**20 for part in _quarters(algorithm.memory))
+    steps = sorted(after - before for before, after in zip(algorithm.times, algorithm.times[1:], strict=False))
+    return {
+        "updates": len(lines),
+        "seconds": algorithm.times[-1] - algorithm.times[0],
+        "oldest": max(line.get("staleness_max", 0.0) for line in lines),
+        "stale_groups": sum(line.get("groups_stale", 0) for line in lines),
+        "rollouts_missing": count * per_step * group_size - lines[-1]["rollouts"],
+        "longest_step": steps[-1] / statistics.median(steps),
+        "memory_mb": [quarter, end],
+        "growth": end / quarter - 1,
+    }
+
+
+def _quarters(values: list[int]) -> tuple[list[int], list[int]]:
+    """The last tenths of the first quarter, and of all."""
+    tenth, quarter = max(1, len(values) // 10), max(1, len(values) // 4)
+    return values[max(0, quarter - tenth) : quarter], values[-tenth:]
+
+
 def median(values: list[float | None]) -> str:
     """The median of what is known, and its 95% bootstrap interval."""
     known = [value for value in values if value is not None]
@@ -143,8 +200,13 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=0.1, help="the seconds of the quickest agent")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, quicker agents")
+    parser.add_argument("--updates", type=int, help="instead: one run of so many updates, and its memory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.updates is not None:
+        found = endure(options)
+        print(json.dumps(found) if options.json else "\n".join(f"{name:18}{value}" for name, value in found.items()))
+        return 0 if found["growth"] < 0.05 and not found["rollouts_missing"] else 1
     if options.quick:
         options.seeds, options.steps, options.target, options.scale = 1, 6, 0.0, 0.025
     rounds = [compare(seed, options) for seed in range(options.seeds)]
