@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -87,6 +88,14 @@ class Branching(Section):
     """The number of first tokens of an answer whose mean -log p is its uncertainty."""
     after: Literal["tool", "any"] = "tool"
     """At which calls: those after a message of a tool, or, for agents that tell results in other messages, any."""
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raises ConfigError where the share of a group is no rollout, or all of them."""
+        if not 0 < round(self.share * group_size) < group_size:
+            raise ConfigError(
+                f"curriculum.branching.share={self.share:g} of algorithm.group_size={group_size} is"
+                f" {round(self.share * group_size)} rollouts; some must branch, and some must be there to branch off"
+            )
 
 
 class CurriculumConfig(Section):
@@ -268,9 +277,15 @@ class TrainConfig(Section):
         table["data"] = {**given, "train": given.get("train") or address}
         return table
 
-    @model_validator(mode="after")
-    def _check_critic(self) -> Self:
+    def check_sections(self) -> None:
+        """Raises ConfigError where settings of different sections do not go together."""
         check_value_head(self.algorithm.loss, self.policy.value_head)
+        if self.curriculum.branching is not None:
+            self.curriculum.branching.check_group_size(self.algorithm.group_size)
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Self:
+        self.check_sections()
         return self
 
     @field_validator("env")

@@ -7,7 +7,6 @@ from typing import Any
 
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.base import Algorithm
-from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
@@ -37,7 +36,7 @@ def with_arguments(
     if seed is not None:
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
-    check_value_head(found.algorithm.loss, found.policy.value_head)
+    found.check_sections()
     return found
 
 

@@ -7,11 +7,32 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentlightning.config import Branching
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.config import Branching, CurriculumConfig, TrainConfig
+from agentlightning.errors import ConfigError
+from agentlightning.trainer import Trainer
 from agentlightning.training.curriculum.branching import BranchPoint, branch_points, choose_points, first_rollouts
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.settings import load_settings
 
 ANY = Branching(after="any", threshold=0.5, tokens=2)
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.1, 4), (0.9, 4), (0.5, 1)])
+def test_a_share_that_is_no_rollout_or_all_is_refused(share: float, size: int) -> None:
+    branching, algorithm = {"share": share}, LightningRLConfig(credit="reinforce", group_size=size)
+    config = TrainConfig(algorithm=algorithm)
+    with pytest.raises(ConfigError, match=rf"share={share:g} of algorithm.group_size={size} is"):
+        Trainer(config.model_copy(update={"curriculum": CurriculumConfig.model_validate({"branching": branching})}))
+    with pytest.raises(ConfigError, match="some must branch"):
+        load_settings(
+            TrainConfig,
+            overrides=[
+                "algorithm.credit=reinforce",
+                f"algorithm.group_size={size}",
+                f"curriculum.branching.share={share}",
+            ],
+        )
 
 
 def rollout(name: str, *logprobs: Sequence[float], role: str = "tool") -> Trajectory:
@@ -48,7 +69,7 @@ def test_only_calls_after_a_tool_count_unless_all_do() -> None:
     assert len(branch_points([rollout("a", [0, 0], [-1, -1])], Branching(threshold=0.5))) == 1
 
 
-@pytest.mark.parametrize(("share", "first"), [(0.5, 4), (0.25, 6), (0.99, 1)])
+@pytest.mark.parametrize(("share", "first"), [(0.5, 4), (0.25, 6), (0.9, 1)])
 def test_a_share_of_the_group_is_kept_for_branches(share: float, first: int) -> None:
     assert first_rollouts(8, Branching(share=share)) == first
     assert first_rollouts(8, None) == 8

@@ -238,6 +238,18 @@ async def test_a_second_request_within_a_step_runs_its_own(store: InMemoryLightn
         assert groups_of(await collecting)[0] == name
 
 
+async def test_that_further_requests_do_not_branch_is_said_once(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=0)
+    loop.source.branching = Branching(share=0.5)
+    for expected in (0, 1, 1):
+        collecting = asyncio.create_task(loop.source.next(REQUEST))
+        for _ in range(4):
+            for rollout in await loop.claim(1):
+                await finish(rollout)
+        assert len((await collecting).trajectories) == 4
+        assert len(loop.notes) == expected
+
+
 # -- staleness -------------------------------------------------------------------------------------------------------
 
 

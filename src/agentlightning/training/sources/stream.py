@@ -393,6 +393,9 @@ class RolloutStream:
 
     async def _run_part(self, request: RolloutRequest, step: int, part: int) -> Collected:
         """A batch of its own, awaited at once."""
+        if self.branching is not None and "parts" not in self._noted:
+            self._noted.add("parts")
+            self.note("rollouts of further requests within a step (algorithm.dynamic_sampling) do not branch")
         name = f"{self.state.step_name(step)}-part{part}"
         tasks = EpochOrder(len(self.tasks), self.seed + PART_SEED * part).draw(step, request.tasks)
         plans = [
