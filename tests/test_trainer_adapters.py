@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
@@ -29,6 +32,7 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trainer import Trainer
 from agentlightning.training.report import write_report
@@ -143,13 +147,6 @@ def test_a_file_or_the_command_line_sets_the_adapter(tmp_path: Path) -> None:
     assert load_settings(TrainConfig, toml=file) == config, "what a run writes it reads back"
 
 
-async def test_servers_are_refused_with_an_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adapters .policy.lora, algorithm.agents. need policy.engine"):
-        await Job(tmp_path, one_call).fit(
-            1, {"lora": Lora(r=4), "engine": "vllm", "servers": {"urls": ("http://127.0.0.1:9",)}}
-        )
-
-
 async def three_agents(ask: Ask) -> float:
     """A plan by one agent, a text by another, and a correction by a third."""
     plan = await ask("Make a plan.", agent="planner")
@@ -165,6 +162,39 @@ def adapters_in(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
     files = {"shared": checkpoint / "adapter_model.safetensors"}
     files |= {path.name: path / "adapter_model.safetensors" for path in (checkpoint / "adapters").iterdir()}
     return {name: load_file(path) for name, path in files.items()}
+
+
+async def test_a_run_trains_adapters_that_a_server_samples_from(tmp_path: Path) -> None:
+    """The scripted server's answers are not the model's, so that only the tolerance lets this run go on."""
+    rewards = itertools.count()
+
+    async def agent(ask: Ask) -> float:
+        await three_agents(ask)
+        return float(next(rewards) % 3)
+
+    job = Job(tmp_path, agent)
+    async with ScriptedModelServer(context_length=512) as server:
+        servers = ServersConfig(urls=(server.url,), tolerance=1e9)
+        result = await job.fit(2, {"engine": "vllm", "servers": servers}, agents=AGENTS)
+        bodies = [body for path, body in server.calls if path.startswith("/inference/v1/generate")]
+        asked = {str(body["model"]).rpartition(".")[0] for body in bodies if "sampling_params" in body}
+        assert asked >= {"writer@0", "writer@1", "shared@0", "shared@1", ""}
+        assert not server.adapters
+    for line in job.metrics:
+        assert line["calls_frozen"] == 4
+        assert line["adapters_published"] == 2
+        assert line["publish_bytes"] > 0
+    assert adapters_in(Path(result.checkpoint or "")).keys() == {"shared", "writer"}
+    seen: dict[tuple[str, str], set[int]] = {}
+    for rollout in await job.store.query_rollouts():
+        for span in await job.store.query_spans(rollout.rollout_id):
+            if (version := span.attributes.get(names.POLICY_VERSION)) is not None:
+                place = str(span.attributes[names.AGENT_NAME]), str(span.attributes[names.REQUEST_MODEL])
+                seen.setdefault(place, set()).add(int(version))
+    assert {agent for agent, _ in seen} == set(AGENTS)
+    assert any({0, 1} <= versions for (agent, _), versions in seen.items() if agent == "writer")
+    assert all(versions == {0} for (agent, _), versions in seen.items() if agent == "editor")
+    await job.store.close()
 
 
 async def test_a_run_trains_several_agents_at_once(tmp_path: Path) -> None:

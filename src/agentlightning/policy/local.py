@@ -32,10 +32,12 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.models.lora.files import write_adapter
 from agentlightning.policy.adapter_checkpoint import with_adapters_of
 from agentlightning.policy.agent_views import AgentViews
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import Lora, adapters_of
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
 from agentlightning.policy.update.forward import Forward
@@ -126,6 +128,22 @@ class LocalPolicy:
     def version_of(self, adapter: str | None) -> int:
         """See `AdapterSampler.version_of`."""
         return self._generator.version_of(adapter)
+
+    @property
+    def adapters(self) -> Mapping[str, Lora]:
+        """See `AdapterLearner.adapters`."""
+        return adapters_of(self.config.lora, self.config.agents)
+
+    async def save_adapter(self, name: str, directory: Path) -> None:
+        """See `AdapterLearner.save_adapter`."""
+        adapters = self._weights.adapters
+        assert adapters is not None
+        base = Path(self.config.model)
+        await self._engine.run(
+            lambda: write_adapter(
+                directory, adapters.by_name[name], str(base.absolute() if base.is_dir() else self.config.model)
+            )
+        )
 
     async def sample(
         self,

@@ -7,8 +7,10 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.engine.servers.config import ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.weight_sync.select import AUTO, DISK
 
 SHARED: Final = "shared"
 """The name of the adapter of the policy itself."""
@@ -72,3 +74,16 @@ def adapters_of(lora: Lora | None, agents: Mapping[str, AgentSetting]) -> dict[s
     if lora is None and agents and shared and set(agents.values()) != {"shared"}:
         lora = Lora()
     return ({} if lora is None else {SHARED: lora}) | own
+
+
+def check_servable(adapters: Mapping[str, Lora], servers: ServersConfig, kind: str) -> None:
+    """Raises ConfigError for adapters that servers of this kind cannot get in the configured way, or cannot run."""
+    if not adapters:
+        return
+    if servers.transfer not in (DISK, AUTO):
+        raise ConfigError(
+            f'transfer="{servers.transfer}" is for all weights; servers read adapters from the disk, so set '
+            f'policy.servers.transfer = "{DISK}" or leave policy.lora and algorithm.agents out'
+        )
+    if kind == "vllm":
+        smallest_lora_rank(max(lora.r for lora in adapters.values()))

@@ -13,7 +13,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import AgentSetting, adapters_of
+from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
@@ -40,14 +40,11 @@ def policy_config(
     agents: Mapping[str, AgentSetting] | None = None,
 ) -> LocalPolicyConfig:
     """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are trained.
-    Raises MissingExtraError, and ConfigError for adapters with model servers, and for a warmup that is longer."""
+    Raises MissingExtraError, and ConfigError for adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
     lora = settings.lora if adapters else None
-    if settings.engine != "local" and adapters_of(lora, agents or {}):
-        raise ConfigError(
-            f'adapters (policy.lora, algorithm.agents) need policy.engine = "local"; servers (engine = '
-            f'"{settings.engine}") get all weights, so leave them out'
-        )
+    if settings.engine != "local":
+        check_servable(adapters_of(lora, agents or {}), settings.servers, settings.engine)
     return LocalPolicyConfig(
         model=path,
         name=settings.name,

@@ -1,8 +1,8 @@
 """A policy that trains in this process and samples from model servers with the same weights.
 
 The local policy trains, saves and loads. After each change its weights are written to a directory that the servers
-read, or sent to them without the disk (`agentlightning.weight_sync`). Then both sample a few tokens, and the update
-counts only if their log-probabilities agree.
+read, or sent to them without the disk (`agentlightning.weight_sync`); of adapters, only those that changed
+(`served_adapters`). Then both sample a few tokens, and the update counts only if their log-probabilities agree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams
+from agentlightning.engine.base import ConstraintKind, Engine, OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Columns, Policy, ScoreColumn
+from agentlightning.policy.lora_config import check_servable
+from agentlightning.policy.served_adapters import AdapterLearner, ServedAdapters
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder
@@ -28,6 +30,8 @@ from agentlightning.weight_sync.select import AUTO, DISK, select_transport
 
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
 PROBE_MESSAGES: Final = ({"role": "user", "content": "What is 2 + 3?"},)
+OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model): "
+OTHER_ADAPTER: Final = "with an adapter: "
 TOLERANCES: Final = {"float32": 0.01}
 """Largest difference of log-probabilities, by dtype."""
 
@@ -77,6 +81,9 @@ class ServedPolicy:
         self._generation = 0
         """Number of times the learner's weights changed, or may have changed."""
         self._tolerance = tolerance
+        self._adapters: ServedAdapters | None = None
+        if isinstance(learner, AdapterLearner) and learner.adapters:
+            self._adapters = ServedAdapters(self, learner, servers, checkpoints.path)
         self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE_MESSAGES))))
 
     @classmethod
@@ -89,29 +96,38 @@ class ServedPolicy:
         kind: Literal["vllm", "sglang"] = "vllm",
         dtype: str = "auto",
     ) -> ServedPolicy:
-        """Start or join the servers of `config`, and give them the learner's weights. `folder` gets their logs, and the
-        weights unless `config.weights` is set. Raises as `open_servers` and `ReplicaPool.set_weights` do."""
+        """Start or join the servers of `config`, and give them the learner's weights: all, or its adapters over the
+        model that they must serve. `folder` gets their logs, and the weights unless `config.weights` is set. Raises as
+        `open_servers`, `ReplicaPool.set_weights` and `ReplicaPool.set_adapter` do."""
         checkpoints = CheckpointFolder(
             _own_folder(Path(config.weights), folder) if config.weights else folder / "weights"
         )
-        transfer, device = _transfer(learner, config, kind)
-        first = await checkpoints.write(learner)
+        adapters = learner.adapters if isinstance(learner, AdapterLearner) else {}
+        check_servable(adapters, config, kind)
+        transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
+        if isinstance(learner, AdapterLearner) and adapters:
+            first = Path(learner.config.model)
+        else:
+            first = await checkpoints.write(learner)
         servers = await open_servers(
-            config,
+            config.with_lora(len(adapters), max((each.r for each in adapters.values()), default=0)),
             learner.chat,
             kind=kind,
             model=first,
             name=learner.model,
             dtype=dtype,
             max_context=learner.context_length,
-            weights_change=True,
+            weights_change=not adapters,
             logs=folder,
             transfer=transfer,
             device=device,
         )
         policy = cls(learner, servers, checkpoints, config.tolerance or TOLERANCES.get(dtype, 0.1), transfer)
         try:
-            await policy._publish(PublishedWeights(policy, first))
+            if policy._adapters is not None:
+                await policy._publish_adapters(policy._adapters, first=True)
+            else:
+                await policy._publish(PublishedWeights(policy, first))
         except BaseException:
             await servers.close()
             raise
@@ -133,7 +149,26 @@ class ServedPolicy:
 
     @property
     def policy_version(self) -> int:
-        return self.servers.policy_version
+        return self._adapters.newest if self._adapters else self.servers.policy_version
+
+    @property
+    def views(self) -> Mapping[str, Engine]:
+        """See `AgentEngines.views`."""
+        return self._adapters.by_model if self._adapters else {}
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """See `AgentEngines.versions`."""
+        own = self._adapters.own if self._adapters else None
+        return {self.model: self.version_of(own)} | {name: view.policy_version for name, view in self.views.items()}
+
+    def for_agent(self, agent: str | None) -> Engine:
+        """See `AgentEngines.for_agent`."""
+        return self._adapters.views.for_agent(agent) if self._adapters else self
+
+    def version_of(self, adapter: str | None) -> int:
+        """See `AdapterSampler.version_of`."""
+        return self._adapters.version_of(adapter) if self._adapters else self.servers.policy_version
 
     async def sample(
         self,
@@ -144,7 +179,22 @@ class ServedPolicy:
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises as `ReplicaPool.sample` does."""
-        return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
+        own = self._adapters.own if self._adapters else None
+        return await self.sample_adapter(own, prompt_token_ids, params, on_tokens, affinity=affinity)
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
+        if self._adapters is None:
+            return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
+        return await self._adapters.sample(adapter, prompt_token_ids, params, on_tokens, affinity)
 
     async def kv_cache_usage(self) -> float | None:
         """See `Policy.kv_cache_usage`."""
@@ -172,8 +222,8 @@ class ServedPolicy:
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`."""
         self._require_idle(in_flight)
-        await self.publish()
-        return {"server_difference": self.differences[-1]}
+        metrics = await self.publish()
+        return {"server_difference": self.differences[-1], **metrics}
 
     async def score(
         self,
@@ -196,13 +246,24 @@ class ServedPolicy:
         await self.learner.load(directory, above=above)
         await self.publish()
 
-    async def publish(self) -> None:
-        """Give the servers the learner's weights, and check that they agree. Raises PolicyError if no server accepts
-        them, or one then disagrees with the learner."""
+    async def publish(self) -> Mapping[str, float]:
+        """Give the servers the learner's weights, and check that they agree; returns metrics. Raises PolicyError if no
+        server accepts them, or one then disagrees with the learner."""
+        if self._adapters is not None:
+            return await self._publish_adapters(self._adapters)
         weights = PublishedWeights(self)
         if self.transfer == DISK:
             await weights.directory()
         await self._publish(weights)
+        return {}
+
+    async def _publish_adapters(self, adapters: ServedAdapters, *, first: bool = False) -> Mapping[str, float]:
+        changed, metrics = await adapters.publish(strict=first)
+        self.differences.append(0.0)
+        for name in [None, *changed] if first else changed:
+            own, samples = await adapters.probe(name, self._probe, GREEDY)
+            self._compare(own, samples, OTHER_MODEL if name is None else OTHER_ADAPTER)
+        return metrics
 
     async def _publish(self, weights: PublishedWeights) -> None:
         await self.servers.set_weights(weights, self.learner.policy_version)
@@ -236,19 +297,26 @@ class ServedPolicy:
         own = await self.learner.sample(self._probe, GREEDY)
         up = [replica for replica in self.servers.replicas if replica.up]
         samples = await asyncio.gather(*(self.servers.sample_from(replica, self._probe, GREEDY) for replica in up))
-        differences = [_difference(own, sample) for sample in samples]
-        self.differences.append(max(differences, default=0.0))
-        for replica, difference in zip(up, differences, strict=True):
+        self.differences.append(0.0)
+        self._compare(own, [(each.server.url, sample) for each, sample in zip(up, samples, strict=True)])
+
+    def _compare(self, own: Sample, samples: Sequence[tuple[str, Sample]], hint: str = "") -> None:
+        """Raises PolicyError for a server that disagrees with the learner."""
+        differences = [(url, _difference(own, sample)) for url, sample in samples]
+        self.differences[-1] = max([self.differences[-1], *(difference for _, difference in differences)])
+        for url, difference in differences:
             if difference > self._tolerance:
                 raise PolicyError(
-                    f"{replica.server.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
-                    f"(tolerance {self._tolerance:g}); give the server the same dtype and no quantization, or set a "
-                    "larger tolerance"
+                    f"{url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
+                    f"(tolerance {self._tolerance:g}); {hint}give the server the same dtype and no quantization, or "
+                    "set a larger tolerance"
                 )
 
     async def close(self) -> None:
         """Close the servers and the learner."""
         try:
+            if self._adapters is not None:
+                await self._adapters.close()
             await self.servers.close()
         finally:
             await self.learner.close()

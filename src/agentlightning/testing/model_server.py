@@ -35,7 +35,7 @@ def logprob_of(token: int, label: str) -> float:
 class ScriptedModelServer:
     """An async context manager. `generates=False`: vLLM without `--enable-scale-out`. `labels=False`: a vLLM version
     without weight labels. `admin=False`: without VLLM_SERVER_DEV_MODE. `raw`: log-probabilities at temperature 1.
-    `receives`: its `workers` receive weights without the disk."""
+    `receives`: its `workers` receive weights without the disk. `lora=False`: it takes no adapters."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class ScriptedModelServer:
         admin: bool = True,
         raw: bool = False,
         receives: bool = False,
+        lora: bool = True,
         workers: int = 1,
         token: str | None = None,
         port: int = 0,
@@ -84,6 +85,7 @@ class ScriptedModelServer:
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
         self._receives, self._workers = receives, workers
+        self._lora = lora
         self._updating = self._half = False
         self._token = token
         self._unpaused = asyncio.Event()
@@ -159,6 +161,8 @@ class ScriptedModelServer:
         try:
             return _error(404, "Not Found") if action is None else web.json_response(action(body))
         except _Rejected as error:
+            if self.dialect == "sglang":
+                return web.json_response({"success": False, "error_message": str(error)}, status=400)
             return _error(500, str(error))
 
     def _metrics(self) -> str:
@@ -261,11 +265,16 @@ class ScriptedModelServer:
         return {"success": True, "message": ""}
 
     def _load_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._lora:
+            raise _Rejected("LoRA is not enabled. Use --enable-lora to enable LoRA.")
+        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+            raise _Rejected(f"The lora adapter '{body['lora_name']}' has already been loaded.")
         self.adapters[body["lora_name"]] = body["lora_path"]
         return {"success": True}
 
     def _unload_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        del self.adapters[body["lora_name"]]
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise _Rejected(f"The lora adapter '{body['lora_name']}' cannot be found.")
         return {"success": True}
 
     def restart(self) -> None:
@@ -280,6 +289,9 @@ class ScriptedModelServer:
         prompt = body.get("token_ids") or body.get("prompt") or body.get("input_ids") or []
         if not prompt:
             return _error(400, "token_ids must not be empty")
+        asked = body.get("lora_path") if self.dialect == "sglang" else body.get("model")
+        if asked not in (None, self.model, *self.adapters):
+            return _error(400 if self.dialect == "sglang" else 404, f"The model `{asked}` does not exist.")
         if len(prompt) >= self.context_length:
             return _error(400, f"longer than the maximum model length of {self.context_length}")
         self.running += 1

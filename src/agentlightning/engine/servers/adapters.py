@@ -30,30 +30,45 @@ class PoolAdapters:
             raise ConfigError(f"no adapter {name!r} is loaded; loaded are {sorted(self._adapters) or 'none'}")
         return adapter.version
 
-    async def load(self, name: str, directory: Path, replicas: Sequence[Replica]) -> dict[Replica, Exception]:
+    async def load(
+        self, name: str, directory: Path, replicas: Sequence[Replica], *, can_fail: bool = False
+    ) -> dict[Replica, Exception]:
         """Load the adapter, or its next version, on `replicas`; returns the errors of those that failed. Raises the
-        first error if all fail."""
+        first error if all fail, unless all `can_fail` and load it when they recover."""
         version = self._adapters[name].version + 1 if name in self._adapters else 0
         adapter = Adapter(Path(directory), version)
         results = await asyncio.gather(*(_load(replica, name, adapter) for replica in replicas))
         errors = {replica: error for replica, error in zip(replicas, results, strict=True) if error is not None}
-        if errors and len(errors) == len(replicas):
+        if errors and len(errors) == len(replicas) and not can_fail:
             raise next(iter(errors.values()))
         self._adapters[name] = adapter
         return errors
+
+    async def missing_on(self, replica: Replica) -> list[str]:
+        """The adapters that a server no longer has although it loaded them. Raises as `ModelServer.model_info`."""
+        expected = set(replica.adapters) & self._adapters.keys()
+        if not expected:
+            return []
+        present = (await replica.server.model_info()).adapters
+        return sorted((expected & self._adapters.keys()) - present)
 
     async def unload(self, name: str, replicas: Sequence[Replica]) -> None:
         """Unload the adapter. Raises ConfigError if none of the name is loaded."""
         self.version(name)
         del self._adapters[name]
-        holders = [replica for replica in replicas if replica.adapters.pop(name, None) is not None]
-        await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders if replica.up))
+        # A server that is down keeps its note of the adapter, and unloads it when it recovers.
+        holders = [replica for replica in replicas if replica.up and replica.adapters.pop(name, None) is not None]
+        await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
 
     async def catch_up(self, replica: Replica) -> None:
-        """Load on a recovered replica the adapters it lacks."""
-        if not self._adapters:
+        """Load on a recovered replica the adapters it lacks, and unload those that are no longer wanted."""
+        if not (self._adapters or replica.adapters):
             return
         present = (await replica.server.model_info()).adapters
+        for name in replica.adapters.keys() - self._adapters.keys():
+            if name in present:
+                await replica.server.unload_adapter(name)
+            del replica.adapters[name]
         for name, adapter in self._adapters.items():
             if replica.adapters.get(name) != adapter.version or name not in present:
                 await replica.server.load_adapter(name, adapter.directory)

@@ -7,7 +7,7 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,17 @@ class RetryPolicy:
     """How long a call waits for a server while none is up."""
     health_seconds: float = 5.0
     """Interval between health checks of each server."""
+
+
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank may be (0.32)."""
+
+
+def smallest_lora_rank(rank: int) -> int:
+    """The smallest `--max-lora-rank` for adapters of this rank. Raises ConfigError for one that vLLM cannot serve."""
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(f"r={rank} is more than the {LORA_RANKS[-1]} that vLLM serves; use a smaller r")
+    return next(each for each in LORA_RANKS if each >= rank)
 
 
 class ServersConfig(BaseModel):
@@ -81,6 +92,17 @@ class ServersConfig(BaseModel):
             program = str(Path(program).absolute())  # Not resolved: programs of an environment are links.
         weights = None if self.weights is None else str(Path(self.weights).resolve())
         return self.model_copy(update={"command": shlex.join([program, *words]), "weights": weights})
+
+    def with_lora(self, adapters: int, rank: int) -> ServersConfig:
+        """The same servers; started ones take this many adapters of up to this rank, and as many of the version before,
+        which calls in progress may still use. Options in `args` come first."""
+        if self.urls or not adapters:
+            return self
+        wanted = {"--max-lora-rank": smallest_lora_rank(rank), "--max-loras": 2 * adapters}
+        given = {word.partition("=")[0] for word in self.args}
+        options = [f"{name}={value}" for name, value in wanted.items() if name not in given]
+        enable = [] if "--enable-lora" in given else ["--enable-lora"]
+        return self.model_copy(update={"args": (*self.args, *enable, *options)})
 
     def check(self, kind: str) -> None:
         """Raises ConfigError for settings that cannot work on this machine, before anything is started."""

@@ -151,10 +151,12 @@ class ReplicaPool:
         sample = await self._sample(name, prompt_token_ids, params, on_tokens, affinity)
         return replace(sample, policy_version=version, versions=())
 
-    async def sample_from(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> Sample:
+    async def sample_from(
+        self, replica: Replica, prompt: Sequence[int], params: SamplingParams, adapter: str | None = None
+    ) -> Sample:
         """Sample from this server and no other. Raises as `ModelServer.sample` does."""
         answer = self._new_answer(prompt, params, None)
-        completion = await self._run(replica, self._served_name, answer)
+        completion = await self._run(replica, adapter or self._served_name, answer)
         return answer.sample(completion.finish_reason, replica.version)
 
     async def _sample(
@@ -195,6 +197,12 @@ class ReplicaPool:
             return completion
         except StopStringFound:
             return Completion("stop")
+        except (ModelServerError, ConfigError):
+            if model != self._served_name and await self._lost_adapter(replica, model):
+                message = f"{replica.server.url} has no adapter {model!r} any more: it was started again"
+                self._monitor.evict(replica, message)
+                raise ModelServerError(message, retryable=True) from None
+            raise
         except UnknownWeightsError as error:
             self._monitor.evict(replica, f"it samples with weights that were not given to it ({error})")
             message = f"{replica.server.url} sampled with weights that were not given to it ({error})"
@@ -206,6 +214,12 @@ class ReplicaPool:
             raise ModelServerError(f"{replica.server.url} was evicted: {replica.failure}", retryable=True) from None
         finally:
             replica.in_flight.discard(task)
+
+    async def _lost_adapter(self, replica: Replica, name: str) -> bool:
+        try:
+            return name in await self._adapters.missing_on(replica)
+        except (ModelServerError, ConfigError):
+            return False  # It has failed altogether, and the first error says so.
 
     async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
         """A server that is up, preferably one that has not failed this call."""
@@ -246,6 +260,20 @@ class ReplicaPool:
             for replica, error in (await self._adapters.load(name, directory, up)).items():
                 self._monitor.evict(replica, f"it could not load the adapter {name}: {error}")
         return AdapterEngine(self, name)
+
+    async def set_adapter(self, name: str, directory: Path, *, strict: bool = False) -> dict[Replica, Exception]:
+        """`load_adapter`, except that servers may all fail: each samples again once it has loaded the adapter. Returns
+        when one has it, with the errors of the others. Raises PolicyError if none does in time. With `strict`, raises
+        the error if all fail, and ConfigError if the options of any server do not let it."""
+        async with self._weights.lock:
+            up = [replica for replica in self.replicas if replica.up]
+            errors = await self._adapters.load(name, directory, up, can_fail=not strict)
+            if strict and (wrong := [error for error in errors.values() if isinstance(error, ConfigError)]):
+                raise wrong[0]
+            for replica, error in errors.items():
+                self._monitor.evict(replica, f"it could not load the adapter {name}: {error}")
+        await self._monitor.wait_for_up()
+        return errors
 
     async def unload_adapter(self, name: str) -> None:
         """Unload the adapter from all servers. Raises ConfigError if none of the name is loaded."""

@@ -87,6 +87,7 @@ class HealthMonitor:
             await replica.server.health()
             replica.failed_checks = 0
             label = replica.label if updating() else await replica.server.weight_label()
+            missing = [] if updating() else await self._adapters.missing_on(replica)
         except (ModelServerError, ConfigError) as error:
             replica.failed_checks += 1
             if replica.failed_checks >= MAX_FAILED_CHECKS:
@@ -94,6 +95,8 @@ class HealthMonitor:
             return
         if replica.up and label != replica.label and not updating():
             self.evict(replica, f"it has weights {label}, not {replica.label}: it was started again")
+        elif replica.up and missing and not updating():
+            self.evict(replica, f"it has no adapter {missing[0]!r} any more: it was started again")
 
     async def _recover(self, replica: Replica) -> None:
         """Retry until the replica is healthy and has the current weights and adapters."""

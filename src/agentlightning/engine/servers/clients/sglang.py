@@ -31,6 +31,8 @@ GENERATE: Final = "/generate"
 KV_CACHE_METRICS: Final = ("sglang:token_usage",)
 """Reported by servers that were started with `--enable-metrics`."""
 LOAD_SECONDS: Final = 600.0
+NOT_ENABLED: Final = "LoRA is not enabled"
+"""What SGLang answers to an adapter without --enable-lora."""
 
 
 class SGLangServer:
@@ -109,7 +111,15 @@ class SGLangServer:
     async def load_adapter(self, name: str, directory: Path) -> None:
         if name in (await self.model_info()).adapters:
             await self.unload_adapter(name)
-        await self._post_checked("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+        try:
+            await self._post_checked("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+        except ModelServerError as error:
+            if error.status == 404 or NOT_ENABLED in str(error):
+                raise ConfigError(
+                    f"{self.url} takes no adapters ({error}); start it with --enable-lora, --max-lora-rank and "
+                    "--lora-target-modules all"
+                ) from error
+            raise
 
     async def unload_adapter(self, name: str) -> None:
         await self._post_checked("/unload_lora_adapter", {"lora_name": name})

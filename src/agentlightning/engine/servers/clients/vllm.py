@@ -38,6 +38,9 @@ KV_CACHE_METRICS: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_per
 """The metric's name, and the one it had before."""
 LOAD_SECONDS: Final = 600.0
 """The longest a server may take to read its weights."""
+NOT_ENABLED: Final = "LoRA is not enabled"
+"""What vLLM answers to an adapter without --enable-lora."""
+RANK_TOO_LARGE: Final = "max_lora_rank"
 PROBE_PROMPT: Final = (1, 2, 3)
 """A prompt that every vocabulary contains."""
 
@@ -262,10 +265,13 @@ class VllmServer:
         try:
             await self._http.post(path, body, seconds=seconds)
         except ModelServerError as error:
-            if error.status == 404 and "Not Found" in str(error):
+            if (error.status == 404 and "Not Found" in str(error)) or NOT_ENABLED in str(error):
                 raise ConfigError(
-                    f"{self.url} takes no adapters; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                    f"{self.url} takes no adapters ({error}); start it with --enable-lora and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 ) from error
+            if RANK_TOO_LARGE in str(error):
+                raise ConfigError(f"{error}; start it with --max-lora-rank of at least the adapter's r") from error
             raise
 
     async def _resume_if_paused(self) -> None:
