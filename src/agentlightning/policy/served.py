@@ -2,7 +2,7 @@
 
 The local policy trains, saves and loads. After each change its weights are written to a directory that the servers
 read, or sent to them without the disk (`agentlightning.weight_sync`); of adapters, only those that changed
-(`served_adapters`). Then both sample a few tokens, and the update counts only if their log-probabilities agree.
+(`adapters.served`). Then both sample a few tokens, and the update counts only if their log-probabilities agree.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.adapters.served import AdapterLearner, ServedAdapters
 from agentlightning.policy.base import Columns, Policy, ScoreColumn
 from agentlightning.policy.lora_config import check_servable
-from agentlightning.policy.served_adapters import AdapterLearner, ServedAdapters
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder

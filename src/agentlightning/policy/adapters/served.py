@@ -18,7 +18,7 @@ from agentlightning.engine.adapter_view import AdapterSampler
 from agentlightning.engine.base import Engine, OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.adapter_versions import AdapterVersions
 from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.policy.agent_views import AgentViews
+from agentlightning.policy.adapters.views import AgentViews
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import SHARED, Lora
 
