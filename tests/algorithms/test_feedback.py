@@ -71,6 +71,7 @@ class FakeTraining:
     def __init__(self, chat: HFChatFormat, trajectories: Sequence[Trajectory]) -> None:
         self.chat, self.trajectories = chat, tuple(trajectories)
         self.scored: list[tuple[set[str], Sequence[TokenTree]]] = []
+        self.adapters: list[str | None] = []
         self.updates: list[tuple[Sequence[Any], dict[str, Any]]] = []
         self.metrics: dict[str, float] = {}
 
@@ -81,8 +82,16 @@ class FakeTraining:
     async def collect(self, **request: Any) -> Collected:
         return Collected(self.trajectories)
 
-    async def score(self, trees: Sequence[TokenTree], what: set[str], *, reference: Path | None = None) -> Any:
+    async def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: set[str],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
+    ) -> Any:
         self.scored.append((set(what), trees))
+        self.adapters.append(adapter)
 
         def column(tree: TokenTree) -> tuple[Any, ...]:
             depth = [sum(len(tree.nodes[n].token_ids) for n in tree.path(i)[:-1]) for i in range(len(tree.nodes))]
@@ -141,6 +150,38 @@ async def test_a_group_without_spread_learns_from_its_errors(chat: HFChatFormat)
     assert "average" not in options
     assert sample.share == 0.0
     assert sum(float(w.sum()) for w in sample.columns["reference_kl_weights"]) > 0
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0), (0.0, 0.0)])
+async def test_each_agent_is_taught_by_its_own_weights_and_a_frozen_one_by_none(
+    chat: HFChatFormat, rewards: tuple[float, float]
+) -> None:
+    def rollout(name: str, reward: float) -> Trajectory:
+        answers = [("writer", "policy:writer"), ("planner", "policy"), ("editor", "policy:base")]
+        calls = [
+            replace(call(chat, name, 1 + i, f"step {i}?", "it is 6"), agent=agent, model=model)
+            for i, (agent, model) in enumerate(answers)
+        ]
+        steps = tuple(Step("tool", "calc", f"s{i}", 10 * i + 11, error="unexpected end of input") for i in range(3))
+        return Trajectory(name, "a", tuple(calls), reward, "g", steps=steps)
+
+    agents = {"writer": {"type": "lora", "r": 2}, "planner": "shared", "editor": "frozen"}
+    training = await trained(
+        chat, [rollout("r1", rewards[0]), rollout("r2", rewards[1])], agents=agents, feedback={"siblings": False}
+    )
+    assert training.metrics["calls_with_feedback"] == 4, "two calls in each rollout learn"
+    assert training.adapters == ["writer", None]
+    (samples, options), = training.updates  # fmt: skip
+    assert options["average"] == 0.05
+    taught = {
+        sample.adapter: {
+            node.agent
+            for node, weights in zip(sample.tree.nodes, sample.columns["reference_kl_weights"], strict=True)
+            if node.sampled and weights.any()
+        }
+        for sample in samples
+    }
+    assert taught == {"writer": {"writer"}, None: {"planner"}}
 
 
 async def test_a_step_without_feedback_is_counted_and_trains_what_it_can(chat: HFChatFormat) -> None:

@@ -35,10 +35,14 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.calls: list[tuple[set[str], Path | None]] = []
+        self.adapters: list[str | None] = []
 
-    async def score(self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None) -> Any:
+    async def score(
+        self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
+    ) -> Any:
         self.calls.append((set(what), reference))
-        value = {"logprobs": -0.1, "ref_logprobs": -0.4}
+        self.adapters.append(adapter)
+        value = {"logprobs": -0.1 - len(adapter or ""), "ref_logprobs": -0.4}
         return {
             name: [
                 tuple(np.full(len(n.token_ids) if n.sampled else 0, value[name], np.float32) for n in tree.nodes)
@@ -101,18 +105,37 @@ async def test_the_reference_is_the_starting_weights_or_the_one_that_is_set(sett
     assert {float(v) for column in sample.columns["ref_logprobs"] for v in column} == {float(np.float32(-0.4))}
 
 
-async def test_adapters_of_several_agents_are_compared_with_the_weights_below_them() -> None:
-    by_agent = [
-        Trajectory(
-            t.rollout_id, "a", tuple(dataclasses.replace(c, agent="writer") for c in t.transitions), t.reward, "g"
+def two_agents() -> list[Trajectory]:
+    """Rollouts in which an agent with an adapter of its own speaks first, and a shared one after it."""
+
+    def both(name: str, reward: float) -> Trajectory:
+        first = Transition(
+            name, "a", f"{name}-1", 1, (1, 2), (3, 4), (-0.1,) * 2, agent="writer", model="policy:writer"
         )
-        for t in GOOD_AND_BAD
-    ]
-    training = await trained(by_agent, loss=["ppo", "kl"], agents={"writer": {"type": "lora", "r": 2}})
+        second = Transition(name, "a", f"{name}-2", 2, (1, 2, 5), (6,), (-0.1,), agent="planner", model="policy")
+        return Trajectory(name, "a", (first, second), reward=reward, group="g")
+
+    return [both("r1", 1.0), both("r2", 0.0)]
+
+
+AGENTS: dict[str, Any] = {"writer": {"type": "lora", "r": 2}, "planner": "shared"}
+
+
+async def test_adapters_of_several_agents_are_compared_with_the_weights_below_them() -> None:
+    training = await trained(two_agents(), loss=["ppo", "kl"], agents=AGENTS)
     assert training.learner.calls == [({"ref_logprobs"}, None)]
-    for settings in ({"loss": "sdpo"}, {"mismatch": "icepop"}):
-        with pytest.raises(ConfigError, match='neither with "sdpo" nor with mismatch'):
-            LightningRL(agents={"writer": {"type": "lora", "r": 2}}, **settings)  # type: ignore[arg-type]
+    assert training.learner.adapters == [None], "the weights below are the same for all of them"
+
+
+async def test_the_proximal_policy_of_a_sample_is_its_own_adapter() -> None:
+    training = await trained(two_agents(), mismatch="icepop", agents=AGENTS)
+    assert sorted(map(str, training.learner.adapters)) == ["None", "writer"]
+    (samples, _), = training.updates  # fmt: skip
+    found = {
+        sample.adapter: {float(v) for column in sample.columns["proximal_logprobs"] for v in column}
+        for sample in samples
+    }
+    assert found == {"writer": {float(np.float32(-6.1))}, None: {float(np.float32(-0.1))}}
 
 
 async def test_a_teacher_scores_the_tokens_of_the_policy() -> None:

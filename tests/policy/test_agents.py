@@ -124,6 +124,25 @@ async def test_tokens_are_scored_by_the_adapter_that_learns_from_them(policy: Lo
         await policy.score([tree], {"logprobs"}, adapter="editor")
 
 
+async def test_the_moving_average_of_an_adapter_is_its_own(policy: LocalPolicy) -> None:
+    sample = await ask(policy, "writer")
+    tree = lesson(sample, "writer").tree
+
+    async def score(column: Any, adapter: str | None) -> list[float]:
+        ((_, values),) = (await policy.score([tree], {column}, adapter=adapter))[column]
+        return values.tolist()
+
+    before = {name: await score("logprobs", name) for name in ("writer", "critic")}
+    await policy.train([lesson(sample, "writer")], average=0.01)
+    now = await score("logprobs", "writer")
+    average = await score("average_logprobs", "writer")
+    moved = [abs(a - b) for a, b in zip(now, before["writer"], strict=True)]
+    lagged = [abs(a - b) for a, b in zip(average, before["writer"], strict=True)]
+    assert sum(lagged) < 0.5 * sum(moved), "the average of these weights follows slowly"
+    assert await score("logprobs", "writer") == now, "scoring with it changes nothing"
+    assert await score("average_logprobs", "critic") == before["critic"], "no average yet: the present weights"
+
+
 async def test_one_update_trains_several_adapters_with_their_own_optimisers_and_metrics(policy: LocalPolicy) -> None:
     before, sample = matrices(policy), await ask(policy, "planner")
     steps = {name: updater.optimizer.steps for name, updater in policy._weights.updaters.items()}

@@ -56,19 +56,38 @@ async def with_columns(
     for column in sorted(needed):
         lacking = [i for i, sample in enumerate(found) if column not in sample.columns]
         if lacking:
-            trees = [found[i].tree for i in lacking]
-            for i, values in zip(lacking, await scores(training, trees, column, models), strict=True):
+            trees, adapters = [found[i].tree for i in lacking], [found[i].adapter for i in lacking]
+            for i, values in zip(lacking, await scores(training, trees, column, models, adapters), strict=True):
                 found[i] = replace(found[i], columns={**found[i].columns, column: values})
     return found
 
 
 async def scores(
-    training: Training, trees: Sequence[TokenTree], column: str, models: Models
+    training: Training,
+    trees: Sequence[TokenTree],
+    column: str,
+    models: Models,
+    adapters: Sequence[str | None] = (),
 ) -> Sequence[tuple[FloatArray, ...]]:
-    """A column of each tree."""
+    """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
+    learner = learner_of(training)
+    if column == PROXIMAL_LOGPROBS:
+        return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
     model = await models.of(column, training)
-    what: ScoreColumn = "logprobs" if column == PROXIMAL_LOGPROBS else "ref_logprobs"
-    return (await learner_of(training).score(trees, {what}, reference=model))[what]
+    return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
+
+
+async def scores_by_adapter(
+    learner: Learner, trees: Sequence[TokenTree], column: ScoreColumn, adapters: Sequence[str | None]
+) -> list[tuple[FloatArray, ...]]:
+    """A column of each tree under the adapter that it trains; None: the policy itself. The weights of an adapter are
+    used for all of its trees together."""
+    found: dict[int, tuple[FloatArray, ...]] = {}
+    for adapter in dict.fromkeys(adapters):
+        places = [i for i, own in enumerate(adapters) if own == adapter]
+        scored = await learner.score([trees[i] for i in places], {column}, adapter=adapter)
+        found.update(zip(places, scored[column], strict=True))
+    return [found[i] for i in range(len(trees))]
 
 
 def learner_of(training: Training) -> Learner:

@@ -12,13 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentlightning.algorithms.columns import learner_of
+from agentlightning.algorithms.columns import learner_of, scores_by_adapter
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.columns import by_call, by_node
+from agentlightning.credit.training_samples import OWN, Trains
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.losses.base import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory, Transition
@@ -50,23 +51,24 @@ async def with_feedback(
     setting: Feedback,
     target_agent: str | None = None,
     weights: Mapping[str, float] | None = None,
+    trains: Trains | None = None,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
-    some, and that could not be given theirs."""
+    some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
     reprompt = Reprompt(training.chat, training.context_length)
     found: list[RepromptedGroup] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
         texts = feedback_of(group, setting, training.chat, weights)
-        changed, left_out = reprompted(group, texts, reprompt, target_agent)
+        changed, left_out = reprompted(group, texts, reprompt, target_agent, trains)
         counts["feedback_left_out"] += left_out
-        if changed is not None:
-            found.append(changed)
-            counts["calls_with_feedback"] += changed.calls
+        counts["calls_with_feedback"] += sum(each.calls for each in changed)
+        found += changed
     if not found:
         return with_teacher(samples, (), ()), counts
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
-    scores = (await learner_of(training).score([each.tree for each in found], {column}))[column]
+    trees, adapters = [each.tree for each in found], [each.adapter for each in found]
+    scores = await scores_by_adapter(learner_of(training), trees, column, adapters)
     return with_teacher(samples, found, scores), counts
 
 
@@ -150,59 +152,75 @@ def _errors(trajectory: Trajectory) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RepromptedGroup:
-    """The calls of a group that have feedback, after prompts that end with it."""
+    """The calls of a group that have feedback and train the same weights, after prompts that end with it."""
 
     group: Sequence[Trajectory]
     tree: TokenTree
     calls: int
+    adapter: str | None = None
+    """What they train; None: the policy itself."""
 
     @property
     def rollouts(self) -> frozenset[str]:
         return frozenset(each.rollout_id for each in self.group)
 
+    def is_in(self, sample: TrainingSample) -> bool:
+        """Whether a sample trains these weights on this group."""
+        return sample.adapter == self.adapter and bool(_rollouts(sample) & self.rollouts)
+
 
 def reprompted(
-    group: Sequence[Trajectory], texts: Mapping[CallKey, str], reprompt: Reprompt, target_agent: str | None
-) -> tuple[RepromptedGroup | None, int]:
-    """The group with feedback in its prompts, and the number of calls it could not be given to."""
-    changed: list[Trajectory] = []
+    group: Sequence[Trajectory],
+    texts: Mapping[CallKey, str],
+    reprompt: Reprompt,
+    target_agent: str | None,
+    trains: Trains | None = None,
+) -> tuple[list[RepromptedGroup], int]:
+    """The group with feedback in its prompts, once for each of the weights that its calls train, and the number of
+    calls it could not be given to. Calls that train nothing need none."""
+    by_name: dict[str, list[Trajectory]] = {}
     left_out = 0
     for trajectory in group:
-        calls: list[Transition] = []
+        own: dict[str, list[Transition]] = {}
         for call in trajectory.transitions:
-            text = texts.get((call.rollout_id, call.span_id))
-            if text is None or not is_target(call.agent, target_agent):
+            text, name = texts.get((call.rollout_id, call.span_id)), OWN if trains is None else trains(call)
+            if text is None or name is None or not is_target(call.agent, target_agent):
                 continue
-            found = reprompt(call, text)
-            left_out += found is None
-            calls += [] if found is None else [found]
-        changed += [replace(trajectory, transitions=tuple(calls))] if calls else []
-    count = sum(len(each.transitions) for each in changed)
-    return (RepromptedGroup(group, token_tree(changed), count) if changed else None), left_out
+            if (found := reprompt(call, text)) is None:
+                left_out += 1
+            else:
+                own.setdefault(name, []).append(found)
+        for name, calls in own.items():
+            by_name.setdefault(name, []).append(replace(trajectory, transitions=tuple(calls)))
+    return [_reprompted(group, changed, name or None) for name, changed in by_name.items()], left_out
+
+
+def _reprompted(group: Sequence[Trajectory], changed: Sequence[Trajectory], adapter: str | None) -> RepromptedGroup:
+    return RepromptedGroup(group, token_tree(changed), sum(len(each.transitions) for each in changed), adapter)
 
 
 def with_teacher(
     samples: Sequence[TrainingSample], groups: Sequence[RepromptedGroup], scores: Sequence[tuple[FloatArray, ...]]
 ) -> list[TrainingSample]:
     """The samples with `teacher_logprobs`, and with weights of the reference stream for the calls that have feedback.
-    A group that is in no sample, because its rewards are all equal, gets one of its own."""
+    A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own."""
     found = [_with_columns(sample, {}) for sample in samples]
     for each, values in zip(groups, scores, strict=True):
         calls = by_call([each.tree], [tuple(values)])
-        place = next((i for i, sample in enumerate(samples) if _rollouts(sample) & each.rollouts), None)
+        place = next((i for i, sample in enumerate(samples) if each.is_in(sample)), None)
         if place is None:
-            found.append(_with_columns(_unrewarded(each.group), calls))
+            found.append(_with_columns(_unrewarded(each.group, each.adapter), calls))
         else:
             found[place] = _with_columns(samples[place], calls)
     return found
 
 
-def _unrewarded(group: Sequence[Trajectory]) -> TrainingSample:
+def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSample:
     import numpy as np
 
     tree = token_tree(group)
     zeros = [np.zeros(len(node.token_ids), np.float32) if node.sampled else () for node in tree.nodes]
-    return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, share=0.0)
+    return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, adapter=adapter, share=0.0)
 
 
 def _rollouts(sample: TrainingSample) -> frozenset[str | None]:

@@ -56,7 +56,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
-from agentlightning.policy.mismatch import Mismatch, MismatchSetting, as_tuple, check_combination, is_off
+from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
@@ -171,10 +171,6 @@ class LightningRLConfig(BaseModel):
             raise ValueError(
                 "kl_in_reward, overlong and truncated_reward change the one reward of a rollout; use them with"
                 ' agent_rewards="shared" and without normalization "gdpo"'
-            )
-        if self.agents and ("sdpo" in types or not (self.mismatch is None or is_off(as_tuple(self.mismatch)))):
-            raise ValueError(
-                'agents with adapters of their own can be trained neither with "sdpo" nor with mismatch yet'
             )
         if {"sdpo", "distill"} <= types:
             raise ValueError('losses "sdpo" and "distill" have different teachers for the same tokens; use one of them')
@@ -320,7 +316,13 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
             samples, own = await with_feedback(
-                training, samples, collected.trajectories, feedback, target, config.reward_weights
+                training,
+                samples,
+                collected.trajectories,
+                feedback,
+                target,
+                config.reward_weights,
+                self._roles.trains,
             )
             metrics, options = metrics | own, {"average": feedback.rate} if feedback.rate < 1 else {}
         if samples:

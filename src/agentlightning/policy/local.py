@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -285,14 +286,15 @@ class LocalPolicy:
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
     ) -> Columns:
         found: dict[str, Any] = {}
-        own = next(iter(self._weights.updaters.values()))
+        name, updaters = self._weights.own if adapter is None else adapter, self._weights.updaters
         if adapter is not None:
             self._check_trained(adapter)
+        own = updaters[name] if name in updaters else next(iter(updaters.values()))  # The model below is one.
         if present := what & {"logprobs", "entropy", "values"}:
-            with self._weights.use(self._weights.own if adapter is None else adapter):
+            with self._weights.use(name):
                 found |= own.forward.score(trees, present, value_head=self._weights.value_head)
         if "average_logprobs" in what:
-            with self._weights.use(self._weights.own), own.average_in_use():
+            with self._weights.use(name), own.average_in_use() if name in updaters else nullcontext():
                 found["average_logprobs"] = own.forward.score(trees, {"logprobs"})["logprobs"]
         if "ref_logprobs" in what:
             reference_forward = own.forward if reference is None else self._reference_at(reference)
