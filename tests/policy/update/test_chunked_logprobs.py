@@ -120,6 +120,19 @@ def test_a_second_backward_pass_gives_the_same() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), first, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 100])
+def test_passes_add_up_and_in_place_where_the_weight_has_a_precise_gradient(size: int, dtype: torch.dtype) -> None:
+    inputs, chosen = data(dtype)
+    total(logprobs_from_linear(*inputs, None, chosen, size, adds_to_grad=True), True).backward()
+    first, held = inputs[1].grad.clone(), inputs[1].grad.data_ptr()
+    for passes in (2, 3):
+        total(logprobs_from_linear(*inputs, None, chosen, size, adds_to_grad=True), True).backward()
+        torch.testing.assert_close(inputs[1].grad, passes * first)
+        assert inputs[1].grad.data_ptr() == held
+    assert inputs[1].grad.dtype == dtype
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e3])
 def test_extreme_temperatures_and_logits_stay_finite(temperature: float) -> None:
     inputs, _ = data(torch.float32)

@@ -68,10 +68,17 @@ def logprobs_from_logits(logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Ten
 
 
 def logprobs_from_linear(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chosen: Chosen, size: int
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    chosen: Chosen,
+    size: int,
+    *,
+    adds_to_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time."""
-    return _run(_FromLinear, hidden_NH, weight_VH, bias_V, chosen, size)
+    """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time. With `adds_to_grad`, only for
+    `Tensor.backward`, the gradient of the weight is added to its `grad` in place where there is one already."""
+    return _run(_FromLinear, hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
 
 
 class _FromLogits(Function):
@@ -97,14 +104,20 @@ class _FromLogits(Function):
 class _FromLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chosen: Chosen, size: int
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        chosen: Chosen,
+        size: int,
+        adds_to_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         buffer_CV = hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
         logprobs_N, found = _empty(hidden_NH)
         for part in _parts(len(hidden_NH), size):
             logits_CV = _linear(hidden_NH[part], weight_VH, bias_V, buffer_CV)
             _measure(logits_CV, chosen, logprobs_N, found, part)
-        ctx.chosen, ctx.size = chosen, size
+        ctx.chosen, ctx.size, ctx.adds_to_grad = chosen, size, adds_to_grad
         ctx.last_chunk = buffer_CV if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         return _outputs(ctx, chosen, logprobs_N, found)
@@ -118,7 +131,8 @@ class _FromLinear(Function):
         wanted = ctx.needs_input_grad
         parts = _parts(len(hidden_NH), ctx.size)
         of_hidden = torch.empty_like(hidden_NH) if wanted[0] else None
-        of_weight = _sum_for(weight_VH, len(parts)) if wanted[1] else None
+        earlier = _earlier(weight_VH) if ctx.adds_to_grad else None
+        of_weight = (_sum_for(weight_VH, len(parts)) if earlier is None else earlier) if wanted[1] else None
         of_bias = _sum_for(bias_V, len(parts)) if wanted[2] else None
         buffer_CV, ctx.last_chunk = ctx.last_chunk, None  # A second backward pass computes every chunk again.
         known = buffer_CV is not None
@@ -135,7 +149,8 @@ class _FromLinear(Function):
                 _add_product(of_weight, logits_CV, hidden_CH)
             if of_bias is not None:
                 of_bias += logits_CV.sum(0, dtype=of_bias.dtype)
-        return of_hidden, _as(of_weight, weight_VH), _as(of_bias, bias_V), None, None
+        returned = _as(of_weight, weight_VH) if earlier is None else None
+        return of_hidden, returned, _as(of_bias, bias_V), None, None, None
 
 
 def _run(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -244,6 +259,12 @@ def _sum_for(weight: Tensor, products: int) -> Tensor:
     """Zeros to which that many products are added: of the weight's precision for one, else at least of float32."""
     dtype = weight.dtype if products == 1 else torch.promote_types(weight.dtype, torch.float32)
     return torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _earlier(weight: Tensor) -> Tensor | None:
+    """The gradient of earlier backward passes, if products can be added to it without a loss of precision."""
+    grad = weight.grad if weight.is_leaf else None
+    return grad if grad is not None and torch.finfo(grad.dtype).bits >= 32 and grad.dtype == weight.dtype else None
 
 
 def _add_product(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:

@@ -99,11 +99,11 @@ def token_logprobs(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. Entropies have a
-    gradient if asked for."""
+    gradient if asked for. The gradient is for `Tensor.backward` alone (`logprobs_from_linear`)."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
     chosen = Chosen(chosen_N, temperatures_N, entropy_gradient)
     if (linear := head.linear) is not None:
-        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size)
+        return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size, adds_to_grad=True)
     if len(hidden_NH) <= size:
         return _of_chunk(head, hidden_NH, chosen)
     found: list[Any] = [
