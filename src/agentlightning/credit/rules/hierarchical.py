@@ -41,7 +41,7 @@ class HierarchicalCredit(CreditRule):
     type: Literal["hierarchical"] = "hierarchical"  # pyright: ignore[reportIncompatibleVariableOverride]
     uses: ClassVar[frozenset[str]] = frozenset({VALUES})
     gives_returns: ClassVar[bool] = True
-    repeated: float = Field(default=0.5, gt=0, le=1)
+    repeated: float = Field(default=0.25, gt=0, le=1)
     """The share of repeated states from which on they decide."""
     similarity: float = Field(default=1.0, gt=0, le=1)
     """States are the same from this similarity of their observations on; 1: only equal ones."""
