@@ -126,3 +126,11 @@ def test_a_file_sets_what_agents_learn(tmp_path: Any) -> None:
     assert config.algorithm.agents == {"editor": "frozen", "writer": Lora(r=8)}
     path.write_text(dump_toml(config))
     assert load_settings(TrainConfig, toml=path) == config
+
+
+def test_information_gain_is_refused_where_calls_have_different_weights() -> None:
+    lora = {"type": "lora", "r": 2}
+    with pytest.raises(ConfigError, match=r"information_gain.*adapter of its own to 'writer'"):
+        LightningRL(credit="information_gain", agents={"writer": lora, "editor": "shared"})
+    LightningRL(credit="information_gain", agents={"writer": "shared", "editor": "frozen"})
+    LightningRL(agents={"writer": lora})

@@ -33,6 +33,17 @@ class AgentRoles:
         if not any(is_target(name, target) for name in learning):
             raise ConfigError(f"target_agent={target!r} selects none of the agents that learn: {', '.join(learning)}")
 
+    def check_answers(self, rule: str) -> None:
+        """Raises ConfigError for a rule that compares p(answer) from one call to the next, where calls have different
+        weights: the difference would be that of the weights."""
+        own = sorted(name for name, setting in self.agents.items() if isinstance(setting, Lora))
+        if own:
+            raise ConfigError(
+                f'credit="{rule}" compares the probability of the answer from one call to the next, which needs the '
+                f"same weights for all calls, and agents gives an adapter of its own to {', '.join(map(repr, own))}; "
+                'use agents with "shared" and "frozen" only, or another credit rule'
+            )
+
     def trains(self, call: Transition) -> str | None:
         """What a call trains: an adapter, `OWN`, or None for nothing. The weights that answered decide; where they are
         not known, the agent does."""

@@ -54,6 +54,7 @@ from agentlightning.credit import (
 )
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
@@ -215,6 +216,8 @@ class LightningRLConfig(BaseModel):
         rule = _assignment(self).rule
         rule.check_group_size(self.group_size)
         check_critic(rule, self.loss)
+        if ANSWER_LOGPROBS in rule.needs:
+            AgentRoles(self.agents).check_answers(rule.type)
         return self
 
 
