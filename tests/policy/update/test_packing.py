@@ -59,9 +59,23 @@ def test_one_row_for_each_call_is_there_to_compare_with() -> None:
 
 
 def test_a_groups_prompt_is_computed_once_but_for_its_last_token() -> None:
-    (batch,) = plan([GROUP], token_budget=100, sharing="shared")
+    (batch,) = plan([GROUP], token_budget=100, sharing="shared", join=False)
     assert (batch.shared_length, batch.families, len(batch.rows), batch.width) == (3, (4,), 4, 2)
     assert batch.tokens == 3 + 4 * 2
+
+
+def test_answers_of_different_lengths_are_joined_where_that_is_cheaper_than_padding() -> None:
+    lengths = (9, 1, 2, 1)
+    group = sample(*((name, (1, 2, 3, 4), length) for name, length in zip("abcd", lengths, strict=True)))
+    (batch,) = plan([group], token_budget=100, sharing="shared")
+    assert batch.joined
+    assert batch.tokens == 3 + sum(lengths)
+    assert sorted(batch.predictions().rows.tolist()) == list(range(sum(lengths)))
+    (padded,) = plan([group], token_budget=100, sharing="shared", join=False)
+    assert padded.tokens == 3 + 4 * 9
+    long = CostModel(pair=10.0, copy=0.0)
+    (dear,) = plan([GROUP], token_budget=100, sharing="shared", cost=long)
+    assert not dear.joined, "joined, every answer is compared with all others"
 
 
 def test_targets_within_the_shared_part_are_predicted_there() -> None:

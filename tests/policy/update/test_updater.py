@@ -129,6 +129,22 @@ def test_sharing_gives_the_gradient_of_one_row_per_call(build: Any, budget: int)
         assert apart(gradient(updater, batch, budget=budget, sharing=mode), expected) < 1e-5, mode
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [llama, qwen3, gpt2])
+def test_joined_rows_are_blind_to_one_another(build: Any, attention: str) -> None:
+    updater = Updater(made(build))
+    updater.model.set_attn_implementation(attention)
+    batch = samples(groups(turns=2))
+    batches = updater.forward.plan(batch, sharing="shared", token_budget=10_000)
+    assert any(each.joined for each in batches)
+    assert apart(gradient(updater, batch, sharing="shared"), gradient(updater, batch, sharing="rows")) < 1e-5
+
+
+def test_rows_are_joined_only_for_attention_that_takes_a_mask(updater: Updater, monkeypatch: Any) -> None:
+    monkeypatch.setattr(updater.model.config, "_attn_implementation", "flash_attention_2")
+    assert not any(each.joined for each in updater.forward.plan(samples(groups()), sharing="shared"))
+
+
 def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Updater) -> None:
     forked = [
         Trajectory(

@@ -82,15 +82,17 @@ class Forward:
             cost=self.cost,
             sharing=sharing,
             trains_zero_advantage=trains_zero_advantage,
+            join=can_mask(self.model),
         )
 
     def states(self, batch: MicroBatch) -> States:
         """Run the body of the model."""
-        rows, shared = batch.rows, batch.shared_length
+        shared, lines = batch.shared_length, batch.lines
         where = batch.predictions()
         prefix, cache = self._prefix(batch, where.prefix) if shared else (None, None)
-        ids_BT = self._padded([row.token_ids[shared:-1] for row in rows], batch.width)
-        states = self._states(ids_BT, where.rows, cache)
+        ids = [[token for row in line for token in row.token_ids[shared:-1]] for line in lines]
+        masked = self._line_inputs(batch) if batch.joined else {}
+        states = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
         if prefix is None or not len(where.prefix):
             return states
         order_N = self.tensor(where.order)
@@ -152,17 +154,37 @@ class Forward:
         ids_GT = self._padded([batch.rows[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
         cache = DynamicCache(config=self.model.config)
         states = self._states(ids_GT, positions, cache)
-        _expand_to_rows(cache, batch.families)
+        if not batch.joined:
+            _expand_to_rows(cache, batch.families)
         return states, cache
 
-    def _states(self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None) -> States:
+    def _line_inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """The positions [B, T] of the tokens of joined rows, and a mask [B, 1, T, shared + T] that is added to their
+        attention scores: each sees the shared part and what is before it in its own row. Padding is a row of its own,
+        as every token must see one."""
+        shared, width = batch.shared_length, batch.width
+        numbers, positions = np.full((2, len(batch.lines), width), -1, np.int64)
+        for line, number_T, position_T in zip(batch.lines, numbers, positions, strict=True):
+            lengths = [row.length - shared for row in line]
+            number_T[: sum(lengths)] = np.repeat(np.arange(len(line)), lengths)
+            position_T[: sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
+        number_BT = self.tensor(numbers)
+        later_TT = torch.ones(width, width, dtype=torch.bool, device=self.model.device).triu_(1)
+        hidden_BTT = later_TT | (number_BT[:, :, None] != number_BT[:, None, :])
+        mask_BTK = torch.zeros(*hidden_BTT.shape[:2], shared + width, dtype=self.model.dtype, device=self.model.device)
+        mask_BTK[:, :, shared:].masked_fill_(hidden_BTT, torch.finfo(self.model.dtype).min)
+        return {"attention_mask": mask_BTK[:, None], "position_ids": self.tensor(shared + positions)}
+
+    def _states(
+        self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
+    ) -> States:
         """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
-        does not look, so that no mask is needed."""
+        does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
         whole = not self.head.separable
         at_positions = head_at_positions(self.model, self.tensor(positions), self.last_mlp, hidden, logits=whole)
         with at_positions, recomputed(self.recomputed_layers):
-            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None)
+            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None, **inputs)
         return States(hidden[0], output.logits[0] if whole else None)
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
@@ -174,6 +196,11 @@ def can_share(model: PreTrainedModel) -> bool:
     """Whether several rows can use the keys and values of one prefix: every layer caches all of them."""
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def can_mask(model: PreTrainedModel) -> bool:
+    """Whether its attention takes a mask of any shape."""
+    return getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
 
 
 def cost_model(model: PreTrainedModel) -> CostModel:

@@ -127,16 +127,26 @@ class MicroBatch:
     """How many tokens of each row are computed once per family and shared; 0: none."""
     families: tuple[int, ...] = ()
     """Where `shared_length` > 0: how many consecutive rows share each prefix."""
+    joined: bool = False
+    """Whether the rows of each family are computed as one, one behind the other and blind to one another."""
+
+    @property
+    def lines(self) -> list[tuple[Row, ...]]:
+        """The rows that are computed as one."""
+        if not self.joined:
+            return [(row,) for row in self.rows]
+        ends = np.cumsum(self.families).tolist()
+        return [self.rows[end - count : end] for end, count in zip(ends, self.families, strict=True)]
 
     @property
     def width(self) -> int:
-        """Length of the padded rows, without the shared part."""
-        return max(row.length for row in self.rows) - self.shared_length
+        """Length of the padded lines, without the shared part."""
+        return max(sum(row.length - self.shared_length for row in line) for line in self.lines)
 
     @property
     def tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.families) * self.shared_length + len(self.rows) * self.width
+        return len(self.families) * self.shared_length + len(self.lines) * self.width
 
     @property
     def places(self) -> IntArray:
@@ -145,17 +155,25 @@ class MicroBatch:
 
     def predictions(self) -> Predictions:
         """The positions that predict the targets: one token before each, in the shared prefix or in its row."""
-        shared, width = self.shared_length, self.width
+        shared = self.shared_length
         owners = [family for family, count in enumerate(self.families) for _ in range(count)] or [0] * len(self.rows)
         counts = [len(row.targets) for row in self.rows]
         before = np.concatenate([row.targets for row in self.rows]) - 1
         early = before < shared
         prefix = np.repeat(np.array(owners, np.int64) * shared, counts) + before
-        inside = np.repeat(np.arange(len(self.rows), dtype=np.int64) * width, counts) + before - shared
+        inside = np.repeat(self._begins(), counts) + before - shared
         order = np.empty(len(before), np.int64)
         split = int(early.sum())
         order[early], order[~early] = np.arange(split), np.arange(split, len(before))
         return Predictions(prefix[early], inside[~early], order)
+
+    def _begins(self) -> IntArray:
+        """For each row, where it begins in the flattened [lines, width]."""
+        begins: list[IntArray] = []
+        for number, line in enumerate(self.lines):
+            lengths = np.array([row.length - self.shared_length for row in line], np.int64)
+            begins.append(number * self.width + np.cumsum(lengths) - lengths)
+        return np.concatenate(begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +183,6 @@ class Predictions:
     prefix: IntArray
     """Flat positions in [families, shared_length]."""
     rows: IntArray
-    """Flat positions in [rows, width]."""
+    """Flat positions in [lines, width]."""
     order: IntArray
     """For each target, rows by rows, its place in `prefix` followed by `rows`."""

@@ -6,7 +6,8 @@ has the same gradient; plans differ in cost only. Three ways to compute a tree:
 - *rows*: one row for each call. What a trainer without trees does; here for tests and benchmarks.
 - *merged*: one row for each leaf path. Calls that are prefixes of one another become one row.
 - *shared*: the path down to one node of the tree is computed once and its keys and values are used by every row
-  through that node.
+  through that node. Rows of different lengths are joined to one line where that is cheaper than padding: then each
+  attends to the shared part and to itself.
 
 Tokens behind the last trained one of a path are not computed. A worked example: a group of two answers to one prompt
 `a b c`, sampled `X Y` and `Z`, is two merged rows, `a b c X` -> X Y and `a b c` -> Z (the last token is a target and
@@ -39,6 +40,7 @@ class CostModel:
         rows     B W (1 + pair W / 2) + launch                    B rows of width W, causal attention
         shared   G C (1 + pair C / 2) + launch                    G prefixes of C tokens
                  + B W (1 + pair (C + W)) + B C copy + launch     B rows of W tokens after them, dense mask
+        joined   the same with one line of W tokens for each prefix, and no copy
 
     Forward and backward scale alike, so only ratios matter.
     """
@@ -57,6 +59,10 @@ class CostModel:
         branches = count * width * (1 + self.pair * (shared_length + width))
         return self.rows(families, shared_length) + branches + count * shared_length * self.copy + self.launch
 
+    def joined(self, families: int, shared_length: int, width: int) -> float:
+        lines = families * width * (1 + self.pair * (shared_length + width))
+        return self.rows(families, shared_length) + lines + self.launch
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixFamily:
@@ -69,6 +75,11 @@ class PrefixFamily:
     def width(self) -> int:
         return max(row.length for row in self.rows) - self.shared_length
 
+    @property
+    def joined_width(self) -> int:
+        """Of its rows, one behind the other."""
+        return sum(row.length - self.shared_length for row in self.rows)
+
 
 def plan(
     samples: Iterable[TrainingSample],
@@ -77,18 +88,20 @@ def plan(
     cost: CostModel | None = None,
     sharing: Sharing = "auto",
     trains_zero_advantage: bool = False,
+    join: bool = True,
 ) -> list[MicroBatch]:
     """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
     "auto" takes the cheapest by `cost` of three plans: nothing shared; shared where that is cheaper for a tree alone;
     shared where it is cheaper once several trees share a launch. A call is trained if one of its tokens has a weight
-    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Raises PolicyError for a
+    and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Without `join` no rows are
+    joined, for models that take no mask. Raises PolicyError for a
     trained token without a prompt.
     """
     cost, samples = cost or CostModel(), list(samples)
-    packer = _Packer(token_table(samples), token_budget, cost)
+    packer = _Packer(token_table(samples), token_budget, cost, join)
     trees = [
-        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows")
+        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows", join=join)
         for number, sample in enumerate(samples)
     ]
     if sharing in ("rows", "merged"):
@@ -105,9 +118,15 @@ class _Paths:
     """The rows of one tree."""
 
     def __init__(
-        self, sample: TrainingSample, table: TokenTable, number: int, trains_zero_advantage: bool, by_call: bool
+        self,
+        sample: TrainingSample,
+        table: TokenTable,
+        number: int,
+        trains_zero_advantage: bool,
+        by_call: bool,
+        join: bool,
     ) -> None:
-        self._tree = sample.tree
+        self._tree, self._join = sample.tree, join
         self._starts = table.starts[number]
         self._depths = _depths(sample.tree)
         self._calls = _trained_calls(sample, table.calls[number], trains_zero_advantage)
@@ -155,10 +174,14 @@ class _Paths:
             inside = tuple(row for i, row in enumerate(self.rows) if i in members)
             outside = [row for i, row in enumerate(self.rows) if i not in members]
             family = PrefixFamily(inside, shared_length)
-            price = cost.shared(1, shared_length, len(inside), family.width) + _rows_cost(outside, cost)
+            price = self._family_cost(family, cost) + _rows_cost(outside, cost)
             if price < best[0]:
                 best = (price, family, outside)
         return best[1], best[2]
+
+    def _family_cost(self, family: PrefixFamily, cost: CostModel) -> float:
+        padded = cost.shared(1, family.shared_length, len(family.rows), family.width)
+        return min(padded, cost.joined(1, family.shared_length, family.joined_width)) if self._join else padded
 
     def _candidates(self) -> list[tuple[int, frozenset[int]]]:
         """(shared length, indices of rows) for each set of at least two rows, at the deepest node common to them."""
@@ -209,8 +232,9 @@ def _rows_cost(rows: Sequence[Row], cost: CostModel) -> float:
 class _Packer:
     """Puts rows of one table into micro-batches."""
 
-    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel) -> None:
+    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel, join: bool) -> None:
         self.table = table
+        self._join = join
         self._token_budget = token_budget
         self._cost = cost
 
@@ -238,6 +262,8 @@ class _Packer:
         return [*batches, MicroBatch(tuple(current), self.table)] if current else batches
 
     def price(self, batch: MicroBatch) -> float:
+        if batch.joined:
+            return self._cost.joined(len(batch.families), batch.shared_length, batch.width)
         if batch.shared_length:
             return self._cost.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
         return self._cost.rows(len(batch.rows), batch.width)
@@ -256,13 +282,19 @@ class _Packer:
         """Join families while one pass over both is cheaper than two, at the length of the shortest prefix."""
         batches: list[MicroBatch] = []
         for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
-            alone = MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),))
+            alone = self._cheapest(MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),)))
             if batches:
                 last = batches[-1]
-                joined = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
-                cheaper = self.price(joined) <= self.price(last) + self.price(alone)
-                if joined.tokens <= self._token_budget and cheaper:
-                    batches[-1] = joined
+                both = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
+                both = self._cheapest(both)
+                cheaper = self.price(both) <= self.price(last) + self.price(alone)
+                if both.tokens <= self._token_budget and cheaper:
+                    batches[-1] = both
                     continue
             batches.append(alone)
         return batches
+
+    def _cheapest(self, batch: MicroBatch) -> MicroBatch:
+        """With the rows of each family joined or not."""
+        ways = [replace(batch, joined=joined) for joined in ((False, True) if self._join else (False,))]
+        return min(ways, key=self.price)
