@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.trajectory import Trajectory
 
@@ -30,3 +31,9 @@ def _spread(group: Sequence[Trajectory], weights: Mapping[str, float] | None) ->
     """The standard deviation of the rewards; -1 where none is known."""
     rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
     return statistics.pstdev(rewards) if rewards else -1.0
+
+
+def groups_with_spread(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> int:
+    """The number of groups in which rewards differ."""
+    rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
+    return sum(len(each - {None}) > 1 for each in rewards)

@@ -17,6 +17,7 @@ teach nothing; they are skipped and counted.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -35,7 +36,8 @@ from agentlightning.algorithms.credit_assignment import (
     trains_values,
 )
 from agentlightning.algorithms.feedback import Feedback, with_feedback
-from agentlightning.algorithms.group_filter import most_uncertain
+from agentlightning.algorithms.group_filter import groups_with_spread, most_uncertain
+from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer
 from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
@@ -123,6 +125,9 @@ class LightningRLConfig(BaseModel):
     """Whether such rollouts count in the baseline of their group only, and are not learned from."""
     dynamic_sampling: int = Field(default=0, ge=0)
     """How often a step may request further tasks in place of those whose rollouts all had the same reward (DAPO)."""
+    replay: Replay | None = None
+    """Recent successful rollouts that join groups of their task in which none succeeded: a table with `capacity`,
+    `max_age`, `success` and `rollouts`. None: none are kept."""
     keep_groups: float = Field(default=1.0, gt=0, le=1)
     """The share of a step's groups that is learned from: those whose rewards differ most (StarPO-S)."""
     minibatches: int = Field(default=1, ge=1)
@@ -249,6 +254,7 @@ class LightningRLSettings(TypedDict, total=False):
     truncated_reward: float | None
     mask_truncated: bool
     dynamic_sampling: int
+    replay: Replay | Mapping[str, Any] | None
     keep_groups: float
     minibatches: int
     reward_weights: Mapping[str, float] | None
@@ -281,14 +287,21 @@ class LightningRL(Algorithm[LightningRLConfig]):
         self._credit = CreditAssigner(
             _assignment(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)
         )
+        replay = self.config.replay
+        self._replay = None if replay is None else ReplayBuffer(replay, self.config.reward_weights)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What the credit rule remembers of tasks; empty if it remembers nothing."""
-        memory = self._credit.memory
-        return {"credit_memory": memory.state_dict()} if memory.size else {}
+        """What the credit rule remembers of tasks, and the ids of rollouts to replay; empty if there is neither."""
+        memory, replay = self._credit.memory, self._replay
+        return {
+            **({"credit_memory": memory.state_dict()} if memory.size else {}),
+            **({"replay": replay.state_dict()} if replay is not None and replay.size else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._credit.memory.load_state_dict(state.get("credit_memory", {"forgotten": 0, "tables": {}}))
+        if self._replay is not None:
+            self._replay.load_state_dict(state.get("replay", {}))
 
     @property
     def total_steps(self) -> int:
@@ -300,28 +313,30 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     async def _step(self, training: Training) -> None:
         config, target = self.config, self._target(training)
-        collected, counts = await self._collect(training, target)
+        collected, replayed, counts = await self._collect(training, target)
+        learned = (*collected.trajectories, *replayed)
         if training.step == 0:
             self._roles.check_seen(collected.trajectories, target)
-        trajectories, shaping = await self._shaped(training, collected.trajectories, target)
+        trajectories, shaping = await self._shaped(training, learned, target)
         trajectories, filtered = self._filtered(trajectories)
         samples, report = await self._credit.samples(training, trajectories, target, self._roles.trains)
         counts |= filtered | self._roles.counts(collected.trajectories)
         metrics = {
             **reward_metrics(collected, config.reward_weights),
             **counts,
+            "rollouts_truncated": float(len(truncated_rollouts(collected.trajectories, target))),
             **shaping,
             **report.metrics(),
         }
         if config.mask_truncated:
-            samples = without_weight(samples, truncated_rollouts(collected.trajectories, target))
+            samples = without_weight(samples, truncated_rollouts(learned, target))
         options: dict[str, Any] = {}
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
             samples, own = await with_feedback(
                 training,
                 samples,
-                collected.trajectories,
+                learned,
                 feedback,
                 target,
                 config.reward_weights,
@@ -352,31 +367,47 @@ class LightningRL(Algorithm[LightningRLConfig]):
     def _models(self) -> Models:
         return Models(self.config.reference, self.config.teacher, below_adapters=bool(self.config.agents))
 
-    async def _collect(self, training: Training, target: str | None) -> tuple[Collected, dict[str, float]]:
-        """The rollouts of a step, and what became of groups in which all had the same reward."""
-        config = self.config
+    async def _collect(
+        self, training: Training, target: str | None
+    ) -> tuple[Collected, tuple[Trajectory, ...], dict[str, float]]:
+        """The rollouts of a step, the earlier ones that join their groups, and what became of groups in which all had
+        the same reward."""
+        config, weights, counts = self.config, self.config.reward_weights, Counter[str]()
+
+        def check(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+            return self.rejections(trajectories, target)
 
         async def collect(tasks: int) -> Collected:
             return await training.collect(
                 tasks=tasks,
                 group_size=config.group_size,
                 temperature=config.temperature,
-                check=lambda trajectories: self.rejections(trajectories, target),
+                check=check,
                 timeout_reward=config.timeout_reward,
             )
 
-        collected, resampled = await collect(config.tasks_per_step), 0
+        async def replay(new: Collected, joined: tuple[Trajectory, ...] = ()) -> tuple[Trajectory, ...]:
+            if self._replay is None:
+                return ()
+            found, own = await self._replay.for_groups(training, new.trajectories, check, joined)
+            counts.update(own)
+            return (*joined, *found)
+
+        collected = await collect(config.tasks_per_step)
+        replayed, resampled = await replay(collected), 0
         for _ in range(config.dynamic_sampling):
-            missing = config.tasks_per_step - self._groups_with_spread(collected)
+            missing = config.tasks_per_step - groups_with_spread((*collected.trajectories, *replayed), weights)
             if missing <= 0:
                 break
-            collected, resampled = joined(collected, await collect(missing)), resampled + missing
-        return collected, {"groups_resampled": float(resampled)} if config.dynamic_sampling else {}
-
-    def _groups_with_spread(self, collected: Collected) -> int:
-        groups = group_trajectories(collected.trajectories)
-        rewards = [{team_score(each, self.config.reward_weights) for each in group} for group in groups]
-        return sum(len(each - {None}) > 1 for each in rewards)
+            more = await collect(missing)
+            replayed = await replay(more, replayed)
+            collected, resampled = joined(collected, more), resampled + missing
+        if config.dynamic_sampling:
+            counts["groups_resampled"] = resampled
+        if self._replay is not None:
+            self._replay.add(collected.trajectories)
+            counts[SIZE] = self._replay.size
+        return collected, replayed, {name: float(count) for name, count in counts.items()}
 
     async def _shaped(
         self, training: Training, trajectories: Sequence[Trajectory], target: str | None
@@ -384,7 +415,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         """The trajectories with the rewards that they are learned from."""
         config, weights = self.config, self.config.reward_weights
         truncated = truncated_rollouts(trajectories, target)
-        metrics = {"rollouts_truncated": float(len(truncated))}
+        metrics: dict[str, float] = {}
         if config.truncated_reward is not None:
             trajectories = with_reward(trajectories, truncated, config.truncated_reward)
         if config.overlong is not None:

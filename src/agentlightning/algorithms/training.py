@@ -192,6 +192,14 @@ class Training(Protocol):
         """`rollouts.next` with a `RolloutRequest` of these fields."""
         ...
 
+    async def recall(
+        self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
+    ) -> tuple[Trajectory, ...]:
+        """Rollouts of earlier steps, read again: `groups` are by rollout id what they belong to now, `tasks` their
+        inputs. Those with a token that is more than `max_age` updates old, those that the store has no longer, and
+        those that `check` names are left out."""
+        ...
+
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         """`learner.update`. Raises ConfigError where there is no learner."""
         ...

@@ -32,7 +32,8 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.sources.collector import RolloutCollector
-from agentlightning.trajectory import TrainingSample
+from agentlightning.training.sources.versions import age
+from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
 
 
@@ -166,6 +167,14 @@ class TrainingRun:
         timeout_reward: float | None = None,
     ) -> Collected:
         return await self.rollouts.next(RolloutRequest(tasks, group_size, temperature, check, timeout_reward))
+
+    async def recall(
+        self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
+    ) -> tuple[Trajectory, ...]:
+        found, _ = await self.account.collector.reader.read(groups, check, tasks=tasks)
+        learner, resumes = self._learner(), self.state.resumes
+        ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
+        return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         return await self._learner().update(samples, **options)

@@ -38,6 +38,7 @@ CHANGEABLE = (
     "algorithm.truncated_reward",
     "algorithm.mask_truncated",
     "algorithm.dynamic_sampling",
+    "algorithm.replay",
     "algorithm.keep_groups",
     "algorithm.timeout_reward",
     "algorithm.minibatches",

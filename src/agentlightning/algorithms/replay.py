@@ -1,0 +1,121 @@
+"""Replay of recent successes: a group in which no rollout succeeded is joined by earlier successes at its task.
+
+Such a group has no spread of rewards and teaches nothing; with a success it does. The replayed tokens keep the
+log-probabilities that they were sampled with, so a loss weighs them by pi / pi_sampled as any tokens of older weights.
+The buffer holds ids only: rollouts are read from the store again, and those that are too old, removed, or of no use to
+the algorithm any more are forgotten and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentlightning.algorithms.training import Training
+from agentlightning.credit import group_trajectories
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.memory import memory_key
+from agentlightning.credit.rejection import Check
+from agentlightning.errors import ResumeError
+from agentlightning.trajectory import Trajectory
+
+REPLAYED: Final = "replayed_rollouts"
+DROPPED: Final = "replay_dropped"
+SIZE: Final = "replay_size"
+
+
+class Replay(BaseModel):
+    """Which successful rollouts are kept, for how long, and how many of them join a group without success."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    capacity: int = Field(default=64, ge=1)
+    """Rollouts that are kept, of all tasks together; the oldest are forgotten first."""
+    max_age: int = Field(default=4, ge=1)
+    """Updates by which a replayed token may be older than the weights that learn from it."""
+    success: float = Field(default=1.0, allow_inf_nan=False)
+    """The least reward of a rollout that has succeeded."""
+    rollouts: int = Field(default=1, ge=1)
+    """Successful rollouts that join a group without any, the newest first; as many are kept of each task."""
+
+
+@dataclass(slots=True)
+class ReplayBuffer:
+    """The ids of recent successful rollouts by task, the task that succeeded last at the end."""
+
+    config: Replay
+    weights: Mapping[str, float] | None = None
+    """Of the named dimensions of a reward."""
+    _ids: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """By task, the oldest first."""
+
+    @property
+    def size(self) -> int:
+        """The number of rollouts that it holds."""
+        return sum(map(len, self._ids.values()))
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep those that succeeded, as far as there is room."""
+        for group in group_trajectories(trajectories):
+            new = [each.rollout_id for each in group if each.status == "succeeded" and self._succeeded(each)]
+            if new:
+                task = memory_key(group)
+                kept = [each for each in self._ids.pop(task, []) if each not in new]
+                self._ids[task] = [*kept, *new][-self.config.rollouts :]
+        self._forget_oldest()
+
+    async def for_groups(
+        self, training: Training, trajectories: Sequence[Trajectory], check: Check, joined: Sequence[Trajectory] = ()
+    ) -> tuple[tuple[Trajectory, ...], dict[str, int]]:
+        """The rollouts that join the groups of `trajectories` without success, and the counts for the step's metrics.
+        Each joins one group of a step: not if it is among those that have `joined` one."""
+        groups = group_trajectories(trajectories)
+        own = {each.rollout_id for each in (*trajectories, *joined)}
+        joins: dict[str, Trajectory] = {}
+        asked: dict[str, str] = {}
+        for group in groups:
+            if not any(self._succeeded(each) for each in group):
+                task = memory_key(group)
+                for rollout_id in self._ids.get(task, []):
+                    if rollout_id not in own and rollout_id not in joins:
+                        joins[rollout_id], asked[rollout_id] = group[0], task
+        found = await training.recall(
+            {rollout_id: first.group for rollout_id, first in joins.items()},
+            tasks={rollout_id: first.task for rollout_id, first in joins.items()},
+            max_age=self.config.max_age,
+            check=check,
+        )
+        usable = tuple(each for each in found if self._succeeded(each))
+        dropped = asked.keys() - {each.rollout_id for each in usable}
+        for rollout_id in dropped:
+            self._forget(asked[rollout_id], rollout_id)
+        return usable, {REPLAYED: len(usable), DROPPED: len(dropped)}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """All of it, as JSON can hold it."""
+        return {task: list(ids) for task, ids in self._ids.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all of it. Raises ResumeError for what `state_dict` cannot have written."""
+        try:
+            self._ids = {str(task): [str(each) for each in ids] for task, ids in state.items()}
+        except (AttributeError, TypeError) as error:
+            raise ResumeError(f"the rollouts to replay cannot be read: {error!r}; start a new run") from error
+        self._forget_oldest()
+
+    def _succeeded(self, trajectory: Trajectory) -> bool:
+        reward = team_score(trajectory, self.weights)
+        return reward is not None and reward >= self.config.success
+
+    def _forget_oldest(self) -> None:
+        while self.size > self.config.capacity:
+            task = next(iter(self._ids))
+            self._forget(task, self._ids[task][0])
+
+    def _forget(self, task: str, rollout_id: str) -> None:
+        self._ids[task].remove(rollout_id)
+        if not self._ids[task]:
+            del self._ids[task]
