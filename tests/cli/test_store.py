@@ -152,11 +152,20 @@ def test_pruning_by_size_keeps_the_newest(agl: Agl, path: str, tmp_path: Path) -
 
 def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Agl, tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run")
-    run_dir.write_state(RunState(run_id="ro", step=3))
+    run_dir.write_state(RunState(run_id="ro", step=3, checkpoint="checkpoints/step-000003"))
+    run_dir.checkpoint(3).mkdir(parents=True)
+    learned = {"revision": 0, "state": {"replay": {"task": ["ro-train-000001-0000"]}}}
+    (run_dir.checkpoint(3) / "algorithm.json").write_text(json.dumps(learned))
 
     async def fill() -> None:
         store = LightningStore(run_dir.store_path)
-        names: Any = ("train-000002-0000", "train-000003-0000", "train-000003-0001", "validation-000004-0000")
+        names: Any = (
+            "train-000001-0000",
+            "train-000002-0000",
+            "train-000003-0000",
+            "train-000003-0001",
+            "validation-000004-0000",
+        )
         await store.add_records([record(name, 5) for name in names])
         await store.close()
 
@@ -167,7 +176,7 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
     (run_dir.path / "report.json").write_text("{}")
     assert answer(agl(*prune))["rollouts"] == 0, "a finished run is being extended"
     run_dir.close()
-    assert answer(agl(*prune))["rollouts"] == 3
+    assert answer(agl(*prune))["rollouts"] == 4
 
 
 def test_vacuum_gives_space_back(agl: Agl, path: str) -> None:

@@ -171,7 +171,7 @@ class TrainingRun:
     async def recall(
         self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
     ) -> tuple[Trajectory, ...]:
-        found, _ = await self.account.collector.reader.read(groups, check, tasks=tasks)
+        found = await self.account.collector.reader.read_remaining(groups, check, tasks)
         learner, resumes = self._learner(), self.state.resumes
         ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)

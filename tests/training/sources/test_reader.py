@@ -129,3 +129,17 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
     assert [line["reward"] for line in lines] == [0.0, 0.0, 0.0]
     assert [line["air_reward"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
     assert [line["air_tool_succeeded"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
+
+
+async def test_rollouts_that_were_removed_meanwhile_are_left_out(store: InMemoryLightningStore, finish: Any) -> None:
+    rollout = await store.start_rollout({"n": 0})
+    await finish(rollout)
+    found = await TrajectoryReader(store).read_remaining(
+        {"removed": "g", rollout.rollout_id: "g"}, tasks={rollout.rollout_id: {"n": 0}}
+    )
+    assert [(each.rollout_id, each.group, each.task) for each in found] == [(rollout.rollout_id, "g", {"n": 0})]
+
+    def reject_all(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+        return [Rejection(each.rollout_id, "bad", "no use") for each in trajectories]
+
+    assert await TrajectoryReader(store).read_remaining({rollout.rollout_id: "g"}, reject_all) == ()

@@ -16,13 +16,11 @@ from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, named_resources
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.learner import PolicyLearner
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import ALGORITHM_FILE, RunDir, RunState, write_atomically
 from agentlightning.training.publisher import ResourcePublisher
 
 RESOURCES_FILE: Final = "resources.json"
 """In a checkpoint: the resources that the algorithm has published, if any."""
-ALGORITHM_FILE: Final = "algorithm.json"
-"""In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ import orjson
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.util.file_lock import lock_file
 
+ALGORITHM_FILE: Final = "algorithm.json"
+"""In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
 STATE_VERSION = 1
 
 
@@ -127,7 +129,8 @@ class RunState:
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
     """Prefixes of the ids of rollouts that the run in a directory may still need: those that the current step or a
-    later one learns from, and those of the step's evaluations. Empty if there is no run or it is finished."""
+    later one learns from, those of the step's evaluations, and those that may be replayed. Empty if there is no run or
+    it is finished."""
     try:
         state = RunState(**orjson.loads((run_dir / "state.json").read_bytes()))
     except (OSError, TypeError, ValueError):
@@ -142,7 +145,18 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         "before-",
         "after-",
     )
-    return tuple(f"{state.run_id}-{purpose}" for purpose in steps)
+    return (*(f"{state.run_id}-{purpose}" for purpose in steps), *_replayable(run_dir, state))
+
+
+def _replayable(run_dir: Path, state: RunState) -> list[str]:
+    """The ids of rollouts that the last checkpoint keeps for replay. Those of later steps are in use anyway."""
+    if state.checkpoint is None:
+        return []
+    try:
+        learned = orjson.loads((run_dir / state.checkpoint / ALGORITHM_FILE).read_bytes())["state"]
+        return [str(each) for ids in learned.get("replay", {}).values() for each in ids]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def read_state(run_dir: Path) -> RunState:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
+from agentlightning.errors import NotFoundError
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
@@ -72,6 +73,19 @@ class TrajectoryReader:
             usable = tuple(each for each in usable if each.rollout_id not in refused)
             rejected |= refused
         return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
+
+    async def read_remaining(
+        self, groups: Mapping[str, str], check: Check | None = None, tasks: Mapping[str, Any] = NO_TASKS
+    ) -> tuple[Trajectory, ...]:
+        """The usable ones of rollouts that the store may have removed, each read and checked by itself."""
+        found: list[Trajectory] = []
+        for rollout_id, group in groups.items():
+            try:
+                usable, _ = await self.read({rollout_id: group}, check, tasks=tasks)
+            except NotFoundError:
+                continue
+            found += usable
+        return tuple(found)
 
     def _reward(self, read: Trajectory) -> Reward | None:
         return self.turn_limit_reward if read.reward is None and TURN_LIMIT_REACHED in read.metadata else read.reward
