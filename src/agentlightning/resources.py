@@ -36,8 +36,9 @@ class LLM(BaseModel):
     sampling_parameters: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Override the parameters of the agent's requests: the trainer decides how the policy is sampled."""
     policy_version: int | None = None
-    max_calls: int | None = None
-    """Answers that an attempt may be given by all policies together; further calls are refused. None: any number."""
+    max_calls: int | None = Field(default=None, exclude_if=lambda limit: limit is None)
+    """Answers that an attempt may be given by all policies together; further calls are refused. None: any number, and
+    left out on the wire, so that runners which do not know the field read the resource."""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """The OpenAI base URL; with both ids, the URL whose calls are recorded under that attempt."""
