@@ -15,6 +15,8 @@ Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfi
 What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
     step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
     rewards steps).
+Recording: track_session (a rollout made by your own code), Session (one), carry_session (into a bare thread),
+    flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its counters).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
@@ -97,6 +99,8 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
+    from agentlightning.recording.flushing import flush_recording, recording_status
+    from agentlightning.recording.session import Session, carry_session, track_session
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
@@ -120,6 +124,7 @@ if TYPE_CHECKING:
         track_agent,
     )
     from agentlightning.tracing.air import air_rule
+    from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
@@ -153,6 +158,8 @@ _NAMES = {
     "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
     "rescorer": "Rescoring rescore",
+    "recording.flushing": "flush_recording recording_status",
+    "recording.session": "Session carry_session track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
     "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
@@ -167,6 +174,7 @@ _NAMES = {
         "find_reward_spans get_reward_value operation track_agent"
     ),
     "tracing.air": "air_rule",
+    "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
     "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
@@ -223,6 +231,7 @@ __all__ = [
     "ProxyLLM",
     "Pruned",
     "Queue",
+    "RecordingStatus",
     "Rejection",
     "Rescoring",
     "ResourcesUpdate",
@@ -243,6 +252,7 @@ __all__ = [
     "SFTConfig",
     "SFTResult",
     "ServerError",
+    "Session",
     "Span",
     "SpanEvent",
     "Step",
@@ -268,6 +278,7 @@ __all__ = [
     "WarmStartConfig",
     "Worker",
     "air_rule",
+    "carry_session",
     "emit_annotation",
     "emit_exception",
     "emit_message",
@@ -276,13 +287,16 @@ __all__ = [
     "evaluate",
     "find_final_reward",
     "find_reward_spans",
+    "flush_recording",
     "get_reward_value",
     "llm_rollout",
     "operation",
     "prompt_rollout",
+    "recording_status",
     "rescore",
     "rollout",
     "track_agent",
+    "track_session",
 ]
 
 

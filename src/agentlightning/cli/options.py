@@ -23,7 +23,7 @@ Routes = Annotated[
     ),
 ]
 _DB_HELP = "A SQLite file, or postgresql://... (default: .agentlightning/store.db)"
-Db = Annotated[str | None, typer.Option("--db", help=_DB_HELP, show_default=False)]
+Db = Annotated[str | None, typer.Option("--db", envvar="AGL_STORE", help=_DB_HELP, show_default=False)]
 Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_default=False)]
 Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)

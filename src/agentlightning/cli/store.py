@@ -65,8 +65,11 @@ async def open_named(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
     from agentlightning.gateway.recording import raw_exchange
+    from agentlightning.store.base import store_url
     from agentlightning.store.journal.store import recover_journals
 
+    if store is None and server is None and str(store_url(None)).startswith(("http://", "https://")):
+        server = str(store_url(None))
     opened = _open_client(server, token, store) if server is not None else _open_database(store, create)
     try:
         await recover_journals(opened, raw_exchange.read)
@@ -86,9 +89,11 @@ def _open_client(server: str, token: str | None, store: str | None) -> Lightning
 def _open_database(store: str | None, create: bool) -> LightningStoreBase:
     """Open the database. Without `create`, it must exist."""
     from agentlightning.store import LightningStore
+    from agentlightning.store.base import store_url
     from agentlightning.store.sql.sqlite.backend import locate
 
-    if store is None or not store.startswith(POSTGRES):
+    store = str(store_url(store))
+    if not store.startswith(POSTGRES):
         path = locate(store)
         if path is None:
             raise ConfigError("an in-memory store ends with its process; give --store PATH or --server URL")

@@ -37,6 +37,7 @@ filter is enough.
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
 from abc import ABC
 from collections.abc import AsyncIterator, Sequence
@@ -56,6 +57,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
+from agentlightning.store import pending
 from agentlightning.store.types import (
     UNSET,
     FilterLogic,
@@ -81,8 +83,18 @@ else:
     from abc import abstractmethod
 
 
+DEFAULT_STORE: Final = ".agentlightning/store.db"
+"""What `LightningStore()` opens where the environment names no store."""
+STORE_VARIABLE: Final = "AGL_STORE"
+"""Environment variable that names the store of `LightningStore()`."""
+REMOTE_STORE: Final = "agentlightning.store.http.client:LightningStoreClient"
 EMBEDDED_STORE: Final = "agentlightning.store.sql.store:SqlStore"
 """What `LightningStore(url)` opens. Loaded by name, as it implements the contract of this module."""
+
+
+def store_url(url: str | Path | None) -> str | Path:
+    """The URL itself, or that of the store that is opened without one."""
+    return os.environ.get(STORE_VARIABLE) or DEFAULT_STORE if url is None else url
 
 
 class _OpeningSignature:
@@ -100,10 +112,11 @@ class _OpeningSignature:
 class LightningStore(ABC):
     """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
-    `LightningStore(url)` opens a durable store embedded in this process. url: None for `.agentlightning/store.db` in
-    the current directory, a path, `sqlite:///PATH`, `postgresql://...`, or `:memory:` for a store that ends with the
-    process. Directories are created as needed. Raises ConfigError for any other url, StoreError if the database cannot
-    be opened.
+    `LightningStore(url)` opens a durable store embedded in this process. url: a path, `sqlite:///PATH`,
+    `postgresql://...`, or `:memory:` for a store that ends with the process; `http://...` for the store of a server.
+    Without one, that of the environment variable `AGL_STORE`, else `.agentlightning/store.db` in the current directory.
+    Directories are created as needed. Raises ConfigError for any other url, StoreError if the database cannot be
+    opened.
 
         >>> store = agl.LightningStore("hub.db")
         >>> asyncio.run(store.enqueue_rollout({"question": "6 x 7"}, mode="train")).queue
@@ -116,7 +129,10 @@ class LightningStore(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is not LightningStore:
             return super().__new__(cls)
-        return super().__new__(pkgutil.resolve_name(EMBEDDED_STORE))
+        pending.write_pending()
+        named = store_url(args[0] if args else kwargs.get("url"))
+        remote = str(named).startswith(("http://", "https://"))
+        return super().__new__(pkgutil.resolve_name(REMOTE_STORE if remote else EMBEDDED_STORE))
 
     def __init__(self, url: str | Path | None = None) -> None:
         """See the class."""

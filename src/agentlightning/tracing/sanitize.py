@@ -33,6 +33,11 @@ def sanitize_span(span: Span) -> Span:
     )
 
 
+def sanitize_value(value: Any) -> Any:
+    """A JSON value that every store accepts; equal to the given one if that is valid."""
+    return _value(value, 0)
+
+
 def valid_text(text: str) -> str:
     """The text with unpaired surrogates replaced, so that it can be encoded as UTF-8."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

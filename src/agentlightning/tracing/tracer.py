@@ -110,7 +110,7 @@ class ScopeProcessor(SpanProcessor):
             self._warned = True
             logger.warning(
                 "Span %r was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
-                "Spans are recorded in agents that a runner or `agl run` executes, and in their threads and pools.",
+                "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes.",
                 name,
             )
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from agentlightning.errors import StoreError
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rollout
 from agentlightning.span import Span
+from agentlightning.store.base import store_url
 from agentlightning.store.http.client.forwarding import ForwardingStore
 from agentlightning.store.http.client.transport import ClientSettings, ClientTransport
 from agentlightning.store.http.encoding import span_fields, stored_span
@@ -30,8 +31,9 @@ class LightningStoreClient(ForwardingStore):
     """A store in another process or on another machine. Any number of tasks, event loops and threads may use one
     object at the same time; it can be pickled.
 
-    url: of the server, as `agl serve` prints it. token: its access token; AGL_TOKEN by default. timeout: seconds a
-    request may take. patience: seconds a call is retried while no server answers, so that it survives a restart.
+    url: of the server, as `agl serve` prints it; AGL_STORE by default. token: its access token; AGL_TOKEN by default.
+    timeout: seconds a request may take. patience: seconds a call is retried while no server answers, so that it
+    survives a restart.
 
     Raises ConfigError for an invalid url or token. Calls raise what the store raises, StoreServerError if no server
     answers or it has another version, and StoreAuthError if it requires another token.
@@ -41,7 +43,10 @@ class LightningStoreClient(ForwardingStore):
         True
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, patience: float = 60.0) -> None:
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0, patience: float = 60.0
+    ) -> None:
+        url = str(store_url(url))
         token = (os.environ.get("AGL_TOKEN") or None) if token is None else token
         self._transport = ClientTransport(ClientSettings.validated(url, token, timeout, patience))
 

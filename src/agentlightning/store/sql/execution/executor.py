@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.store import idempotency
-from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.base import LightningStoreBase, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql import queries
 from agentlightning.store.sql.commands.base import Command, FunctionCommand, ReadCommand
@@ -32,11 +32,12 @@ T = TypeVar("T")
 
 def find_database(url: str | Path | None) -> Database:
     """The database at `url`. Raises ConfigError for a URL that names none."""
-    if str(url).startswith(("postgresql:", "postgres:", "postgresql+")):
+    named = str(store_url(url))
+    if named.startswith(("postgresql:", "postgres:", "postgresql+")):
         from agentlightning.store.sql.postgres import PostgresDatabase
 
-        return PostgresDatabase(str(url))
-    return SqliteDatabase(locate(url))
+        return PostgresDatabase(named)
+    return SqliteDatabase(locate(named))
 
 
 class SqlExecutor(LightningStoreBase):

@@ -22,6 +22,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Dialect
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.sqlite import version_guard
@@ -34,7 +35,6 @@ from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.tables.bulk import quoted
 
-DEFAULT_PATH: Final = Path(".agentlightning") / "store.db"
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
 CHECKPOINT_PAGES: Final = 8000
@@ -45,10 +45,8 @@ _dialect = sqlite.dialect()
 
 
 def locate(url: str | Path | None) -> Path | None:
-    """The file that `url` names; None for a store in memory."""
-    if url is None:
-        return Path.cwd() / DEFAULT_PATH
-    text = str(url)
+    """The file that `url` names; None for a store in memory. In a directory, it is `store.db`."""
+    text = str(store_url(url))
     if text in (":memory:", "sqlite://", "sqlite:///:memory:"):
         return None
     if text.startswith("sqlite:///"):
@@ -59,7 +57,9 @@ def locate(url: str | Path | None) -> Path | None:
         raise ConfigError(f"{text} is not a store; give a path, sqlite:///PATH, postgresql://... or :memory:")
     if not text:
         raise ConfigError("the path of the store is empty; give a path, sqlite:///PATH or :memory:")
-    return Path(text).expanduser().absolute()
+    path = Path(text).expanduser().absolute()
+    is_directory = text.endswith(("/", os.sep)) or path.name == Path(DEFAULT_STORE).parent.name or path.is_dir()
+    return path / Path(DEFAULT_STORE).name if is_directory else path
 
 
 class SqliteDatabase:

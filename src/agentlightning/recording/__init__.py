@@ -1,0 +1,1 @@
+"""Records what the user's own code does: sessions, written to a store in the background."""

@@ -1,0 +1,299 @@
+"""`track_session`: a rollout that the user's own code makes, recorded while it runs.
+
+A session is an attempt like those of a runner: what `emit_*`, `operation` and OpenTelemetry record within it, in tasks
+it starts and in `asyncio.to_thread`, belongs to it. It succeeds when its block ends, and fails with the exception that
+leaves it. Within an attempt of a runner, or in another session, it makes no rollout of its own: it is part of that one,
+so that the same code can be recorded in production and trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from contextvars import copy_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast, get_args, overload
+
+import orjson
+
+from agentlightning.attempt_address import trace_id_of
+from agentlightning.errors import ConfigError, Failure
+from agentlightning.recording.recorder import Recorder, recorder_of
+from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
+from agentlightning.rollouts import RolloutMode
+from agentlightning.span import (
+    EXCEPTION,
+    EXCEPTION_MESSAGE,
+    EXCEPTION_STACKTRACE,
+    EXCEPTION_TYPE,
+    Span,
+    new_trace_id,
+)
+from agentlightning.store.base import LightningStore
+from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.tracing.emit import emit_annotation
+from agentlightning.tracing.scope import Lifetime, Scope, current_scope, enter_scope
+from agentlightning.tracing.status import counters
+from agentlightning.tracing.tracer import record
+from agentlightning.tracing.values import json_text
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+class Session:
+    """One session; it also decorates functions. Created by `track_session`.
+
+    >>> with agl.track_session() as session:
+    ...     session.attempt_id[:3]
+    'at-'
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        store: LightningStore | str | Path | None,
+        name: str | None,
+        metadata: Mapping[str, Any] | None,
+        mode: RolloutMode | None,
+    ) -> None:
+        if store is not None and not isinstance(store, LightningStore | str | Path):
+            raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata={metadata!r:.80} is not a dict")
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"name={name!r:.80} is not a string")
+        if mode is not None and mode not in get_args(RolloutMode):
+            raise ConfigError(f"mode={mode!r:.80} is not train, val or test")
+        self._task, self._store, self._name, self._metadata = task, store, name, metadata
+        self._mode: RolloutMode | None = mode
+        self._outer: Scope | None = None
+        self._own: SessionRecord | None = None
+        self._sink: _SessionSink | None = None
+        self._entered: AbstractContextManager[Scope] | None = None
+        self._lifetime = Lifetime()
+
+    @property
+    def rollout_id(self) -> str:
+        """The id of its rollout."""
+        return self._scope().rollout_id
+
+    @property
+    def attempt_id(self) -> str:
+        """The id of its attempt."""
+        return self._scope().attempt_id
+
+    def _scope(self) -> Scope | SessionRecord:
+        inside = self._own or self._outer
+        if inside is None:
+            raise ConfigError("the session has not begun; use `with agl.track_session() as session`")
+        return inside
+
+    # -- as a block --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        if self._own is not None or self._outer is not None:
+            raise ConfigError("a session is used once; call agl.track_session() for each block")
+        self._outer = current_scope()
+        if self._outer is not None:
+            self._annotate()
+            return self
+        self._own = self._record()
+        self._sink = _SessionSink(self._own, _begin(self._own, self._store))
+        attempt_id = self._own.attempt_id
+        scope = Scope(self._own.rollout_id, attempt_id, self._sink, trace_id=trace_id_of(attempt_id) or new_trace_id())
+        self._lifetime = scope.lifetime
+        self._entered = enter_scope(scope)
+        self._entered.__enter__()
+        return self
+
+    def _annotate(self) -> None:
+        """Keep what is said of a session that is part of another rollout."""
+        said = {"name": self._name, "task": self._task, "metadata": self._metadata, "mode": self._mode}
+        given = {key: value if isinstance(value, PLAIN) else json_text(value) for key, value in said.items()}
+        given = {key: value for key, value in given.items() if value is not None and value != "null"}
+        if given:
+            emit_annotation({f"agentlightning.session.{key}": value for key, value in given.items()})
+
+    def _record(self) -> SessionRecord:
+        claim_id = new_id("cl")
+        metadata = {} if self._metadata is None else _snapshot(dict(self._metadata))
+        return SessionRecord(
+            rollout_id=new_id("ro"),
+            claim_id=claim_id,
+            attempt_id=claimed_id(claim_id, 0),
+            start_time=time.time(),
+            task=_snapshot(self._task),
+            mode=self._mode,
+            metadata={**metadata, SESSION: self._name or ""},
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._own is None or self._sink is None or self._entered is None:
+            return  # it is part of another rollout
+        failure = None if error is None or _is_success(error) else Failure.of(error)
+        if failure is not None and current_scope() is not None:
+            _record_failure(failure)
+        entered, self._entered = self._entered, None
+        self._lifetime.end()
+        with suppress(ValueError):  # the block is left in another context than it was entered in
+            entered.__exit__(None, None, None)
+        self._sink.end(SessionEnd(time.time(), failure))
+
+    async def __aenter__(self) -> Session:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, where)
+
+    # -- as a decorator ----------------------------------------------------------------------------------------------
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function: each call is a session, whose task are the arguments unless one was given."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(
+                f"track_session cannot decorate the generator {function.__qualname__}: its code runs between other"
+                " code; open `with agl.track_session()` around the loop that consumes it"
+            )
+        signature = inspect.signature(function)
+
+        def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
+            task = _arguments(signature, args, kwargs) if self._task is None else self._task
+            return Session(task, self._store, self._name or function.__qualname__, self._metadata, self._mode)
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with session(args, kwargs):
+                    return await function(*args, **kwargs)
+
+            return cast(Callable[P, R], recorded_async)
+
+        @functools.wraps(function)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+            with session(args, kwargs):
+                return function(*args, **kwargs)
+
+        return recorded
+
+
+@overload
+def track_session(function: Callable[P, R], /) -> Callable[P, R]: ...  # pyright: ignore[reportOverlappingOverload]
+@overload
+def track_session(
+    task: Any = None,
+    *,
+    store: LightningStore | str | Path | None = None,
+    name: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    mode: RolloutMode | None = None,
+) -> Session: ...
+def track_session(
+    task: Any = None,
+    *,
+    store: LightningStore | str | Path | None = None,
+    name: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    mode: RolloutMode | None = None,
+) -> Any:
+    """Record what your own code does as a rollout: a block, sync or async, or a decorated function.
+
+    task: what the session is about, any JSON value; of a decorated function, its arguments. store: a store, a path or
+    a URL; by default that of `LightningStore()`. name, metadata: kept with the rollout. mode: train, val or test.
+
+        >>> with agl.track_session({"question": "6 x 7"}) as session:
+        ...     agl.emit_reward(1.0)
+        >>> session.rollout_id[:3]
+        'ro-'
+
+    Records are written in the background. No trouble with the store is raised: it is logged once and counted
+    (`recording_status`). Raises ConfigError for arguments of the wrong type.
+    """
+    if inspect.isroutine(task):
+        return Session(None, store, name, metadata, mode)(task)
+    return Session(task, store, name, metadata, mode)
+
+
+def carry_session(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, to be run by a thread that inherits nothing: its calls belong to the session of this code.
+
+    >>> import threading
+    >>> with agl.track_session():
+    ...     thread = threading.Thread(target=agl.carry_session(agl.emit_message), args=["from a thread"])
+    ...     thread.start()
+    ...     thread.join()
+    """
+    context = copy_context()
+
+    @functools.wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        return context.run(copy_context).run(function, *args, **kwargs)
+
+    return carried
+
+
+class _SessionSink:
+    """Passes the spans of a session on to its recorder, if it has one."""
+
+    def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
+        self._session, self._recorder = session, recorder
+
+    def put(self, spans: Sequence[Span]) -> None:
+        if self._recorder is not None:
+            self._recorder.put(self._session, spans)
+
+    def end(self, end: SessionEnd) -> None:
+        if self._recorder is not None:
+            self._recorder.finish(self._session, end)
+
+
+def _begin(session: SessionRecord, store: LightningStore | str | Path | None) -> Recorder | None:
+    try:
+        recorder = recorder_of(store)
+        return recorder if recorder.begin(session) else None
+    except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
+        counters.add("sessions_lost")
+        counters.warn("begin", f"a session cannot be recorded: {error}")
+        return None
+
+
+def _record_failure(failure: Failure) -> None:
+    attributes = {
+        EXCEPTION_TYPE: failure.type,
+        EXCEPTION_MESSAGE: failure.message,
+        EXCEPTION_STACKTRACE: failure.traceback,
+    }
+    record(EXCEPTION, attributes, error=f"{failure.type}: {failure.message}")
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _snapshot(value: Any) -> Any:
+    """The value as JSON, independent of later changes to it."""
+    if isinstance(value, PLAIN):
+        return value
+    try:
+        return orjson.loads(orjson.dumps(value))
+    except (orjson.JSONEncodeError, RecursionError):
+        return orjson.loads(json_text(value).encode(errors="replace"))
+
+
+def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
+    try:
+        return dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return {"args": args, "kwargs": kwargs}
