@@ -12,9 +12,9 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
-What an agent says: emit_reward, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded
-    step), track_agent (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that
-    rewards steps).
+What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,
+    emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
+    (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
 Recording: track_session (a rollout made by your own code), Session (one), carry_session (into a bare thread),
     flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its counters).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
@@ -113,10 +113,15 @@ if TYPE_CHECKING:
     from agentlightning.task import Dataset
     from agentlightning.tracing import (
         emit_annotation,
+        emit_completion,
         emit_exception,
         emit_message,
         emit_object,
+        emit_prompt,
+        emit_response,
         emit_reward,
+        emit_step,
+        emit_tool_call,
         find_final_reward,
         find_reward_spans,
         get_reward_value,
@@ -170,8 +175,9 @@ _NAMES = {
     "store.http.client": "LightningStoreClient",
     "task": "Dataset",
     "tracing": (
-        "emit_annotation emit_exception emit_message emit_object emit_reward find_final_reward "
-        "find_reward_spans get_reward_value operation track_agent"
+        "emit_annotation emit_completion emit_exception emit_message emit_object emit_prompt emit_response "
+        "emit_reward emit_step emit_tool_call find_final_reward find_reward_spans get_reward_value operation "
+        "track_agent"
     ),
     "tracing.air": "air_rule",
     "tracing.status": "RecordingStatus",
@@ -280,10 +286,15 @@ __all__ = [
     "air_rule",
     "carry_session",
     "emit_annotation",
+    "emit_completion",
     "emit_exception",
     "emit_message",
     "emit_object",
+    "emit_prompt",
+    "emit_response",
     "emit_reward",
+    "emit_step",
+    "emit_tool_call",
     "evaluate",
     "find_final_reward",
     "find_reward_spans",

@@ -127,8 +127,8 @@ def test_a_message_is_text(recorded: Any) -> None:
     emit_message("grüß dich")
     assert recorded[0].name == names.MESSAGE
     assert recorded[0].attributes == {names.MESSAGE_BODY: "grüß dich"}
-    with pytest.raises(ConfigError, match="takes text, not dict; use emit_object"):
-        emit_message({"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not dict; use emit_object"):
+        emit_message({"a": 1})
 
 
 def test_an_object_is_kept_as_json(recorded: Any) -> None:

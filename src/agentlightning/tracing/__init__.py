@@ -3,20 +3,30 @@
 from agentlightning.tracing.agents import track_agent
 from agentlightning.tracing.emit import (
     emit_annotation,
+    emit_completion,
     emit_exception,
     emit_message,
     emit_object,
+    emit_prompt,
+    emit_response,
     emit_reward,
+    emit_step,
+    emit_tool_call,
 )
 from agentlightning.tracing.operation import operation
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value
 
 __all__ = [
     "emit_annotation",
+    "emit_completion",
     "emit_exception",
     "emit_message",
     "emit_object",
+    "emit_prompt",
+    "emit_response",
     "emit_reward",
+    "emit_step",
+    "emit_tool_call",
     "find_final_reward",
     "find_reward_spans",
     "get_reward_value",

@@ -51,7 +51,7 @@ def _listed(value: Any) -> Any:
 
 def messages(value: Any, role: str, depth: int = 0) -> list[Message]:
     """The messages of a list, of an object that contains one, of its JSON, or of plain text. `role` is the default."""
-    value = _parsed(value)
+    value = parse_json(value)
     if isinstance(value, str):
         return [{"role": role, "parts": [_text(value)]}] if value else []
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _parts(given: Message, role: str) -> list[Message]:
 
 def _content(value: Any) -> list[Message]:
     if isinstance(value, str):
-        inner = _parsed(value) if value.startswith("[{") else value
+        inner = parse_json(value) if value.startswith("[{") else value
         return _content(inner) if isinstance(inner, list) else [_text(value)] if value else []
     items = cast("list[Any]", value) if isinstance(value, list) else [value] if isinstance(value, dict) else []
     return [part for item in items for part in _part(item)]
@@ -126,14 +126,14 @@ def _image(given: Message) -> str | None:
 
 
 def _calls(given: Message) -> list[Message]:
-    calls: Any = _parsed(given.get("tool_calls"))
+    calls: Any = parse_json(given.get("tool_calls"))
     items = cast("list[Any]", calls) if isinstance(calls, list) else []
     found = [_call(cast("Message", item)) for item in items if isinstance(item, dict)]
     single = given.get("function_call")
     if isinstance(single, dict):
         found.append(_call(cast("Message", single)))
     elif isinstance(given.get("function_call_name"), str):
-        arguments = _parsed(given.get("function_call_arguments_json"))
+        arguments = parse_json(given.get("function_call_arguments_json"))
         found.append({"type": "tool_call", "id": None, "name": given["function_call_name"], "arguments": arguments})
     return found
 
@@ -145,7 +145,7 @@ def _call(given: Message) -> Message:
         "type": "tool_call",
         "id": outer.get("id"),
         "name": inner.get("name"),
-        "arguments": _parsed(inner.get("arguments")),
+        "arguments": parse_json(inner.get("arguments")),
     }
 
 
@@ -156,18 +156,18 @@ def tools(items: Iterable[Any]) -> list[Any]:
         if not isinstance(item, dict):
             continue
         given = _unwrapped(cast("Message", item))
-        schema = _parsed(given.get("json_schema"))
+        schema = parse_json(given.get("json_schema"))
         if isinstance(schema, dict):
             found.append(schema)
         elif given.get("name"):
-            given = {name: _parsed(value) if name == "parameters" else value for name, value in given.items()}
+            given = {name: parse_json(value) if name == "parameters" else value for name, value in given.items()}
             found.append({"type": "function", **given})
     return found
 
 
 def from_event(body: Any, attributes: Mapping[str, Any], role: str) -> list[Message]:
     """The messages of a span event, whose `body` is the content or the whole message."""
-    body = _parsed(body)
+    body = parse_json(body)
     if isinstance(body, list) or (isinstance(body, dict) and not WHOLE.isdisjoint(cast("Message", body))):
         found = messages(body, role)
         reason = attributes.get("finish_reason")
@@ -190,7 +190,7 @@ def _text(text: str) -> Message:
     return {"type": "text", "content": text}
 
 
-def _parsed(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     """Text parsed as JSON if it is an object or a list; any other value unchanged."""
     if not isinstance(value, str) or value[:1] not in ("{", "["):
         return value

@@ -17,12 +17,12 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 
 from agentlightning.attempt_address import trace_id_of
@@ -39,6 +39,20 @@ class SpanSink(Protocol):
         ...
 
 
+Location = tuple[int, object]
+"""A thread and the asyncio task that runs in it, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPrompt:
+    """A prompt whose response was not emitted yet."""
+
+    agent: str | None
+    location: Location
+    time: float
+    attributes: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Lifetime:
     """The mutable state of a scope."""
@@ -50,7 +64,15 @@ class Lifetime:
     """A task or thread that it started passed on another attempt's work in an untracked way, so that an inherited scope
     is no longer reliable."""
 
+    prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
+    """Prompts that wait for their responses (`emit/model_calls.py`)."""
+    at_end: Callable[[], None] | None = None
+    """Called once, before the end."""
+
     def end(self) -> None:
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
         self.ended, self.certain = True, False
 
     def mark_ambiguous(self) -> None:
@@ -76,9 +98,6 @@ class Scope:
     """`judge` for a reward function: its model calls are not part of the attempt."""
     lifetime: Lifetime = field(default_factory=Lifetime, kw_only=True, repr=False)
 
-
-Location = tuple[int, object]
-"""A thread and the asyncio task that runs in it, or None."""
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
 _agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
@@ -143,14 +162,14 @@ def _scope_of(url: str, key: str) -> Scope | None:
 
 def mark_owner() -> None:
     """Mark this task, or this thread outside of tasks, as the one that runs the attempt itself."""
-    _owner.set(_current_location())
+    _owner.set(current_location())
 
 
 def is_owner() -> bool:
-    return _owner.get() == _current_location()
+    return _owner.get() == current_location()
 
 
-def _current_location() -> Location:
+def current_location() -> Location:
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -232,7 +251,7 @@ def scope(
 @contextmanager
 def enter_scope(inside: Scope) -> Generator[Scope]:
     """Run the block, and the tasks it starts, in a scope."""
-    scope_token, work_token, main_token = _scope.set(inside), _run.set(None), _owner.set(_current_location())
+    scope_token, work_token, main_token = _scope.set(inside), _run.set(None), _owner.set(current_location())
     try:
         yield inside
     finally:

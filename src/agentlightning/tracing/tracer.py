@@ -36,7 +36,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace_id
 
 from agentlightning.span import AGENT_NAME, Span
-from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, plain_attributes, to_span
+from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
 from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope
 
 logger = logging.getLogger(__name__)
@@ -147,11 +147,11 @@ def tracer() -> trace.Tracer:
     return tracer_provider().get_tracer(INSTRUMENTATION)
 
 
-def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -> None:
-    """Record a span that starts and ends now; with `error`, its status is ERROR."""
+def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
+    """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
     scope = current_scope()
     if scope is None or tracer_provider().has_other_processors:
-        _record_with_sdk(name, attributes, error)
+        _record_with_sdk(name, attributes, error, start_time)
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
@@ -163,7 +163,7 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -
         rollout_id=scope.rollout_id,
         attempt_id=scope.attempt_id,
         name=name,
-        start_time=now,
+        start_time=now if start_time is None else start_time,
         end_time=now,
         trace_id=format_trace_id(parent.trace_id) if parent.is_valid else scope.trace_id,
         span_id=f"{_random.getrandbits(64) or 1:016x}",
@@ -176,10 +176,13 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None) -
     scope.sink.put((span,))
 
 
-def _record_with_sdk(name: str, attributes: Mapping[str, Any], error: str | None) -> None:
+def _record_with_sdk(
+    name: str, attributes: Mapping[str, Any], error: str | None, start_time: float | None = None
+) -> None:
     # OpenTelemetry has no nested attributes; `to_span` reads the JSON back.
     flat = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in attributes.items()}
-    span = tracer().start_span(name, attributes=flat)
+    start = None if start_time is None else int(start_time * NANOSECONDS)
+    span = tracer().start_span(name, attributes=flat, start_time=start)
     if error is not None:
         span.set_status(Status(StatusCode.ERROR, error))
     span.end()

@@ -18,8 +18,9 @@ from typing import Any
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, Failure, RewardError
 from agentlightning.tracing.conventions import REWARD_FAMILY
+from agentlightning.tracing.emit.framework_messages import is_message, message_text, read_messages
 from agentlightning.tracing.tracer import record
-from agentlightning.tracing.values import Attribute, flatten, to_jsonable
+from agentlightning.tracing.values import Attribute, flatten, json_text, to_jsonable
 
 
 def emit_reward(
@@ -47,7 +48,7 @@ def emit_reward(
         if not isinstance(agent, str) or not agent:
             raise RewardError(f"emit_reward(..., agent={agent!r}): name the agent as track_agent does")
         own[names.REWARD_AGENT] = agent
-    _record(names.REWARD, own, attributes, propagate)
+    record_event(names.REWARD, own, attributes, propagate)
 
 
 def _reward(
@@ -69,14 +70,22 @@ def _reward(
     return found
 
 
-def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
-    """Record a line of text.
+def emit_message(message: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+    """Record a line of text, or a message of a framework or several, as LangChain, OpenAI, Anthropic and AutoGen have
+    them. Raises ConfigError for data that is no message.
 
-    >>> agl.emit_message("searching", {"step": 2})
+        >>> agl.emit_message("searching", {"step": 2})
+        >>> agl.emit_message({"role": "user", "content": "6 x 7?"})
     """
-    if not isinstance(message, str):
-        raise ConfigError(f"emit_message takes text, not {type(message).__name__}; use emit_object for data")
-    _record(names.MESSAGE, {names.MESSAGE_BODY: message}, attributes, propagate)
+    if isinstance(message, str):
+        record_event(names.MESSAGE, {names.MESSAGE_BODY: message}, attributes, propagate)
+        return
+    if not is_message(message):
+        kind = type(message).__name__
+        raise ConfigError(f"emit_message takes text or a message, not {kind}; use emit_object for data")
+    for each in read_messages(message, "user"):
+        own = {names.MESSAGE_BODY: message_text([each]), names.MESSAGE_JSON: json_text(each)}
+        record_event(names.MESSAGE, own, attributes, propagate)
 
 
 def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
@@ -91,7 +100,7 @@ def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate
         raise ConfigError(f"emit_object({shown}) cannot be written as JSON: {error}; emit plain values") from error
     kind = type(obj)
     own = {names.OBJECT_TYPE: f"{kind.__module__}.{kind.__qualname__}", names.OBJECT_JSON: text}
-    _record(names.OBJECT, own, attributes, propagate)
+    record_event(names.OBJECT, own, attributes, propagate)
 
 
 def emit_exception(
@@ -113,7 +122,7 @@ def emit_exception(
         names.EXCEPTION_MESSAGE: failure.message,
         names.EXCEPTION_STACKTRACE: failure.traceback,
     }
-    _record(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
+    record_event(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
 
 
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
@@ -123,20 +132,21 @@ def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> No
     """
     if not isinstance(annotation, Mapping) or not annotation:
         raise ConfigError(f"emit_annotation({annotation!r}) is empty; pass a dict with at least one key")
-    _record(names.ANNOTATION, {}, annotation, propagate)
+    record_event(names.ANNOTATION, {}, annotation, propagate)
 
 
-def _record(
+def record_event(
     name: str,
     own: Mapping[str, Any],
     attributes: Mapping[str, Any] | None,
     propagate: bool,
     error: str | None = None,
+    start_time: float | None = None,
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
     further = dict(flatten(attributes)) if attributes else {}
     if propagate:
-        record(name, {**further, **own} if further else own, error=error)
+        record(name, {**further, **own} if further else own, error, start_time)
 
 
 def _number(value: Any, dimension: str | None = None) -> float:
