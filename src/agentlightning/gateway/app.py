@@ -177,6 +177,7 @@ class Gateway:
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
         self._attempts.forget(rollout_id, attempt_id)
+        self.attribution.forget(attempt_id)
         self.budgets.forget(rollout_id)
         for pool in self.providers.values():
             pool.forget(f"{rollout_id}/{attempt_id}")

@@ -21,9 +21,9 @@ class EndedContexts(AttemptCache):
     def attempts(self):
         return []
 
-    async def end_reason(self, rollout_id, attempt_id):
-        self.looks.append(attempt_id)
-        return ApiError(409, "it has ended")
+    async def end_reasons(self, attempts):
+        self.looks += attempts
+        return {attempt: ApiError(409, "it has ended") for attempt in attempts}
 
 
 async def until(true):
@@ -98,6 +98,31 @@ async def test_what_is_remembered_of_an_attempt_is_forgotten_when_it_has_ended(s
     assert (len(gateway.conversations), len(gateway.kept)) == (0, 0)
     assert (gateway.conversations.tokens, gateway.kept.size) == (0, 0)
     assert gateway._watch._timer is None  # there is nothing left to look after
+
+
+async def test_only_attempts_that_run_are_remembered_however_many_have_ended(serve, store):
+    """A check takes a share of them all, so that their number cannot outrun it."""
+    service = await serve([])
+    gateway = service.gateway
+    started = [await store.start_rollout("a task") for _ in range(1000)]
+    everyone = [(each.rollout_id, each.attempt.attempt_id) for each in started]
+    for ids in everyone:
+        await gateway._attempts.get(*ids)
+    live, ended = everyone[::100], [ids for place, ids in enumerate(everyone) if place % 100]
+    for ids in ended:
+        await store.update_attempt(*ids, status="succeeded")
+    checks, end_reasons = [], gateway._attempts.end_reasons
+
+    async def counted(attempts):
+        checks.append(len(attempts))
+        return await end_reasons(attempts)
+
+    gateway._attempts.end_reasons = counted
+    gateway._watch.seconds = 0.02
+    gateway._watch.start()
+    await until(lambda: len(gateway._attempts.attempts()) == len(live))
+    assert gateway._attempts.attempts() == live
+    assert len(checks) <= 10  # two rounds: 64 in each check would have taken 16
 
 
 async def test_a_call_that_takes_long_to_leave_is_ended_once():

@@ -84,3 +84,22 @@ async def test_callers_that_come_together_ask_the_store_once_and_one_that_leaves
     assert isinstance(found[0], asyncio.CancelledError)
     assert len({id(context) for context in found[1:]}) == 1
     assert counted.asked.count("get_rollout_by_id") == 1
+
+
+async def test_many_attempts_are_checked_with_one_query(store):
+    contexts, counted = AttemptCache(store), Counted(store)
+    running, succeeded, superseded, cancelled = [await start(store) for _ in range(4)]
+    await store.update_attempt(*succeeded, status="succeeded")
+    await store.start_attempt(superseded[0])
+    await store.cancel_rollout(cancelled[0])
+    both = [running, succeeded]
+    alone = {ids: await contexts.end_reason(*ids) for ids in (running, succeeded, superseded, cancelled)}
+    together = await AttemptCache(counted).end_reasons(both)
+    assert counted.asked == ["get_latest_attempts"]
+    assert str(together[succeeded]) == str(alone[succeeded])
+    assert running not in together
+    every = await contexts.end_reasons([*alone, ("unknown", "attempt")])
+    known = {ids: str(api_error) for ids, api_error in alone.items() if api_error is not None}
+    assert set(known) == {succeeded, superseded, cancelled}
+    assert {ids: str(every[ids]) for ids in known} == known
+    assert set(every) == {*known, ("unknown", "attempt")}

@@ -2,7 +2,8 @@
 
 An agent that was killed at its time limit may leave a call behind: a proxy keeps the connection open, and the provider
 or the engine continues in vain. An attempt that ended well makes no further call that would reveal it. So a timer
-queries the store: often about attempts with calls in flight, now and then about all cached ones.
+queries the store: often about attempts with calls in flight, now and then about all cached ones. A check takes a share
+of the cache, in few queries, so that what is cached stays in proportion to the attempts that run or ended lately.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from math import ceil
 from typing import Final
 
 from agentlightning.errors import StoreError
@@ -26,10 +28,11 @@ End = Callable[[ApiError], None]
 
 CHECK_SECONDS: Final = 2.0
 """Seconds between two checks; younger calls are not checked."""
-CACHED_RECHECK_SECONDS: Final = 30.0
+CACHED_RECHECK_SECONDS: Final = 10.0
 """Seconds until a cached attempt without calls is checked again."""
-_CACHED_PER_CHECK: Final = 64
-"""Cached attempts without calls in each check."""
+_CHECKS_PER_ROUND: Final = 5
+"""Checks in which every cached attempt without calls is checked again."""
+_ATTEMPTS_PER_QUERY: Final = 256
 
 
 class AttemptWatch:
@@ -47,6 +50,8 @@ class AttemptWatch:
         """Calls in flight, with the start of each."""
         self._queue: deque[AttemptIds] = deque()
         """Attempts left to check in this round."""
+        self._share = 0
+        """How many of them a check takes."""
         self._round_began = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
@@ -115,20 +120,22 @@ class AttemptWatch:
         before = time.time() - self.seconds
         due = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
         due |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
-        for attempt in [*due, *self._next_cached()]:
+        attempts = list(dict.fromkeys([*due, *self._next_cached()]))
+        for start in range(0, len(attempts), _ATTEMPTS_PER_QUERY):
             try:
-                api_error = await self._attempts.end_reason(*attempt)
+                ended = await self._attempts.end_reasons(attempts[start : start + _ATTEMPTS_PER_QUERY])
             except StoreError as error:
                 return logger.info("the store could not say which attempts have ended: %s", error)
-            if api_error is not None:
+            for attempt, api_error in ended.items():
                 self._end(attempt, api_error)
 
     def _next_cached(self) -> list[AttemptIds]:
         now = time.monotonic()
-        if not self._queue and now - self._round_began >= min(CACHED_RECHECK_SECONDS, 15 * self.seconds):
+        if not self._queue and now - self._round_began >= min(CACHED_RECHECK_SECONDS, _CHECKS_PER_ROUND * self.seconds):
             self._round_began = now
             self._queue.extend(self._attempts.attempts())
-        return [self._queue.popleft() for _ in range(min(_CACHED_PER_CHECK, len(self._queue)))]
+            self._share = ceil(len(self._queue) / _CHECKS_PER_ROUND)
+        return [self._queue.popleft() for _ in range(min(self._share, len(self._queue)))]
 
     def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
         self._forget(*attempt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ AttemptIds = tuple[str, str]
 """(rollout_id, attempt_id)."""
 
 _ENDED: Final = frozenset({"succeeded", "failed", "timeout"})
+_OPEN: Final = frozenset({"preparing", "running"})
 
 
 @dataclass(slots=True)
@@ -147,6 +148,21 @@ class AttemptCache:
             return api_error
         return None
 
+    async def end_reasons(self, attempts: Sequence[AttemptIds]) -> dict[AttemptIds, ApiError]:
+        """Those of the attempts that take no more calls, and why: one query, and further ones only where the latest
+        attempt of the rollout is neither open nor ended."""
+        latest = {each.rollout_id: each for each in await self._store.get_latest_attempts([ids[0] for ids in attempts])}
+        reasons: dict[AttemptIds, ApiError] = {}
+        for ids in attempts:
+            attempt = latest.get(ids[0])
+            if attempt is not None and attempt.attempt_id == ids[1] and attempt.status in _ENDED:
+                reasons[ids] = _ended(attempt)
+            elif attempt is None or attempt.attempt_id != ids[1] or attempt.status not in _OPEN:
+                api_error = await self.end_reason(*ids)
+                if api_error is not None:
+                    reasons[ids] = api_error
+        return reasons
+
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         self._contexts.pop((rollout_id, attempt_id), None)
 
@@ -161,11 +177,11 @@ class AttemptCache:
         return rollout
 
     def _reject_ended(self, rollout: Rollout, attempt: Attempt) -> None:
-        if attempt.status in _ENDED or rollout.status == "cancelled":
-            what = f"the rollout {rollout.rollout_id!r} was cancelled"
-            if rollout.status != "cancelled":
-                what = f"the attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} ended as {attempt.status}"
-            raise ApiError(409, f"{what}; it takes no more calls", code="attempt_ended", retry=False)
+        if rollout.status == "cancelled":
+            message = f"the rollout {rollout.rollout_id!r} was cancelled; it takes no more calls"
+            raise ApiError(409, message, code="attempt_ended", retry=False)
+        if attempt.status in _ENDED:
+            raise _ended(attempt)
 
     async def _not_latest(self, rollout_id: str, attempt_id: str) -> ApiError:
         known = {attempt.attempt_id for attempt in await self._store.query_attempts(rollout_id)}
@@ -186,3 +202,11 @@ class AttemptCache:
                 raise ApiError(500, message, code="resources_not_found", retry=False)
         resources = update.resources if update else {}
         return {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)}
+
+
+def _ended(attempt: Attempt) -> ApiError:
+    message = (
+        f"the attempt {attempt.attempt_id!r} of rollout {attempt.rollout_id!r} ended as {attempt.status}; it takes no"
+        " more calls"
+    )
+    return ApiError(409, message, code="attempt_ended", retry=False)

@@ -170,6 +170,10 @@ class Attribution:
             return None
         return self._make_caller(claims, claims.attempt, claims.source)
 
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is cached of an attempt; the store is asked should it call again."""
+        self._attempts.pop(attempt_id, None)
+
     @property
     def requires_key(self) -> bool:
         """Whether model calls without a key are rejected."""
