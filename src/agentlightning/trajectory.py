@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import orjson
 
 from agentlightning.errors import PolicyError
+from agentlightning.util.kept_sets import KeptSets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,6 +66,8 @@ class Transition:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    kept_sets: KeptSets | None = None
+    """The tokens that top_p and top_k kept at each response token; None where they were not recorded."""
     reshaped: tuple[str, ...] = ()
     """What else changed the sampling distribution: penalties, a bias, a grammar."""
     finish_reason: str = "stop"
@@ -204,6 +207,8 @@ class Node:
     policy_version: int | None = None
     """Of the weights that sampled these tokens."""
     temperature: float = 1.0
+    kept_sets: KeptSets | None = None
+    """The only tokens that could be sampled in the place of each; None: every token."""
 
 
 @dataclass(frozen=True, slots=True)

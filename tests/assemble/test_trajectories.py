@@ -23,6 +23,11 @@ from agentlightning.assemble import (
 from agentlightning.assemble.call_validation import LEAST_LOGPROB, TokenLimits
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
+from agentlightning.util.kept_sets import KeptSets
+
+
+def kept(*sets: list[int]) -> str:
+    return KeptSets.of(sets).to_text()
 
 
 def span(sequence: int, name: str = "chat", /, status: str = "UNSET", attempt: str = "at-1", **attributes: Any) -> Span:
@@ -192,6 +197,11 @@ def test_rewards_that_are_a_label_alone_or_came_late_do_not_count() -> None:
         ({names.REQUEST_TEMPERATURE: "hot"}, "'hot'"),
         ({names.REQUEST_TOP_P: 7}, "7"),
         ({names.POLICY_VERSION: "new"}, "'new'"),
+        ({names.KEPT_SETS: 7}, "is 7, which is no text"),
+        ({names.KEPT_SETS: "no sets"}, f"{names.KEPT_SETS} cannot be read"),
+        ({names.KEPT_SETS: kept([3], [4])}, "2 sets for 1 tokens"),
+        ({names.KEPT_SETS: kept([3, 50])}, "holds ids from 3 to 50; ids are from 0 to 49"),
+        ({names.KEPT_SETS: kept([2, 4])}, "lacks 3, the token sampled at position 0"),
     ],
 )
 def test_a_call_that_cannot_be_true_is_left_out_named_and_counted(attributes: dict[str, Any], named: str) -> None:
@@ -205,6 +215,13 @@ def test_a_call_that_cannot_be_true_is_left_out_named_and_counted(attributes: di
     with pytest.raises(RolloutRejectedError, match=r"ro-1.*s2") as caught:
         trajectory("ro-1", "at-1", [bad, reward(3, 1.0)], limits=limits)
     assert caught.value.reason == "void_calls"
+
+
+def test_recorded_sets_are_those_of_the_transition() -> None:
+    (found,) = transitions([chat(1, [0], [3, 4], **{names.KEPT_SETS: kept([3, 5], []), names.REQUEST_TOP_K: 2})])
+    assert found.kept_sets is not None
+    assert found.kept_sets.lists() == [[3, 5], []]
+    assert transitions([chat(1, [0], [3])])[0].kept_sets is None
 
 
 def test_a_call_at_the_limits_is_learned_from() -> None:
@@ -221,7 +238,14 @@ def test_a_call_at_the_limits_is_learned_from() -> None:
 def test_no_value_of_any_type_raises_an_untyped_error() -> None:
     odd: list[Any] = [None, True, -1, 1e308, "x", [], {}, [[1]], {"a": [1]}, [None]]
     keys = (names.OPERATION_NAME, names.FINISH_REASONS, names.AGENT_NAME, names.RESHAPED, names.POLICY_VERSIONS)
-    keys += (names.REQUEST, names.RESPONSE_ID, names.RESPONSE_MODEL, names.RETRIES, *names.TOKEN_ATTRIBUTES)
+    keys += (
+        names.REQUEST,
+        names.RESPONSE_ID,
+        names.RESPONSE_MODEL,
+        names.RETRIES,
+        names.KEPT_SETS,
+        *names.TOKEN_ATTRIBUTES,
+    )
     for key, value in itertools.product(keys, odd):
         with contextlib.suppress(RolloutRejectedError):
             trajectory("ro-1", "at-1", [chat(1, [1], [2]), chat(2, [1], [2], **{key: value})], model="m")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
 from agentlightning.trajectory import TokenTree, Trajectory, Transition
+from agentlightning.util.kept_sets import KeptSets
 
 
 def call(
@@ -182,3 +183,11 @@ def test_no_sampled_token_is_lost_and_no_prompt_is_stored_twice(made: list[Trans
 def test_the_order_in_which_trajectories_arrive_does_not_matter(made: list[Transition], random: Any) -> None:
     shuffled = random.sample(made, len(made))
     assert tree_of(*made).num_tokens == tree_of(*shuffled).num_tokens
+
+
+def test_kept_sets_stay_with_their_tokens_where_a_node_is_split_or_versions_change() -> None:
+    sets = KeptSets.of([(10, 3), (11,), (), (13, 5, 9)])
+    first = call((1, 2), (10, 11, 12, 13), kept_sets=sets, versions=((0, 3), (1, 1)))
+    tree = tree_of(first, call((1, 2, 10, 11, 4), (14,), 2))
+    found = {node.token_ids: node.kept_sets and node.kept_sets.lists() for node in tree.nodes if node.sampled}
+    assert found == {(10, 11): [[10, 3], [11]], (12,): [[]], (13,): [[13, 5, 9]], (14,): None}

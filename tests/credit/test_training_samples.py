@@ -25,6 +25,7 @@ from agentlightning.credit import (
 from agentlightning.credit.base import Group
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
+from agentlightning.util.kept_sets import KeptSets
 
 
 def rollout(name: str, reward: Any, *answers: int, group: str = "g", **more: Any) -> Trajectory:
@@ -121,6 +122,19 @@ def test_samples_of_a_cut_distribution_are_refused_by_name(setting: str, value: 
     group = [rollout("a", 1.0), rollout("b", 0.0, **{setting: value})]
     with pytest.raises(UnfaithfulSampleError, match=f"call b-0 of rollout b was sampled with {setting}={value:g}"):
         training_samples([group])
+
+
+def test_samples_of_a_cut_distribution_are_trained_if_its_sets_were_recorded() -> None:
+    calls = [rollout("a", 1.0), rollout("b", 0.0, top_p=0.9, top_k=3)]
+    with pytest.raises(UnfaithfulSampleError, match=r"top_p=0.9, top_k=3; .*raise that or lower top_k"):
+        training_samples([calls])
+    tokens = len(calls[1].transitions[0].response_token_ids)
+    kept = rollout("b", 0.0, top_p=0.9, top_k=3, kept_sets=KeptSets.of([(1, 2, 3)] * tokens))
+    (sample,), _ = training_samples([[calls[0], kept]])
+    assert [node.kept_sets is not None for node in sample.tree.nodes if node.sampled] == [False, True]
+    cold = rollout("b", 0.0, top_p=0.9, temperature=0.0, kept_sets=KeptSets.of([(1, 2, 3)] * tokens))
+    with pytest.raises(UnfaithfulSampleError, match="with temperature=0; no loss"):
+        training_samples([[calls[0], cold]])
 
 
 def test_samples_of_a_reshaped_distribution_are_refused_by_what_reshaped_it() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from agentlightning.credit import is_target
+from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.credit.training_samples import OWN
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
@@ -95,3 +97,13 @@ def _adapter(call: Transition) -> str:
     """The adapter that answered, as the model's name says; "" for the policy itself."""
     policy, _, adapter = (call.model or "").rpartition(":")
     return adapter if policy else ""
+
+
+def without_target(trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]) -> list[Rejection]:
+    """Rejects rollouts in which no agent to train made a call."""
+    found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
+    message = (
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"
+        " target_agent (or trained_agents), or name the agent with agl.track_agent"
+    )
+    return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

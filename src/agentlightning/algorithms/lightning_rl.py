@@ -19,14 +19,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
-from agentlightning.algorithms.agents import AgentRoles
+from agentlightning.algorithms.agents import AgentRoles, without_target
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
@@ -55,7 +54,7 @@ from agentlightning.credit import (
     rejections,
 )
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.credit.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
@@ -87,6 +86,11 @@ class LightningRLConfig(BaseModel):
     """Rollouts of each task; their mean reward is the baseline."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the training rollouts."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Training rollouts are sampled from the most likely tokens that together have this probability. Below 1 these sets
+    are recorded, and the policy's probabilities are those over them (`policy.max_kept_tokens`)."""
+    top_k: int = Field(default=0, ge=0)
+    """Training rollouts are sampled from so many of the most likely tokens, recorded likewise. 0: from all."""
     credit: str | dict[str, Any] = "group_relative"
     """The episode-level credit rule: its name, or a table with its `type` and settings. `credit_assignment` is another
     name of this setting."""
@@ -239,6 +243,8 @@ class LightningRLSettings(TypedDict, total=False):
     tasks_per_step: int
     group_size: int
     temperature: float
+    top_p: float
+    top_k: int
     credit: str | Mapping[str, Any]
     credit_assignment: str | Mapping[str, Any]
     normalization: str | Mapping[str, Any] | Normalization
@@ -382,6 +388,8 @@ class LightningRL(Algorithm[LightningRLConfig]):
                 tasks=tasks,
                 group_size=config.group_size,
                 temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
                 check=check,
                 timeout_reward=config.timeout_reward,
             )
@@ -442,7 +450,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
             return [*found, *_without_calls(left)]
         if any(is_target(agent, target_agent) for agent in agents):
             return found
-        return [*found, *_without_target(left, str(target_agent), agents)]
+        return [*found, *without_target(left, str(target_agent), agents)]
 
 
 def joined(first: Collected, more: Collected) -> Collected:
@@ -487,14 +495,3 @@ def _without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
             " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
         )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
-
-
-def _without_target(
-    trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]
-) -> list[Rejection]:
-    found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
-    message = (
-        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"
-        " target_agent (or trained_agents), or name the agent with agl.track_agent"
-    )
-    return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]

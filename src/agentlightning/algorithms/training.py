@@ -41,6 +41,16 @@ class RolloutRequest:
     them again. Too many of them stop training."""
     timeout_reward: float | None = None
     """The reward of rollouts that ran out of time, which then count as successful. None: they have failed."""
+    top_p: float = 1.0
+    """The policy samples from the most likely tokens that together have this probability."""
+    top_k: int = 0
+    """The policy samples from so many of the most likely tokens; 0: from all."""
+
+    @property
+    def sampling_parameters(self) -> dict[str, float]:
+        """Those of the policy, without `top_p` and `top_k` that limit nothing."""
+        top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
+        return {"temperature": self.temperature} | top_p | ({"top_k": self.top_k} if self.top_k else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +198,8 @@ class Training(Protocol):
         temperature: float,
         check: Check | None = None,
         timeout_reward: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Collected:
         """`rollouts.next` with a `RolloutRequest` of these fields."""
         ...

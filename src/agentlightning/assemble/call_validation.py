@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentlightning import span as names
+from agentlightning.util.kept_sets import KeptSets
 
 LEAST_LOGPROB = -104.0
 """The smallest positive number of float32 is e^-103.3: no token is sampled with less."""
@@ -48,6 +49,7 @@ def find_defect(attributes: Mapping[str, Any], limits: TokenLimits) -> str:
         or _defect_in_length(len(prompt) + len(sampled), limits)
         or _defect_in_logprobs(logprobs)
         or _defect_in_numbers(attributes)
+        or _defect_in_kept_sets(attributes.get(names.KEPT_SETS), sampled, limits)
     )
 
 
@@ -80,6 +82,28 @@ def _defect_in_numbers(attributes: Mapping[str, Any]) -> str:
         value = attributes.get(name)
         if value is not None and not _is_within(value, low, high):
             return f"{name}={value!r:.80} is no number from {low:g} to {high:g}"
+    return ""
+
+
+def _defect_in_kept_sets(text: Any, sampled: Sequence[int], limits: TokenLimits) -> str:
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        return f"{names.KEPT_SETS} is {text!r:.80}, which is no text"
+    import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
+
+    try:
+        sets = KeptSets.from_text(text, len(sampled))
+    except ValueError as error:
+        return f"{names.KEPT_SETS} cannot be read: {error}"
+    sizes, ids = sets.size_array(), sets.id_array()
+    last = 2**31 if limits.vocabulary is None else limits.vocabulary
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < last:
+        return f"{names.KEPT_SETS} holds ids from {ids.min()} to {ids.max()}; ids are from 0 to {last - 1}"
+    position = np.repeat(np.arange(len(sizes)), sizes)
+    holding = np.unique(position[ids == np.array(sampled)[position]])
+    if missing := sorted(set(np.flatnonzero(sizes).tolist()) - set(holding.tolist())):
+        return f"{names.KEPT_SETS} lacks {sampled[missing[0]]}, the token sampled at position {missing[0]}"
     return ""
 
 

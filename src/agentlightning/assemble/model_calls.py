@@ -9,6 +9,7 @@ from agentlightning import span as names
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits, find_defect, has_tokens
 from agentlightning.span import Span, counts
 from agentlightning.trajectory import Transition
+from agentlightning.util.kept_sets import KeptSets
 
 CALL_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 """Values of `gen_ai.operation.name` that mean a model call."""
@@ -104,6 +105,7 @@ def _transition(span: Span) -> Transition:
         temperature=_number(attributes, names.REQUEST_TEMPERATURE, 1.0),
         top_p=_number(attributes, names.REQUEST_TOP_P, 1.0),
         top_k=int(_number(attributes, names.REQUEST_TOP_K, 0)),
+        kept_sets=_kept_sets(attributes),
         reshaped=tuple(map(str, _items(attributes.get(names.RESHAPED)))),
         finish_reason=str(next(iter(_items(reasons)), "stop")),
         model=model_of(span),
@@ -124,6 +126,15 @@ def _versions(attributes: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     runs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     counts = [count for _, count in runs]
     return runs if min(counts, default=0) > 0 and sum(counts) == len(attributes[names.RESPONSE_TOKEN_IDS]) else ()
+
+
+def _kept_sets(attributes: Mapping[str, Any]) -> KeptSets | None:
+    """None also for what cannot be read, which `find_defect` names."""
+    text = attributes.get(names.KEPT_SETS)
+    try:
+        return KeptSets.from_text(text, len(attributes[names.RESPONSE_TOKEN_IDS])) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def _replays(attributes: Mapping[str, Any]) -> tuple[str, str] | None:

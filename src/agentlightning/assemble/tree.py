@@ -68,11 +68,21 @@ class _NodeBuilder:
     def split(self, at: int) -> None:
         """Keep the first `at` tokens; the rest, and the children, move to a new child."""
         node = self.node
-        lower = _NodeBuilder(replace(node, token_ids=node.token_ids[at:], logprobs=node.logprobs[at:]))
+        lower = _NodeBuilder(_part(node, at, len(node.token_ids)))
         lower.children = self.children
-        self.node = replace(node, token_ids=node.token_ids[:at], logprobs=node.logprobs[:at])
+        self.node = _part(node, 0, at)
         self.children = {}
         self.add(lower)
+
+
+def _part(node: Node, start: int, stop: int) -> Node:
+    """The node with only some of its tokens."""
+    return replace(
+        node,
+        token_ids=node.token_ids[start:stop],
+        logprobs=node.logprobs[start:stop],
+        kept_sets=None if node.kept_sets is None else node.kept_sets.part(start, stop),
+    )
 
 
 def _insert(root: _NodeBuilder, call: Transition, held: AbstractSet[CallId]) -> None:
@@ -101,6 +111,7 @@ def _sampled_nodes(call: Transition) -> Iterator[Node]:
             agent=call.agent,
             policy_version=version,
             temperature=call.temperature,
+            kept_sets=None if call.kept_sets is None else call.kept_sets.part(start, start + count),
         )
         start += count
 

@@ -52,6 +52,7 @@ def answering(group: Group, answers: Mapping[str, Sequence[int]]) -> list[Trajec
                     versions=(),
                     replays=None,
                     temperature=1.0,
+                    kept_sets=None,
                 )
                 for call in each.transitions
             ),

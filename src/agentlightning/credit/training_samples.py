@@ -22,6 +22,10 @@ from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
+UNRECORDED: Final = (
+    ". With top_p and top_k a call can be trained if the tokens kept at each position were recorded: the policy's own "
+    "engine records them (vLLM and SGLang do not), up to policy.max_kept_tokens of them; raise that or lower top_k"
+)
 OWN: Final = ""
 """Stands for the policy itself where the name of an adapter may stand."""
 Trains: TypeAlias = Callable[[Transition], str | None]
@@ -150,8 +154,8 @@ def training_samples(
     the whole name of an agent, tokens of other agents have weight 0. `context` is what the rule remembers of earlier
     batches, and the columns it needs.
 
-    Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p,
-    top_k, temperature 0 or anything else that reshapes the distribution and that no loss corrects for.
+    Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p or
+    top_k and no record of what these kept, temperature 0 or anything else that reshapes the distribution.
     """
     assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights)
     aggregate, context = normalizer(aggregate), context or CreditContext()
@@ -233,14 +237,15 @@ def _mean(first: CreditedCall, others: Sequence[CreditedCall]) -> CreditedCall:
 
 
 def _refuse_unfaithful(call: Transition) -> None:
-    cut = {"temperature": (call.temperature, call.temperature <= 0), "top_p": (call.top_p, call.top_p < 1)}
-    cut["top_k"] = (call.top_k, call.top_k > 0)
-    named = ", ".join([*(f"{name}={value:g}" for name, (value, wrong) in cut.items() if wrong), *call.reshaped])
-    if named:
+    unrecorded = call.kept_sets is None
+    cut = {"top_p": (call.top_p, call.top_p < 1 and unrecorded), "top_k": (call.top_k, call.top_k > 0 and unrecorded)}
+    truncated = [f"{name}={value:g}" for name, (value, wrong) in cut.items() if wrong]
+    greedy = [f"temperature={call.temperature:g}"] if call.temperature <= 0 else []
+    if named := ", ".join([*greedy, *truncated, *call.reshaped]):
         raise UnfaithfulSampleError(
             f"call {call.span_id} of rollout {call.rollout_id} was sampled with {named}; no loss can correct for that: "
             "sample training rollouts with temperature above 0, top_p=1.0, top_k=0 and nothing else that reshapes the "
-            "distribution"
+            f"distribution{UNRECORDED if truncated else ''}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.util.kept_sets import KeptSets
 
 __all__ = [
     "DISTRIBUTION_PARAMS",
@@ -87,6 +88,8 @@ class SamplingParams:
     engine that can enforce it (`Engine.can_enforce`)."""
     grammar: str | None = None
     """Grammar in llguidance's dialect (`agentlightning.chat.answer_grammar`) that constrains the answer likewise."""
+    record_kept: bool = False
+    """Record the tokens that top_k and top_p kept (`Sample.kept_sets`), from an engine that can."""
 
     @property
     def constraint(self) -> tuple[ConstraintKind, str] | None:
@@ -94,6 +97,11 @@ class SamplingParams:
         if self.grammar is not None:
             return "grammar", self.grammar
         return None if self.json_schema is None else ("json_schema", self.json_schema)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from the most likely ones only, and from nothing that is reshaped otherwise."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0) and not self.distribution_params
 
     @property
     def distribution_params(self) -> tuple[str, ...]:
@@ -131,6 +139,9 @@ class Sample:
     where one version sampled all of it."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """The most likely tokens at the position of each token; empty unless requested."""
+    kept_sets: KeptSets | None = None
+    """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
+    than the engine records."""
 
 
 class Engine(Protocol):

@@ -9,6 +9,7 @@ from pydantic import Field
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
+from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.settings import Section
 
 
@@ -39,6 +40,10 @@ class PolicyConfig(Section):
     template shows."""
     lora: Lora | None = None
     """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
+    max_kept_tokens: int = Field(default=1024, ge=0, le=MAX_SET)
+    """The most tokens that top-p and top-k sampling may keep at a position of an answer that is trained: the sets are
+    recorded, as the policy's probabilities are those over them. An answer with a larger set is refused, and counted.
+    0: all such answers are."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     value_head: ValueHeadSetting = None

@@ -77,6 +77,7 @@ class LocalPolicy:
             seed=config.seed,
             grammars=self._grammars,
             adapters=self._weights.adapters,
+            max_kept_tokens=config.max_kept_tokens,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
 
@@ -176,6 +177,7 @@ class LocalPolicy:
             policy_version=request.policy_version,
             versions=request.versions,
             top_logprobs=tuple(request.top_logprobs),
+            kept_sets=request.kept_sets,
         )
 
     async def kv_cache_usage(self) -> float | None:

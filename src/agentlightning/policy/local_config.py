@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentlightning.policy.lora_config import AgentSetting, Lora
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
+from agentlightning.util.kept_sets import MAX_SET
 
 
 class LocalPolicyConfig(BaseModel):
@@ -46,6 +47,9 @@ class LocalPolicyConfig(BaseModel):
     gradient_checkpointing: bool = False
     """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
     for long contexts, about a third more time."""
+    max_kept_tokens: int = Field(default=1024, ge=0, le=MAX_SET)
+    """The most tokens that top-p and top-k sampling may keep at a position for the set of them to be recorded, which
+    training on such an answer needs. An answer with a larger set is refused. 0: none is recorded."""
     seed: int = 0
     """Of samples without a seed of their own."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -52,6 +52,7 @@ def policy_config(
         dtype=settings.dtype,
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
+        max_kept_tokens=settings.max_kept_tokens,
         max_context=settings.max_context,
         tool_calls=settings.tool_calls,
         value_head=settings.value_head,

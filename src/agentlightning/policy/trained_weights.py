@@ -20,7 +20,7 @@ from agentlightning.models.lora.files import FOLDER, folder_name
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora, adapters_of
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
-from agentlightning.policy.update.updater import COUNTS, Updater
+from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
 from agentlightning.policy.update.value_head import ValueHead, open_value_head, reading
 
 
@@ -232,7 +232,7 @@ def joint_metrics(by_name: Mapping[str | None, Mapping[str, float]]) -> dict[str
     joint = {f"{name}/{metric}": value for name, own in by_name.items() for metric, value in own.items()}
     for metric in sorted({metric for own in by_name.values() for metric in own}):
         values = [(own[metric], max(own["tokens_trained"], 1.0)) for own in by_name.values() if metric in own]
-        if metric in COUNTS:
+        if metric in (*COUNTS, KEPT_COUNT):
             joint[metric] = sum(value for value, _ in values)
         else:
             joint[metric] = sum(value * tokens for value, tokens in values) / sum(tokens for _, tokens in values)

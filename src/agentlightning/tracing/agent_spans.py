@@ -20,6 +20,7 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.PROMPT_TOKEN_IDS,
         names.RESPONSE_TOKEN_IDS,
         names.LOGPROBS,
+        names.KEPT_SETS,
         names.RESHAPED,
         names.OVERRIDDEN,
         names.POLICY_VERSION,

@@ -118,7 +118,7 @@ class Measurements:
             self.collector,
             tasks,
             name=name,
-            resources_id=await self.publisher.write(name, TEMPERATURES[mode]),
+            resources_id=await self.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
             reward_weights=self.reward_weights,
             max_failed_share=None if strict else 1.0,
             require_reward=strict,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.resources import NamedResources, ProxyLLM
@@ -27,25 +29,23 @@ class ResourcePublisher:
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
 
-    def _llm(self, engine: Engine, temperature: float, max_calls: int | None) -> ProxyLLM:
+    def _llm(self, engine: Engine, sampling: Mapping[str, float], max_calls: int | None) -> ProxyLLM:
         return ProxyLLM(
             endpoint=self._server_url,
             model=engine.model,
-            sampling_parameters={"temperature": temperature},
+            sampling_parameters=dict(sampling),
             policy_version=engine.policy_version,
             max_calls=max_calls,
         )
 
-    async def write(self, resources_id: str, temperature: float, max_calls: int | None = None) -> str:
+    async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
         resources = dict(self.resources)
         if self._policy is not None:
-            resources["llm"] = self._llm(self._policy, temperature, max_calls)
+            resources["llm"] = self._llm(self._policy, sampling, max_calls)
             for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
-                resources[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(
-                    view, temperature, max_calls
-                )
+                resources[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)
         if await self._store.get_resources_by_id(resources_id) is None:
             await self._store.add_resources(resources, resources_id)
         else:

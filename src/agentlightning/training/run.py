@@ -165,8 +165,11 @@ class TrainingRun:
         temperature: float,
         check: Check | None = None,
         timeout_reward: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Collected:
-        return await self.rollouts.next(RolloutRequest(tasks, group_size, temperature, check, timeout_reward))
+        request = RolloutRequest(tasks, group_size, temperature, check, timeout_reward, top_p, top_k)
+        return await self.rollouts.next(request)
 
     async def recall(
         self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None

@@ -11,6 +11,7 @@ from agentlightning.assemble import OVERRIDDEN_CALLS, trajectory
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
+from agentlightning.tracing.otlp.encode import encode
 
 WANTED = {"seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {"65": 5}, "temperature": 0.0}
 POLICY = LLM(endpoint="http://x", model="scripted", sampling_parameters={"temperature": 0.8})
@@ -115,3 +116,27 @@ async def test_of_providers_only_one_that_reports_tokens_is_sampled_by_the_rule(
     (sent,) = provider.seen
     body = json.loads(sent.body)
     assert (body.get("temperature"), body.get("seed")) == seen
+
+
+async def test_the_tokens_that_top_p_kept_are_recorded_where_a_call_may_be_trained(serve_tiny, store, secret):
+    service = await serve_tiny()
+    forced = {"llm": LLM(endpoint="http://x", model="scripted", sampling_parameters={"top_p": 0.5, "temperature": 0.7})}
+    await store.add_resources(forced)
+    for mode in ("train", None, "val"):
+        attempted = await begin(service, secret, mode)
+        await service.ask("What is 12 + 30?", max_tokens=6)
+        (span,) = await service.spans()
+        assert (names.KEPT_SETS in span.attributes) == (mode != "val")
+        assert names.KEPT_SETS not in str(encode([span]))
+        (call,) = trajectory(attempted.rollout_id, attempted.attempt.attempt_id, [span]).transitions
+        assert (call.kept_sets is not None) == (mode != "val")
+        for token, kept in zip(call.response_token_ids, call.kept_sets.lists() if call.kept_sets else [], strict=False):
+            assert token in kept
+
+
+async def test_nothing_is_recorded_of_calls_that_sample_from_every_token(serve_tiny, secret):
+    service = await serve_tiny()
+    await begin(service, secret, "train")
+    await service.ask("What is 12 + 30?", max_tokens=6, top_p=0.5)
+    (span,) = await service.spans()
+    assert names.KEPT_SETS not in span.attributes

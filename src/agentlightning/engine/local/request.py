@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.engine.local.guided_decoding import Matcher
 from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.util.kept_sets import KeptSets
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,8 @@ class Request:
     """One for each sampled token."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     """One for each sampled token, if requested."""
+    kept: list[bytes] | None = None
+    """For each sampled token the ids (int32) that top_k and top_p kept, empty where that is all; None: not recorded."""
     finish_reason: FinishReason | None = None
     policy_version: int = 0
     """Version of the weights that sampled the last token."""
@@ -49,6 +52,11 @@ class Request:
     @property
     def sampled(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def kept_sets(self) -> KeptSets | None:
+        """See `Sample.kept_sets`."""
+        return None if self.kept is None else KeptSets.joined(self.kept)
 
     @property
     def below_min_tokens(self) -> bool:

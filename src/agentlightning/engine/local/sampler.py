@@ -45,6 +45,8 @@ class BatchSamplingParams:
     """Rows, tokens and the values added to their logits: vectors of equal length."""
     top_logprobs: int
     """Number of most likely tokens to report."""
+    recording: tuple[int, ...]
+    """The rows that record which tokens top_k and top_p kept."""
     all_greedy: bool
 
 
@@ -59,6 +61,8 @@ class SampledTokens:
     top_tokens: Tensor | None = None
     """[N, top], most likely first; if fewer can be sampled, the rest have the log-probability -inf."""
     top_logprobs: Tensor | None = None
+    kept: Tensor | None = None
+    """[recording rows, V], bool: the tokens that could be sampled."""
 
 
 def validate(params: SamplingParams) -> None:
@@ -124,6 +128,7 @@ def batch_params(rows: Sequence[SamplingParams], device: torch.device) -> BatchS
         ),
         bias=_bias(rows, device),
         top_logprobs=max((row.top_logprobs for row in rows), default=0),
+        recording=tuple(index for index, row in enumerate(rows) if row.record_kept and row.truncates),
         all_greedy=all(greedy),
     )
 
@@ -161,15 +166,16 @@ def sample_tokens(
         logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -math.inf)
     if params.top_k is not None or params.top_p is not None:
         logits_NV = top_k_top_p_mask(logits_NV, params.top_k, params.top_p)
+    kept = logits_NV[list(params.recording)] > -math.inf if params.recording else None
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     tokens_N = logits_NV.argmax(dim=-1) if params.all_greedy else inverse_cdf_sample(logprobs_NV, uniform_N)
     if params.greedy is not None and not params.all_greedy:
         tokens_N = torch.where(params.greedy, logits_NV.argmax(dim=-1), tokens_N)
     logprobs_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
     if not params.top_logprobs:
-        return SampledTokens(tokens_N, logprobs_N)
+        return SampledTokens(tokens_N, logprobs_N, kept=kept)
     top = logprobs_NV.topk(min(params.top_logprobs, logprobs_NV.shape[-1]), dim=-1)
-    return SampledTokens(tokens_N, logprobs_N, top.indices, top.values)
+    return SampledTokens(tokens_N, logprobs_N, top.indices, top.values, kept)
 
 
 def exclude_tokens(

@@ -63,10 +63,11 @@ class ContinuousBatcher:
         seed: int = 0,
         grammars: GrammarCompiler | None = None,
         adapters: Adapters | None = None,
+        max_kept_tokens: int = 1024,
     ) -> None:
         """`kv_cache_bytes` bounds the active rows (further requests wait), `prefix_cache_bytes` the prefix cache, and
         `prefill_tokens` how many prompt tokens a step computes before the other rows get their next token. Without
-        `grammars` no answer can be constrained."""
+        `grammars` no answer can be constrained. `max_kept_tokens` bounds the sets of tokens that answers record."""
         self.model = model
         self.context_length = context_length
         self.policy_version = 0
@@ -79,6 +80,7 @@ class ContinuousBatcher:
         self._decode = decode
         self._grammars = grammars
         self._prefill_tokens = prefill_tokens
+        self._max_kept_tokens = max_kept_tokens
         self._vocab_size = kv_cache.vocab_size(model)
         self._rng = random.Random(seed)
         """Seeds the requests that have no seed."""
@@ -138,6 +140,7 @@ class ContinuousBatcher:
             end_tokens=params.end_tokens(self._eos_token_ids),
             stop_scanner=StopScanner(params.stop, self._decode) if params.stop else None,
             matcher=self._grammars.matcher(constraint[1], constraint[0]) if self._grammars and constraint else None,
+            kept=[] if params.record_kept and params.truncates and self._max_kept_tokens else None,
             rng=random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed),
         )
         self._waiting.append(request)
@@ -341,6 +344,9 @@ class ContinuousBatcher:
         for request, token, logprob in zip(rows, *pairs, strict=True):
             self._append_token(request, int(token), logprob)
         _record_top_logprobs(rows, sampled)
+        if sampled.kept is not None:
+            recording = [rows[index] for index in self._batch_params.recording]
+            _record_kept(recording, sampled.kept, self._max_kept_tokens)
         self._free_rows([request for request in rows if request.finish_reason is not None])
         return rows
 
@@ -462,3 +468,20 @@ def _record_top_logprobs(rows: Sequence[Request], sampled: sampler.SampledTokens
         if count := request.params.top_logprobs:
             most_likely = zip(tokens[:count], values[:count], strict=True)
             request.top_logprobs.append(tuple((token, value) for token, value in most_likely if value > -math.inf))
+
+
+def _record_kept(rows: Sequence[Request], kept_RV: Tensor, limit: int) -> None:
+    """Append the tokens that could be sampled. An answer at which more than `limit` could be, but not all, is not
+    recorded: none of its sets would be of use without the others."""
+    sizes_R = kept_RV.sum(-1)
+    kept_RV &= ((sizes_R <= limit) & (sizes_R < kept_RV.shape[1]))[:, None]
+    ids = kept_RV.nonzero()[:, 1].int().cpu().numpy()
+    start = 0
+    for request, size in zip(rows, sizes_R.tolist(), strict=True):
+        if size == kept_RV.shape[1]:
+            size = 0
+        elif size > limit:
+            request.kept, size = None, 0
+        if request.kept is not None:
+            request.kept.append(ids[start : start + size].tobytes())
+        start += size

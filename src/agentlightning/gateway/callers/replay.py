@@ -16,6 +16,7 @@ from agentlightning import span as names
 from agentlightning.engine.base import FinishReason, Sample, SamplingParams
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.util.kept_sets import KeptSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class RecordedAnswer:
     def of(cls, span: Span) -> RecordedAnswer:
         found = span.attributes
         reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
+        kept = cast("str | None", found.get(names.KEPT_SETS))
         versions = cast("Sequence[int]", found.get(names.POLICY_VERSIONS, ()))
         sample = Sample(
             tuple(found[names.RESPONSE_TOKEN_IDS]),
@@ -41,6 +43,7 @@ class RecordedAnswer:
             reason,
             found[names.POLICY_VERSION],
             tuple(zip(versions[::2], versions[1::2], strict=True)),
+            kept_sets=None if kept is None else KeptSets.from_text(kept, len(found[names.RESPONSE_TOKEN_IDS])),
         )
         prompt = tuple(found[names.PROMPT_TOKEN_IDS])
         return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))

@@ -64,6 +64,8 @@ class SpanDraft:
         }
         if sample.versions:
             attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
+        if sample.kept_sets is not None:
+            attributes[names.KEPT_SETS] = sample.kept_sets.to_text()
         if self.constraint:
             verdict, violations = self.constraint.evaluate(answer)
             attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})

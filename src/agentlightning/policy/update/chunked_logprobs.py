@@ -4,25 +4,31 @@
 
     d log p(chosen) / dz = onehot(chosen) - p                dH / dz = - p (log p + H)
 
+Where only some tokens could be sampled (top-k, top-p), z is -inf for all others: p, its entropy and its gradient are
+those of the distribution that was sampled from (DeepSeek-V3.2, 2025, arXiv:2512.02556, keep sampling mask).
+
 Softmax is computed in blocks of rows. Behind a linear output layer all chunks use one buffer: the backward pass
 computes their logits again, the last chunk excepted, writes their gradient over them, and adds its product with the
 hidden states to one gradient of the weights, which is summed in float32 where weights have less precision.
 
-Shapes: N positions, C positions of a chunk, B of a block, V vocabulary, H hidden.
+Shapes: N positions, C positions of a chunk, B of a block, V vocabulary, H hidden, K ids of all kept sets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from agentlightning.engine.local.sampler import MIN_TEMPERATURE
+from agentlightning.policy.update.micro_batch import KeptTokens
 
 BLOCK_CPU = 1 << 17
 """Logits of a block, where its float32 copies (two of 512 KiB) should stay in the cache of a core."""
@@ -30,6 +36,48 @@ BLOCK_ACCELERATOR = 1 << 24
 """Logits of a block, where a kernel should have enough to do."""
 SLICE = 1 << 22
 """Numbers of a gradient of half precision that are added to its float32 sum at once."""
+
+
+FAR = -1e4
+"""A shifted logit whose exp() is 0 in any precision, and finite, so that 0 times it is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that N distributions are over."""
+
+    ids: Tensor
+    """[K]"""
+    rows: Tensor
+    """The distribution of each id [K], ascending."""
+    ends: Sequence[int]
+    """Where the ids of each distribution begin, and where the last ones end: N + 1."""
+    limited: Tensor
+    """Whether a distribution is not over the whole vocabulary [N]."""
+
+    @classmethod
+    def of(cls, kept: KeptTokens, vocabulary: int, device: torch.device) -> Kept:
+        """Without ids outside the vocabulary, which another model may lack."""
+        rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < vocabulary
+        rows = rows[within]
+        ends = np.searchsorted(rows, np.arange(len(kept.sizes) + 1))
+        tensors = (torch.from_numpy(each).to(device) for each in (kept.ids[within], rows))
+        return cls(*tensors, ends.tolist(), torch.from_numpy(kept.sizes > 0).to(device))
+
+    def part(self, part: slice) -> Kept:
+        """The same of some distributions."""
+        start, stop = self.ends[part.start], self.ends[part.stop]
+        ends = [end - start for end in self.ends[part.start : part.stop + 1]]
+        return Kept(self.ids[start:stop], self.rows[start:stop] - part.start, ends, self.limited[part])
+
+    def excluded(self, part: slice, vocabulary: int) -> Tensor | None:
+        """Which tokens some distributions are not over [B, V]; None: they are over all."""
+        own = self.part(part)
+        if not len(own.ids):
+            return None
+        excluded_BV = own.limited[:, None].expand(-1, vocabulary).clone()
+        excluded_BV[own.rows, own.ids] = False
+        return excluded_BV
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +88,20 @@ class Chosen:
     temperatures: Tensor | None
     entropy_gradient: bool
     """Whether entropies have a gradient."""
+    kept: Kept | None = None
+    """None: all distributions are over the whole vocabulary."""
 
     def split(self, size: int) -> list[Chosen]:
         """The same of each chunk."""
         parts = _parts(len(self.tokens), size)
-        temperatures = [None if self.temperatures is None else self.temperatures[part] for part in parts]
         return [
-            replace(self, tokens=self.tokens[part], temperatures=temperatures_C)
-            for part, temperatures_C in zip(parts, temperatures, strict=True)
+            replace(
+                self,
+                tokens=self.tokens[part],
+                temperatures=None if self.temperatures is None else self.temperatures[part],
+                kept=None if self.kept is None else self.kept.part(part),
+            )
+            for part in parts
         ]
 
 
@@ -198,18 +252,27 @@ def _temperatures(chosen: Chosen, rows: slice, like: Tensor) -> Tensor | None:
     return chosen.temperatures[rows, None].to(like.dtype).clamp(min=MIN_TEMPERATURE)
 
 
-def _shifted(logits_BV: Tensor, max_B1: Tensor, temperatures_B1: Tensor | None) -> Tensor:
-    """(logits - max) / T in float32 or more: at most 0."""
+def _excluded(logits_BV: Tensor, chosen: Chosen, places: slice) -> Tensor | None:
+    return None if chosen.kept is None else chosen.kept.excluded(places, logits_BV.shape[1])
+
+
+def _shifted(
+    logits_BV: Tensor, max_B1: Tensor, temperatures_B1: Tensor | None, excluded_BV: Tensor | None = None
+) -> Tensor:
+    """(logits - max) / T in float32 or more: at most 0, and `FAR` for excluded tokens."""
     shifted_BV = logits_BV.to(max_B1.dtype) - max_B1
-    return shifted_BV if temperatures_B1 is None else shifted_BV.div_(temperatures_B1)
+    shifted_BV = shifted_BV if temperatures_B1 is None else shifted_BV.div_(temperatures_B1)
+    return shifted_BV if excluded_BV is None else shifted_BV.masked_fill_(excluded_BV, FAR)
 
 
 def _measure(logits_CV: Tensor, chosen: Chosen, logprobs_N: Tensor, found: Softmax, part: slice) -> None:
     """Fill in the entries of a chunk."""
     for rows, places in _blocks(logits_CV, part):
         logits_BV = logits_CV[rows]
-        max_B1 = logits_BV.amax(-1, keepdim=True).to(found.largest.dtype)
-        shifted_BV = _shifted(logits_BV, max_B1, _temperatures(chosen, places, max_B1))
+        excluded_BV = _excluded(logits_BV, chosen, places)
+        within_BV = logits_BV if excluded_BV is None else logits_BV.masked_fill(excluded_BV, -math.inf)
+        max_B1 = within_BV.amax(-1, keepdim=True).to(found.largest.dtype)
+        shifted_BV = _shifted(logits_BV, max_B1, _temperatures(chosen, places, max_B1), excluded_BV)
         exp_BV = shifted_BV.exp()
         sum_B = exp_BV.sum(-1)
         log_sum_B = sum_B.log()
@@ -226,7 +289,8 @@ def _write_gradient(
     for rows, places in _blocks(logits_CV, part):
         max_B1 = found.largest[places, None]
         temperatures_B1 = _temperatures(chosen, places, max_B1)
-        shifted_BV = _shifted(logits_CV[rows], max_B1, temperatures_B1)
+        excluded_BV = _excluded(logits_CV[rows], chosen, places)
+        shifted_BV = _shifted(logits_CV[rows], max_B1, temperatures_B1, excluded_BV)
         scale_B1 = of_logprobs_N[places, None]
         factor_B1 = -scale_B1 / found.total[places, None]
         if temperatures_B1 is not None:

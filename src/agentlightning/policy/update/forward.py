@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
+from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
 from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
@@ -105,13 +105,16 @@ class Forward:
         self, batch: MicroBatch, states: States, at_temperature: bool, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """logprobs_N of the targets of a micro-batch, from its `states`, and the entropy of their distributions [N],
-        which has a gradient if asked for."""
+        which has a gradient if asked for. `at_temperature`, a distribution is the one that was sampled from: also over
+        those tokens only that were recorded as kept."""
         chosen = [row.token_ids[target] for row in batch.rows for target in row.targets.tolist()]
         chosen_N = self.tensor(np.array(chosen, np.int64))
         temperatures_N = self.tensor(batch.table.temperatures[batch.places]) if at_temperature else None
+        sets = batch.kept if at_temperature else None
+        kept = None if sets is None else Kept.of(sets, self.head.vocabulary, self.model.device)
         if states.logits is not None:
-            return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient))
-        return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient)
+            return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
+        return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient, kept)
 
     @torch.no_grad()
     def score(

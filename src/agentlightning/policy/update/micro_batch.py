@@ -14,12 +14,29 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IntArray: TypeAlias = NDArray[np.int64]
 
 NOT_SAMPLED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """For each of some tokens the ids that alone could be sampled in its place, ragged."""
+
+    sizes: IntArray
+    """The number of ids of each token; 0: every token of the vocabulary."""
+    ids: IntArray
+    """Those of all tokens, one behind the other."""
+
+    def at(self, places: IntArray) -> KeptTokens:
+        """Those of the tokens at `places`."""
+        sizes = self.sizes[places]
+        begins = (np.cumsum(self.sizes) - self.sizes)[places]
+        index = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+        return KeptTokens(sizes, self.ids[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,8 @@ class TokenTable:
     """For each sample, where the tokens of each node begin; `NOT_SAMPLED` for prompts."""
     calls: tuple[IntArray, ...]
     """For each sample, the call of each node; `NOT_SAMPLED` for prompts."""
+    kept: KeptTokens | None = None
+    """None: every token could be sampled everywhere."""
 
 
 def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
@@ -66,7 +85,20 @@ def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
         rollout=np.repeat(np.array(rollout, np.int64), lengths),
         starts=tuple(starts),
         calls=tuple(calls),
+        kept=_kept_tokens([node for _, _, node in nodes]),
     )
+
+
+def _kept_tokens(nodes: Sequence[Node]) -> KeptTokens | None:
+    if all(node.kept_sets is None for node in nodes):
+        return None
+    none = np.zeros(0, np.int64)
+    sizes = [
+        np.zeros(len(node.token_ids), np.int64) if node.kept_sets is None else node.kept_sets.size_array()
+        for node in nodes
+    ]
+    ids = [none if node.kept_sets is None else node.kept_sets.id_array() for node in nodes]
+    return KeptTokens(np.concatenate(sizes), np.concatenate(ids))
 
 
 def _join(arrays: Sequence[FloatArray]) -> FloatArray:
@@ -152,6 +184,11 @@ class MicroBatch:
     def places(self) -> IntArray:
         """For each target, rows by rows, its place in the table [N]."""
         return np.concatenate([row.places for row in self.rows])
+
+    @property
+    def kept(self) -> KeptTokens | None:
+        """The ids that could be sampled at each target."""
+        return None if self.table.kept is None else self.table.kept.at(self.places)
 
     def predictions(self) -> Predictions:
         """The positions that predict the targets: one token before each, in the shared prefix or in its row."""

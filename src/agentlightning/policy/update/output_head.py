@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_linear, logprobs_from_logits
+from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,13 @@ def token_logprobs(
     chosen_N: Tensor,
     temperatures_N: Tensor | None,
     entropy_gradient: bool = False,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p of the chosen tokens at their temperatures, and the entropies there: [N], float32 or more. Entropies have a
-    gradient if asked for. The gradient is for `Tensor.backward` alone (`logprobs_from_linear`)."""
+    gradient if asked for. With `kept`, the distributions are over these tokens only. The gradient is for
+    `Tensor.backward` alone (`logprobs_from_linear`)."""
     size = max(1, CHUNK_LOGITS // head.vocabulary)
-    chosen = Chosen(chosen_N, temperatures_N, entropy_gradient)
+    chosen = Chosen(chosen_N, temperatures_N, entropy_gradient, kept)
     if (linear := head.linear) is not None:
         return logprobs_from_linear(hidden_NH, linear.weight, linear.bias, chosen, size, adds_to_grad=True)
     if len(hidden_NH) <= size:

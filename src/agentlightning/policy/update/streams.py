@@ -71,8 +71,8 @@ def _completed(
         columns.setdefault(PROXIMAL_LOGPROBS, tuple(_array(node.logprobs) for node in tree.nodes))
     columns[TRAINED] = _trained(columns, losses, given)
     faithful = {weights_name(loss, given) for loss in losses if SAMPLED_LOGPROBS in loss.needs}
-    if not any(_any(columns[name]) for name in faithful):  # Imitated only: at temperature 1, however it was sampled.
-        tree = TokenTree(tuple(replace(node, temperature=1.0) for node in tree.nodes))
+    if not any(_any(columns[name]) for name in faithful):  # Imitated only: the whole distribution at temperature 1.
+        tree = TokenTree(tuple(replace(node, temperature=1.0, kept_sets=None) for node in tree.nodes))
     share = sample.share if WEIGHTS in sample.columns else 0.0
     return replace(sample, tree=tree, columns=columns, share=share)
 

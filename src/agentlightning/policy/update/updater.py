@@ -28,7 +28,7 @@ from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.micro_batch import IntArray, MicroBatch
+from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
@@ -104,7 +104,8 @@ class Updater:
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
         grad_norm and lr (means over steps), mismatch_kl (approx_kl of sampler and trainer, before the first step), and
         counts: tokens_trained, tokens_computed (padding included), micro_batches, optimizer_steps, skipped_steps (a
-        loss or gradient that was not finite) and rollouts_not_finite (rollouts left out because theirs was not).
+        loss or gradient that was not finite) and rollouts_not_finite (rollouts left out because theirs was not). Where
+        tokens have recorded sets of top-k or top-p: tokens_with_kept_sets, kept_set_size (their mean number of ids).
 
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
@@ -212,6 +213,8 @@ class Updater:
             _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
             _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
             _add(totals, {"shared_prefixes": len(batch.families)})
+            if at_temperature and batch.kept is not None:
+                _add(totals, _kept_metrics(batch.kept))
         return totals
 
     @torch.no_grad()
@@ -407,6 +410,8 @@ COUNTS: tuple[str, ...] = (
     "micro_batches",
     "shared_prefixes",
 )
+KEPT_COUNT = "tokens_with_kept_sets"
+"""Trained tokens whose probability is that over a recorded set; only in updates that have some."""
 PER_STEP: tuple[str, ...] = ("loss", "lr", "grad_norm", "value_lr", "value_grad_norm")
 COUNT_OF = "count of "
 """Before the name of a metric: the number of tokens that it is a sum over."""
@@ -417,10 +422,15 @@ def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None
         totals[name] = totals.get(name, 0.0) + float(value)
 
 
+def _kept_metrics(kept: KeptTokens) -> dict[str, float]:
+    count = float(np.count_nonzero(kept.sizes))
+    return {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum()), f"{COUNT_OF}kept_set_size": count}
+
+
 def _means(totals: dict[str, float]) -> dict[str, float]:
     """Sums over tokens become means over tokens, sums over steps means over steps; counts stay."""
     steps = totals["optimizer_steps"] + totals["skipped_steps"]
-    divisors = dict.fromkeys(COUNTS, 1.0) | dict.fromkeys(PER_STEP, max(1.0, steps))
+    divisors = dict.fromkeys((*COUNTS, KEPT_COUNT), 1.0) | dict.fromkeys(PER_STEP, max(1.0, steps))
     names = [name for name in totals if not name.startswith(COUNT_OF)]
 
     def tokens(name: str) -> float:

@@ -32,8 +32,8 @@ from agentlightning.training.sources.schedule import choose
 from agentlightning.training.sources.versions import age, updates_of
 from agentlightning.trajectory import Trajectory
 
-Publish = Callable[[str, float, int | None], Awaitable[str]]
-"""(resources id, sampling temperature, answers that a rollout may be given) -> the id under which the present weights
+Publish = Callable[[str, Mapping[str, float], int | None], Awaitable[str]]
+"""(resources id, sampling parameters, answers that a rollout may be given) -> the id under which the present weights
 and resources were published."""
 PART_SEED: Final = 1_000_003
 """What is added to the seed for each further request within a step, so that it draws other tasks."""
@@ -414,7 +414,7 @@ class RolloutStream:
     # -- small parts ---------------------------------------------------------------------------------------------------
 
     async def _publish(self, name: str, request: RolloutRequest, turn: int) -> str:
-        return await self.publish(name, request.temperature, self.turn_limit and self.turn_limit.at(turn))
+        return await self.publish(name, request.sampling_parameters, self.turn_limit and self.turn_limit.at(turn))
 
     @property
     def _update(self) -> int:

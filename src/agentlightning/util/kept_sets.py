@@ -1,0 +1,111 @@
+"""The tokens that top-k and top-p kept at each position of an answer: the only ones that could be sampled there.
+
+A loss needs them: weights that have moved would keep other tokens, so that the probability with which a token was
+sampled can only be computed again over the recorded set (DeepSeek-V3.2, 2025, arXiv:2512.02556, keep sampling mask):
+
+    p(token) = exp(z[token] / T) / sum over v in the set of exp(z[v] / T)
+
+A worked example, the sets {4, 9} and {7}, and a position at which every token was kept:
+
+    sizes 2 1 0    ids 4 9 7    differences 4 5 -2    text = base64(zlib(3, sizes, differences)), int32, little endian
+"""
+
+from __future__ import annotations
+
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ids: TypeAlias = NDArray[np.int64]
+else:  # A machine that only serves or runs agents need not have NumPy.
+    Ids = Any
+
+MAX_SET: Final = 4096
+"""The most tokens of a set."""
+_INT: Final = "<i4"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """A set of token ids for each token of an answer.
+
+    >>> KeptSets.of([(4, 9), (7,), ()]).part(1, 3).lists()
+    [[7], []]
+    """
+
+    sizes: bytes
+    """The number of ids of each set, int32; 0: every token was kept."""
+    ids: bytes
+    """Those of all sets, one behind the other, int32."""
+
+    @classmethod
+    def of(cls, sets: Iterable[Iterable[int]]) -> KeptSets:
+        import numpy as np
+
+        return cls.joined([np.array([*each], _INT).tobytes() for each in sets])
+
+    @classmethod
+    def joined(cls, sets: list[bytes]) -> KeptSets:
+        """From the ids of each set, int32."""
+        import numpy as np
+
+        return cls(np.array([len(each) // 4 for each in sets], _INT).tobytes(), b"".join(sets))
+
+    def __len__(self) -> int:
+        return len(self.sizes) // 4
+
+    def part(self, start: int, stop: int) -> KeptSets:
+        """Those of the tokens from `start` to `stop`."""
+        ends = [0, *self.size_array().cumsum().tolist()]
+        return KeptSets(self.sizes[4 * start : 4 * stop], self.ids[4 * ends[start] : 4 * ends[stop]])
+
+    def size_array(self) -> Ids:
+        import numpy as np
+
+        return np.frombuffer(self.sizes, _INT).astype(np.int64)
+
+    def id_array(self) -> Ids:
+        import numpy as np
+
+        return np.frombuffer(self.ids, _INT).astype(np.int64)
+
+    def lists(self) -> list[list[int]]:
+        ids, ends = self.id_array().tolist(), self.size_array().cumsum().tolist()
+        return [ids[end - size : end] for end, size in zip(ends, self.size_array().tolist(), strict=True)]
+
+    # -- as text ---------------------------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """For an attribute of a span: with sets of some hundred tokens, about 2 bytes for each id."""
+        import numpy as np
+
+        differences = np.diff(self.id_array(), prepend=0).astype(_INT).tobytes()
+        data = np.array([len(self)], _INT).tobytes() + self.sizes + differences
+        return b64encode(zlib.compress(data, 1)).decode()
+
+    @classmethod
+    def from_text(cls, text: str, tokens: int) -> KeptSets:
+        """The sets of an answer of so many tokens. Raises ValueError for what `to_text` did not write."""
+        import numpy as np
+
+        limit = 4 * (1 + tokens + tokens * MAX_SET)
+        opened = zlib.decompressobj()
+        try:
+            data = opened.decompress(b64decode(text, validate=True), limit)
+        except zlib.error as error:
+            raise ValueError(f"they are no compressed data ({error})") from error
+        if not opened.eof or len(data) % 4 or len(data) < 4:
+            raise ValueError(f"they are cut off, or more than {MAX_SET} for each of {tokens} tokens")
+        count, *_ = np.frombuffer(data[:4], _INT).tolist()
+        sizes, differences = data[4 : 4 + 4 * tokens], data[4 + 4 * tokens :]
+        found = cls(sizes, np.frombuffer(differences, _INT).astype(np.int64).cumsum().astype(_INT).tobytes())
+        size_N = found.size_array()
+        if count != tokens or len(found) != tokens or (size_N < 0).any() or int(size_N.sum()) * 4 != len(differences):
+            raise ValueError(f"there are {count} sets for {tokens} tokens, or their sizes do not add up")
+        return found
