@@ -12,8 +12,9 @@ import pytest
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError
 from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
+from agentlightning.span import KEPT_SETS, LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import LightningStoreBase, LightningStoreClient
+from agentlightning.util.kept_sets import KeptSets
 
 Store = LightningStoreBase
 
@@ -510,7 +511,8 @@ async def test_a_span_is_kept_whole(store: Store) -> None:
         parent_id="p" * 16,
         status_code="ERROR",
         status_message="broke",
-        attributes={"a": [1, {"b": None}], PROMPT_TOKEN_IDS: [1, 2, 3], RESPONSE_TOKEN_IDS: [4], LOGPROBS: [-0.25]},
+        attributes={"a": [1, {"b": None}], PROMPT_TOKEN_IDS: [1, 2, 3], RESPONSE_TOKEN_IDS: [4], LOGPROBS: [-0.25]}
+        | {KEPT_SETS: KeptSets.of([(4, 9)]).to_text()},
         events=(SpanEvent("first", 1.5, {"k": "v"}),),
         resource={"service.name": "agent"},
         sequence_id=7,

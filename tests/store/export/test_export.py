@@ -22,14 +22,16 @@ from agentlightning.errors import ConfigError, ConflictError, DatasetError, Miss
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.server.app import Server
-from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
+from agentlightning.span import KEPT_SETS, LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase
 from agentlightning.store.export import Exported, Imported, copy, export_store, import_store, schema
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.types import RolloutRecord
+from agentlightning.util.kept_sets import KeptSets
 
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
 TOKENS = {PROMPT_TOKEN_IDS: list(range(1000)), RESPONSE_TOKEN_IDS: [7, 8], LOGPROBS: [-0.5, -1.25]}
+TOKENS[KEPT_SETS] = KeptSets.of([(7, 9), (8,)]).to_text()
 
 
 @pytest.fixture

@@ -61,8 +61,10 @@ class Kept:
         rows, within = np.repeat(np.arange(len(kept.sizes)), kept.sizes), kept.ids < vocabulary
         rows = rows[within]
         ends = np.searchsorted(rows, np.arange(len(kept.sizes) + 1))
-        tensors = (torch.from_numpy(each).to(device) for each in (kept.ids[within], rows))
-        return cls(*tensors, ends.tolist(), torch.from_numpy(kept.sizes > 0).to(device))
+        ids_K, rows_K, limited_N = (
+            torch.from_numpy(each).to(device) for each in (kept.ids[within], rows, kept.sizes > 0)
+        )
+        return cls(ids_K, rows_K, ends.tolist(), limited_N)
 
     def part(self, part: slice) -> Kept:
         """The same of some distributions."""
