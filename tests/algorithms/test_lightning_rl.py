@@ -68,8 +68,10 @@ def test_several_losses_and_a_constant_length_survive_a_settings_file(tmp_path: 
 async def test_every_step_asks_updates_and_finishes():
     training = FakeTraining(*GOOD_AND_BAD)
     settings = {"steps": 3, "tasks_per_step": 1, "group_size": 2, "minibatches": 2, "temperature": 0.7}
+    settings |= {"top_p": 0.9, "top_k": 20}
     await LightningRL(**settings, timeout_reward=-1.0).run(training)
-    assert training.requests == [{"tasks": 1, "group_size": 2, "temperature": 0.7, "timeout_reward": -1.0}] * 3
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    assert training.requests == [{"tasks": 1, "group_size": 2, **sampling, "timeout_reward": -1.0}] * 3
     assert [options["minibatches"] for _, options in training.updates] == [2, 2, 2]
     assert [metrics["reward"] for metrics in training.metrics] == [0.5, 0.5, 0.5]
 

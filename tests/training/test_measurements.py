@@ -16,8 +16,8 @@ from agentlightning.training.persistence.tasks import Tasks
 
 
 class Publisher:
-    async def write(self, name: str, temperature: float) -> str:
-        return f"{name} at {temperature}"
+    async def write(self, name: str, sampling: dict[str, float]) -> str:
+        return f"{name} at {sampling['temperature']}"
 
 
 class Measured:

@@ -87,7 +87,8 @@ class LocalService:
         if not request.prefill:  # A grammar describes whole answers.
             constrain = partial(constrain_sampling, tools=request.tools, trainable=trainable, size=size)
             params = await constrain(engine, chat, params, request.constraint, mode=self.enforcement)
-        params = replace(params, record_kept=trainable and params.truncates)
+        if trainable and params.truncates:
+            params = replace(params, record_kept=True)
         prompts = await offload(size, partial(self._build_prompts, call, request, chat))
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
