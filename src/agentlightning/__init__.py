@@ -22,7 +22,7 @@ The store: LightningStore (opens one, and is what all of them are), InMemoryLigh
     not given), Unset (its type).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
-    Policy, ChatFormat.
+    KeptSets (of top-k and top-p), Policy, ChatFormat.
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
     AgentError, AgentTimeoutError, RewardError, RolloutRejectedError, StoreError, NotFoundError, ConflictError,
     StoreFullError, StoreLostError, StoreClosedError, StoreServerError, StoreAuthError, PolicyError, ContextLengthError,
@@ -133,6 +133,7 @@ if TYPE_CHECKING:
     from agentlightning.trainer import Trainer
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
+    from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress
 
 _NAMES = {
@@ -184,12 +185,14 @@ _NAMES = {
     "trainer": "Trainer",
     "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
+    "util.kept_sets": "KeptSets",
     "util.progress": "Progress",
 }
 """Module -> the public names it defines."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "KeptSets",
     "LLM",
     "UNSET",
     "AgentError",

@@ -37,7 +37,7 @@ _INT: Final = "<i4"
 class KeptSets:
     """A set of token ids for each token of an answer.
 
-    >>> KeptSets.of([(4, 9), (7,), ()]).part(1, 3).lists()
+    >>> agl.KeptSets.of([(4, 9), (7,), ()]).part(1, 3).lists()
     [[7], []]
     """
 
