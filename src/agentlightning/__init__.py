@@ -192,7 +192,6 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "KeptSets",
     "LLM",
     "UNSET",
     "AgentError",
@@ -218,6 +217,7 @@ __all__ = [
     "Gain",
     "GatewayConfig",
     "InMemoryLightningStore",
+    "KeptSets",
     "Learner",
     "LightningRL",
     "LightningRLConfig",
