@@ -16,7 +16,9 @@ What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (it
     emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
 Recording: track_session (a rollout made by your own code), Session (one), carry_session (into a bare thread),
-    flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its counters).
+    track_critical_path (records only what is marked), CriticalPath (a marked block), track_all (also what other
+    packages instrument), Instrumentation (what it switched on), flush_recording (writes now), recording_status (what
+    was recorded and lost), RecordingStatus (its counters).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
@@ -99,7 +101,9 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
+    from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.flushing import flush_recording, recording_status
+    from agentlightning.recording.instrumentors import Instrumentation, track_all
     from agentlightning.recording.session import Session, carry_session, track_session
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
@@ -164,6 +168,8 @@ _NAMES = {
     "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
     "rescorer": "Rescoring rescore",
+    "recording.critical_path": "CriticalPath track_critical_path",
+    "recording.instrumentors": "Instrumentation track_all",
     "recording.flushing": "flush_recording recording_status",
     "recording.session": "Session carry_session track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
@@ -206,6 +212,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "ContextLengthError",
+    "CriticalPath",
     "CurriculumConfig",
     "DataConfig",
     "Dataset",
@@ -217,6 +224,7 @@ __all__ = [
     "Gain",
     "GatewayConfig",
     "InMemoryLightningStore",
+    "Instrumentation",
     "KeptSets",
     "Learner",
     "LightningRL",
@@ -310,6 +318,8 @@ __all__ = [
     "rescore",
     "rollout",
     "track_agent",
+    "track_all",
+    "track_critical_path",
     "track_session",
 ]
 

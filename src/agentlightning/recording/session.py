@@ -16,12 +16,13 @@ from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast, get_args, overload
+from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import orjson
 
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import ConfigError, Failure
+from agentlightning.recording.decorating import run_within
 from agentlightning.recording.recorder import Recorder, recorder_of
 from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
 from agentlightning.rollouts import RolloutMode
@@ -62,6 +63,7 @@ class Session:
         name: str | None,
         metadata: Mapping[str, Any] | None,
         mode: RolloutMode | None,
+        only_marked: bool,
     ) -> None:
         if store is not None and not isinstance(store, LightningStore | str | Path):
             raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
@@ -73,6 +75,7 @@ class Session:
             raise ConfigError(f"mode={mode!r:.80} is not train, val or test")
         self._task, self._store, self._name, self._metadata = task, store, name, metadata
         self._mode: RolloutMode | None = mode
+        self._only_marked = only_marked
         self._outer: Scope | None = None
         self._own: SessionRecord | None = None
         self._sink: _SessionSink | None = None
@@ -102,6 +105,7 @@ class Session:
             raise ConfigError("a session is used once; call agl.track_session() for each block")
         self._outer = current_scope()
         if self._outer is not None:
+            self._outer.lifetime.only_marked |= self._only_marked
             self._annotate()
             return self
         self._own = self._record()
@@ -109,6 +113,7 @@ class Session:
         attempt_id = self._own.attempt_id
         scope = Scope(self._own.rollout_id, attempt_id, self._sink, trace_id=trace_id_of(attempt_id) or new_trace_id())
         self._lifetime = scope.lifetime
+        self._lifetime.only_marked = self._only_marked
         self._entered = enter_scope(scope)
         self._entered.__enter__()
         return self
@@ -160,32 +165,14 @@ class Session:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is a session, whose task are the arguments unless one was given."""
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ConfigError(
-                f"track_session cannot decorate the generator {function.__qualname__}: its code runs between other"
-                " code; open `with agl.track_session()` around the loop that consumes it"
-            )
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
             task = _arguments(signature, args, kwargs) if self._task is None else self._task
-            return Session(task, self._store, self._name or function.__qualname__, self._metadata, self._mode)
+            name = self._name or function.__qualname__
+            return Session(task, self._store, name, self._metadata, self._mode, self._only_marked)
 
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with session(args, kwargs):
-                    return await function(*args, **kwargs)
-
-            return cast(Callable[P, R], recorded_async)
-
-        @functools.wraps(function)
-        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            with session(args, kwargs):
-                return function(*args, **kwargs)
-
-        return recorded
+        return run_within(function, session, "track_session")
 
 
 @overload
@@ -198,6 +185,7 @@ def track_session(
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,
+    only_marked: bool = False,
 ) -> Session: ...
 def track_session(
     task: Any = None,
@@ -206,11 +194,13 @@ def track_session(
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,
+    only_marked: bool = False,
 ) -> Any:
     """Record what your own code does as a rollout: a block, sync or async, or a decorated function.
 
     task: what the session is about, any JSON value; of a decorated function, its arguments. store: a store, a path or
     a URL; by default that of `LightningStore()`. name, metadata: kept with the rollout. mode: train, val or test.
+    only_marked: record only what lies in blocks of `track_critical_path`, and rewards.
 
         >>> with agl.track_session({"question": "6 x 7"}) as session:
         ...     agl.emit_reward(1.0)
@@ -221,8 +211,8 @@ def track_session(
     (`recording_status`). Raises ConfigError for arguments of the wrong type.
     """
     if inspect.isroutine(task):
-        return Session(None, store, name, metadata, mode)(task)
-    return Session(task, store, name, metadata, mode)
+        return Session(None, store, name, metadata, mode, only_marked)(task)
+    return Session(task, store, name, metadata, mode, only_marked)
 
 
 def carry_session(function: Callable[P, R]) -> Callable[P, R]:

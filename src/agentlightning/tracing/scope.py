@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 
 from agentlightning.attempt_address import trace_id_of
-from agentlightning.span import Span, new_trace_id
+from agentlightning.span import EXCEPTION, REWARD, Span, new_trace_id
 from agentlightning.tracing.posting_sink import PostingSink
 
 
@@ -64,6 +64,8 @@ class Lifetime:
     """A task or thread that it started passed on another attempt's work in an untracked way, so that an inherited scope
     is no longer reliable."""
 
+    only_marked: bool = False
+    """Only what lies in a block of `track_critical_path` is recorded."""
     prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
     """Prompts that wait for their responses (`emit/model_calls.py`)."""
     at_end: Callable[[], None] | None = None
@@ -99,10 +101,14 @@ class Scope:
     lifetime: Lifetime = field(default_factory=Lifetime, kw_only=True, repr=False)
 
 
+ALWAYS_RECORDED: Final = frozenset({REWARD, EXCEPTION})
+"""Names of spans that are recorded, marked or not."""
+
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
 _agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
 _owner: ContextVar[Location | None] = ContextVar("agentlightning_main", default=None)
 """The thread and task of the attempt itself. Elsewhere its scope is inherited."""
+_marked: ContextVar[bool] = ContextVar("agentlightning_marked", default=False)
 _run: ContextVar[Scope | None] = ContextVar("agentlightning_work", default=None)
 """The attempt that had put the last item taken from a queue, where the scope is inherited."""
 
@@ -200,6 +206,22 @@ def foreign_work() -> Scope | None:
     """The other attempt whose item was taken last in this context, if any."""
     work = _run.get()
     return None if work is None or work is _scope.get() else work
+
+
+def is_left_out(inside: Scope, name: str) -> bool:
+    """Whether a span of this name is not recorded, because it is not marked."""
+    return inside.lifetime.only_marked and not _marked.get() and name not in ALWAYS_RECORDED
+
+
+@contextmanager
+def mark_critical() -> Generator[None]:
+    """Within the block, spans are marked."""
+    token = _marked.set(True)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the block is left in another context than it was entered in
+            _marked.reset(token)
 
 
 def inherited_scope() -> Scope | None:

@@ -37,7 +37,8 @@ from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace
 
 from agentlightning.span import AGENT_NAME, Span
 from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
-from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope
+from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope, is_left_out
+from agentlightning.tracing.status import counters
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ class ScopeProcessor(SpanProcessor):
         scope = None if context is None else self._open.pop((context.trace_id, context.span_id), None)
         if scope is None:
             self._warn(span.name)
+        elif is_left_out(scope, span.name):
+            counters.add("spans_unmarked")
         else:
             resource = self._plain_resource(span.resource)
             scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, resource),))
@@ -152,6 +155,9 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None, s
     scope = current_scope()
     if scope is None or tracer_provider().has_other_processors:
         _record_with_sdk(name, attributes, error, start_time)
+        return
+    if is_left_out(scope, name):
+        counters.add("spans_unmarked")
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
