@@ -22,7 +22,7 @@ Then how the process's CPU seconds were divided. Updates and sampling take turns
 slows the other's arithmetic down, and no token is sampled during an update. Printed are the share of the thread's
 processor time that went to updates, the share of the run during which one ran, and, against a shorter run with
 `max_staleness=0`, where nothing is sampled during an update: the ratio of the median seconds of an update and of its
-processor time, and of the processor time of sampling for each rollout. About 1: nobody starves.
+processor time, and of the processor time of sampling for each rollout. About 1: neither takes longer than alone.
 """
 
 from __future__ import annotations

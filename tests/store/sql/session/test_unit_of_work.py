@@ -194,6 +194,31 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     await store.close()
 
 
+async def test_the_ids_of_spans_are_kept_no_longer_than_their_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.session.unit_of_work.CACHE_BYTES", 20_000)
+    created: list[UnitOfWork] = []
+    start = UnitOfWork.__init__
+
+    def noted(unit: UnitOfWork, *given: object) -> None:
+        created.append(unit)
+        start(unit, *given)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(UnitOfWork, "__init__", noted)
+    store = SqlStore(tmp_path / "store.db")
+    for number in range(60):
+        claimed = await store.start_rollout(number)
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        await store.add_span(a_span(ids, span_id="0123456789abcdef"))
+        await store.update_attempt(*ids, status="succeeded")
+    (unit,) = created
+    kept = {attempt.key for rollout in unit.rollouts.values() for attempt in rollout.attempts.values()}
+    assert 0 < len(kept) < 20
+    assert set(unit.span_ids._entries) <= kept
+    await store.close()
+
+
 async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     store = LightningStore(tmp_path / "store.db")
     await store.update_queue("slow", 1)

@@ -54,6 +54,11 @@ class SpanIds:
             self._entries[attempt.key] = (attempt.spans, entry[1])
             self._bytes += _ID_BYTES * len(ids)
 
+    def forget(self, attempt: AttemptRow) -> None:
+        """Drop the entry of an attempt whose row is dropped: nobody has used either for long."""
+        if (entry := self._entries.pop(attempt.key, None)) is not None:
+            self._bytes -= _ID_BYTES * (2 + len(entry[1]))
+
     def _put(self, key: int, count: int, ids: set[str]) -> None:
         old = self._entries.pop(key, None)
         self._bytes += _ID_BYTES * (2 + len(ids)) - (0 if old is None else _ID_BYTES * (2 + len(old[1])))

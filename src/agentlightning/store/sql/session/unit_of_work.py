@@ -154,6 +154,8 @@ class UnitOfWork:
         while self._memory > CACHE_BYTES and len(self.rollouts) > 1:
             _, rollout = self.rollouts.popitem(last=False)
             self._memory -= rollout.memory_size
+            for attempt in rollout.attempts.values():
+                self.span_ids.forget(attempt)
             rollout.attempts.clear()
         while len(self.workers) > CACHED_WORKERS:
             self.workers.popitem(last=False)
