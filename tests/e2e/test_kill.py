@@ -16,6 +16,7 @@ STEPS = 12
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_killed_three_times_ends_like_an_undisturbed_one(job, max_staleness):
     arguments = ("--json", f"algorithm.steps={STEPS}", "evaluation.every=4", f"run.max_staleness={max_staleness}")
