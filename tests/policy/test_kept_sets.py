@@ -123,3 +123,19 @@ async def test_an_answer_with_a_larger_set_than_allowed_is_not_recorded(checkpoi
 
 def test_the_limit_arrives_from_the_settings_of_a_run(checkpoint: Path) -> None:
     assert policy_config(PolicyConfig(max_kept_tokens=7), checkpoint, seed=0).max_kept_tokens == 7
+
+
+async def test_sets_stay_aligned_where_the_weights_change_during_an_answer(policy: LocalPolicy) -> None:
+    ids, first = prompt(policy), await sampled(policy, count=1)
+    nodes = tree(policy, first)
+    ones = [[1.0 if node.sampled else 0.0] * len(node.token_ids) for node in nodes.nodes]
+    started = asyncio.Event()
+    params = replace(PARAMS, max_tokens=60, seed=5)
+    running = asyncio.create_task(policy.sample(ids, params, lambda *_: started.set()))
+    await started.wait()
+    await policy.train([TrainingSample(nodes, ones, ones)], in_flight=True)
+    sample = await running
+    assert sample.policy_version == 1
+    assert sample.kept_sets is not None
+    assert len(sample.kept_sets) == len(sample.token_ids)
+    assert all(token in kept for token, kept in zip(sample.token_ids, sample.kept_sets.lists(), strict=True))
