@@ -17,8 +17,9 @@ What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (it
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
 Recording: track_session (a rollout made by your own code), Session (one), carry_session (into a bare thread),
     track_critical_path (records only what is marked), CriticalPath (a marked block), track_all (also what other
-    packages instrument), Instrumentation (what it switched on), flush_recording (writes now), recording_status (what
-    was recorded and lost), RecordingStatus (its counters).
+    packages instrument), Instrumentation (what it switched on), configure_recording (sampling, redaction,
+    retention), flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its
+    counters).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
     from agentlightning.recording.flushing import flush_recording, recording_status
     from agentlightning.recording.instrumentors import Instrumentation, track_all
     from agentlightning.recording.session import Session, carry_session, track_session
+    from agentlightning.recording.settings import configure_recording
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
@@ -171,6 +173,7 @@ _NAMES = {
     "recording.critical_path": "CriticalPath track_critical_path",
     "recording.instrumentors": "Instrumentation track_all",
     "recording.flushing": "flush_recording recording_status",
+    "recording.settings": "configure_recording",
     "recording.session": "Session carry_session track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
@@ -296,6 +299,7 @@ __all__ = [
     "Worker",
     "air_rule",
     "carry_session",
+    "configure_recording",
     "emit_annotation",
     "emit_completion",
     "emit_exception",

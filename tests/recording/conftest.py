@@ -21,6 +21,7 @@ def _own_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(status.counters, "_warned", set())
     monkeypatch.setattr(status.counters, "_problem", "")
     yield
+    agl.configure_recording()
     for each in recorder._recorders.values():
         each.close(0.2)
     recorder._recorders.clear()

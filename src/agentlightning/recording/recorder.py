@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, StoreClosedError
 from agentlightning.recording.records import HEARTBEAT_SECONDS, SessionEnd, SessionRecord
+from agentlightning.recording.settings import current_settings
 from agentlightning.recording.store_writer import StoreWriter
 from agentlightning.span import Span
 from agentlightning.store import pending
@@ -34,6 +35,8 @@ MOST_WAITING: Final = 50_000
 """Records that wait at most; later spans, and sessions that begin later, are dropped."""
 RETRY_SECONDS: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
 """Pauses while the store cannot be written; the last one repeats."""
+PRUNE_SECONDS: Final = 600.0
+"""How often old rollouts are removed, where there is a retention."""
 EXIT_SECONDS: Final = 10.0
 """How long the end of the process is delayed for what is still to be written."""
 PENDING_SECONDS: Final = 5.0
@@ -69,6 +72,8 @@ class Recorder:
         self._starting = threading.Lock()
         self._stopping = False
         self._failures = 0
+        self._next_prune = 0.0
+        """On time.monotonic."""
 
     # -- in the user's threads ---------------------------------------------------------------------------------------
 
@@ -178,6 +183,8 @@ class Recorder:
                 if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
                     self._attempt(runner, self._beat)
                     last_beat = time.monotonic()
+                if self._is_prune_due():
+                    runner.run(self._prune())
             if self._owns_store and self._store is not None:
                 with suppress(RuntimeError):  # at the end of the process, the store closes itself
                     runner.run(self._store.close())
@@ -194,10 +201,12 @@ class Recorder:
             self._open_sessions[session.attempt_id] = session
             if session.process_id != os.getpid():  # its parent writes its start
                 session.in_store = True
-            if isinstance(what, SessionEnd):
-                session.end = what
-            elif what is not None:
-                session.spans.extend(what)
+            if what is None:
+                session.begin()
+            elif isinstance(what, SessionEnd):
+                session.finish(what)
+            else:
+                session.add_spans(what)
 
     def _attempt(self, runner: asyncio.Runner, work: Callable[[], Any]) -> bool:
         """Do the work until the store takes it. False if the process ends before."""
@@ -240,6 +249,18 @@ class Recorder:
     async def _beat(self) -> None:
         if self._open_sessions:
             await StoreWriter(self._opened()).beat(list(self._open_sessions.values()))
+
+    def _is_prune_due(self) -> bool:
+        return current_settings().retention is not None and time.monotonic() >= self._next_prune
+
+    async def _prune(self) -> None:
+        retention, self._next_prune = current_settings().retention, time.monotonic() + PRUNE_SECONDS
+        if retention is None or self._stopping:
+            return
+        try:
+            await self._opened().prune(retention)
+        except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
+            counters.warn("prune", f"{self.name} cannot be pruned: {error}")
 
     def _opened(self) -> LightningStore:
         if self._store is None:

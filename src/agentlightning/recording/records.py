@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import Failure
+from agentlightning.recording.redaction import redact_failure, redact_spans, redact_start
+from agentlightning.recording.settings import SAMPLING_RATE, Redact
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutMode, RolloutStatus
 from agentlightning.span import Span
 from agentlightning.store.types import RolloutRecord
@@ -27,7 +29,7 @@ CONFIG: Final = RolloutConfig(unresponsive_seconds=SILENT_SECONDS)
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """One session. Its fields up to `process_id` never change; the others belong to the thread that writes."""
+    """One session. Once it has begun, its fields belong to the thread that writes."""
 
     rollout_id: str
     claim_id: str
@@ -38,6 +40,7 @@ class SessionRecord:
     metadata: dict[str, Any]
     process_id: int = field(default_factory=os.getpid)
     """Of the process that opened it."""
+    redact: Redact | None = None
     in_store: bool = False
     """Its rollout is in the store."""
     written: bool = False
@@ -47,6 +50,24 @@ class SessionRecord:
     spans: list[Span] = field(default_factory=list[Span])
     """Not yet written."""
     end: SessionEnd | None = None
+
+    def begin(self) -> None:
+        """Prepare what the start tells for writing."""
+        if self.redact is not None:
+            own = {name: self.metadata[name] for name in (SESSION, SAMPLING_RATE) if name in self.metadata}
+            users = {name: value for name, value in self.metadata.items() if name not in own}
+            self.task, metadata = redact_start(self.redact, self.task, users)
+            self.metadata = {**metadata, **own}
+
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        """Add spans to those that are to be written."""
+        self.spans.extend(spans if self.redact is None else redact_spans(self.redact, spans))
+
+    def finish(self, end: SessionEnd) -> None:
+        """Note how it ended."""
+        if self.redact is not None and end.failure is not None:
+            end = SessionEnd(end.time, redact_failure(self.redact, end.failure))
+        self.end = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.decorating import run_within
 from agentlightning.recording.recorder import Recorder, recorder_of
 from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
+from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, current_settings
 from agentlightning.rollouts import RolloutMode
 from agentlightning.span import (
     EXCEPTION,
@@ -41,6 +42,7 @@ from agentlightning.tracing.scope import Lifetime, Scope, current_scope, enter_s
 from agentlightning.tracing.status import counters
 from agentlightning.tracing.tracer import record
 from agentlightning.tracing.values import json_text
+from agentlightning.util.random_ids import random_bits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,8 +110,10 @@ class Session:
             self._outer.lifetime.only_marked |= self._only_marked
             self._annotate()
             return self
-        self._own = self._record()
-        self._sink = _SessionSink(self._own, _begin(self._own, self._store))
+        settings = current_settings()
+        self._own = self._record(settings)
+        store = settings.store if self._store is None else self._store
+        self._sink = _SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
         attempt_id = self._own.attempt_id
         scope = Scope(self._own.rollout_id, attempt_id, self._sink, trace_id=trace_id_of(attempt_id) or new_trace_id())
         self._lifetime = scope.lifetime
@@ -126,9 +130,11 @@ class Session:
         if given:
             emit_annotation({f"agentlightning.session.{key}": value for key, value in given.items()})
 
-    def _record(self) -> SessionRecord:
+    def _record(self, settings: RecordingSettings) -> SessionRecord:
         claim_id = new_id("cl")
         metadata = {} if self._metadata is None else _snapshot(dict(self._metadata))
+        if settings.sampling_rate < 1:
+            metadata[SAMPLING_RATE] = settings.sampling_rate
         return SessionRecord(
             rollout_id=new_id("ro"),
             claim_id=claim_id,
@@ -137,6 +143,7 @@ class Session:
             task=_snapshot(self._task),
             mode=self._mode,
             metadata={**metadata, SESSION: self._name or ""},
+            redact=settings.redact,
         )
 
     def __exit__(
@@ -246,6 +253,13 @@ class _SessionSink:
     def end(self, end: SessionEnd) -> None:
         if self._recorder is not None:
             self._recorder.finish(self._session, end)
+
+
+def _is_sampled(settings: RecordingSettings) -> bool:
+    if settings.sampling_rate >= 1 or random_bits(53) / 2**53 < settings.sampling_rate:
+        return True
+    counters.add("sessions_sampled_out")
+    return False
 
 
 def _begin(session: SessionRecord, store: LightningStore | str | Path | None) -> Recorder | None:

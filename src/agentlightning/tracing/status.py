@@ -30,6 +30,8 @@ class RecordingStatus:
     spans_dropped: int = 0
     """Spans that are not in the store: the queue was full, the store rejected them, a redaction hook failed, or the
     process ended."""
+    redactions_failed: int = 0
+    """Calls of the redaction hook that failed; what it was called for is not stored."""
     spans_unmarked: int = 0
     """Spans outside of `track_critical_path`, where only what is within is recorded."""
     prompts_unanswered: int = 0
