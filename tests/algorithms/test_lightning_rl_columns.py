@@ -16,7 +16,7 @@ from agentlightning.algorithms.reward_shaping import OverlongPenalty
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED
 from agentlightning.credit.base import credit_rule
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.mismatch import GeometricMask, Truncation
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
@@ -36,6 +36,7 @@ class FakeLearner:
     def __init__(self) -> None:
         self.calls: list[tuple[set[str], Path | None]] = []
         self.adapters: list[str | None] = []
+        self.policy_version = 5
 
     async def score(
         self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
@@ -158,6 +159,58 @@ async def test_a_correction_of_mismatch_computes_the_proximal_policy_and_reaches
     assert (await trained(GOOD_AND_BAD, mismatch="off")).learner.calls == []
     with pytest.raises(ConfigError, match="mismatch corrects the ratios of other losses"):
         LightningRL(loss="dppo", mismatch="icepop")
+
+
+async def test_the_proximal_policy_is_computed_by_a_pass_or_interpolated_by_age() -> None:
+    by_pass = await trained(GOOD_AND_BAD, proximal="pass")
+    assert by_pass.learner.calls == [({"logprobs"}, None)]
+    assert "proximal_logprobs" in by_pass.updates[0][0][0].columns
+    older = [replace_version(each, version) for each, version in zip(GOOD_AND_BAD, (5, 2), strict=True)]
+    between = await trained(older, proximal="interpolate")
+    assert between.learner.calls == [], "no forward pass"
+    samples = between.updates[0][0]
+    found = {
+        node.rollout_id: column.tolist()
+        for sample in samples
+        for node, column in zip(sample.tree.nodes, sample.columns["interpolation"], strict=True)
+        if node.sampled
+    }
+    assert found == {"r1": [0, 0], "r2": [0.75, 0.75]}
+    assert (await trained(GOOD_AND_BAD, proximal="behavior")).learner.calls == []
+    with pytest.raises(PolicyError, match=r'has no policy_version .* use proximal="pass"'):
+        await trained(GOOD_AND_BAD, proximal="interpolate")
+
+
+def replace_version(trajectory: Trajectory, version: int) -> Trajectory:
+    calls = tuple(dataclasses.replace(call, policy_version=version) for call in trajectory.transitions)
+    return dataclasses.replace(trajectory, transitions=calls)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"proximal": "pass", "loss": "dppo"}, 'proximal="pass" is used by none of the losses "dppo"'),
+        ({"proximal": "interpolate", "loss": "nll"}, "is used by none of the losses"),
+        ({"proximal": "interpolate", "mismatch": "geometric_mask"}, 'use proximal="pass", or truncate'),
+        ({"proximal": "interpolate", "mismatch": {"type": "truncate", "level": "sequence"}}, 'use proximal="pass"'),
+        ({"proximal": "behavior", "mismatch": "truncate"}, "leave mismatch out"),
+        ({"proximal": "interpolate", "agents": {"a": {"type": "lora"}}}, "counts versions of one policy"),
+        ({"proximal": "best"}, "proximal"),
+        ({"replay": {}, "loss": "nll"}, "leave replay out, or use ppo"),
+        ({"replay": {}, "loss": ["ppo", "nll"]}, "imitates replayed tokens without a ratio"),
+        ({"replay": {}, "loss": ["entropy", "kl"]}, "none has a ratio"),
+    ],
+)
+def test_a_proximal_policy_or_a_replay_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LightningRL(**settings)
+
+
+def test_interpolation_is_refused_where_no_token_is_of_older_weights() -> None:
+    with pytest.raises(ConfigError, match=r"does nothing with run\.max_staleness=0"):
+        LightningRL(proximal="interpolate").check_staleness(0)
+    LightningRL(proximal="interpolate").check_staleness(1)
+    LightningRL(proximal="interpolate", replay={}).check_staleness(0)
 
 
 async def test_the_divergence_from_the_reference_is_taken_from_the_reward() -> None:

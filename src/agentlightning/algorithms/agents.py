@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
-from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
+from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.credit.training_samples import OWN
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
@@ -99,8 +100,29 @@ def _adapter(call: Transition) -> str:
     return adapter if policy else ""
 
 
+def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+    """Rejects rollouts that hold no call of the policy: another model answered, or no model was called."""
+    metadata = [trajectory.metadata for trajectory in trajectories]
+    unknown, others = (sum(counts.get(name, 0) for counts in metadata) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
+    if unknown + others:
+        reason = UNKNOWN_TOKENS
+        message = (
+            f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
+            f" by other models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the"
+            " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
+            " elsewhere ([gateway] routes); text alone is enough for SFT"
+        )
+    else:
+        reason = NO_POLICY_CALLS
+        message = (
+            f"none of these {len(trajectories)} rollouts called the policy. The agent must send its model calls to"
+            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
+        )
+    return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
+
+
 def without_target(trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]) -> list[Rejection]:
-    """Rejects rollouts in which no agent to train made a call."""
+    """Rejects rollouts that hold no call of the agents to train."""
     found = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in agents))
     message = (
         f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {found}. Change"

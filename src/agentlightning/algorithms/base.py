@@ -59,6 +59,9 @@ class Algorithm(ABC, Generic[C]):
     async def run(self, training: Training) -> object:
         """Do the steps from `training.step` to `total_steps`. The return value is ignored."""
 
+    def check_staleness(self, max_staleness: int) -> None:
+        """Raises ConfigError for settings that cannot act in a run with this `run.max_staleness`."""
+
     def state_dict(self) -> Mapping[str, Any]:
         """What it has learned beside the weights, for checkpoints: anything that JSON holds. Empty: nothing."""
         return {}

@@ -11,8 +11,15 @@ from typing import Final
 from agentlightning.algorithms.training import Learner, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import ScoreColumn
-from agentlightning.policy.losses.base import PROXIMAL_LOGPROBS, REF_LOGPROBS, TEACHER_LOGPROBS, TokenLoss
+from agentlightning.policy.losses.base import (
+    INTERPOLATION,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    TEACHER_LOGPROBS,
+    TokenLoss,
+)
 from agentlightning.policy.mismatch import Mismatch, as_tuple, is_off
+from agentlightning.policy.proximal import Proximal, interpolations
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
@@ -41,10 +48,14 @@ class Models:
         return None
 
 
-def needed_columns(losses: Sequence[TokenLoss], mismatch: Mismatch | None) -> frozenset[str]:
+def needed_columns(
+    losses: Sequence[TokenLoss], mismatch: Mismatch | None, proximal: Proximal | None = None
+) -> frozenset[str]:
     """The columns that an update needs and that are computed here."""
     found = frozenset[str]().union(*(loss.needs for loss in losses)) & COMPUTED
-    corrects = mismatch is not None and not is_off(as_tuple(mismatch))
+    if proximal == "interpolate":
+        return found | {INTERPOLATION}
+    corrects = proximal == "pass" or (mismatch is not None and not is_off(as_tuple(mismatch)))
     return found | {PROXIMAL_LOGPROBS} if corrects else found
 
 
@@ -71,6 +82,8 @@ async def scores(
 ) -> Sequence[tuple[FloatArray, ...]]:
     """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
     learner = learner_of(training)
+    if column == INTERPOLATION:
+        return [interpolations(tree, learner.policy_version) for tree in trees]
     if column == PROXIMAL_LOGPROBS:
         return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
     model = await models.of(column, training)

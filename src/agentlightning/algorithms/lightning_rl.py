@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
-from agentlightning.algorithms.agents import AgentRoles, without_target
+from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
@@ -36,11 +36,11 @@ from agentlightning.algorithms.credit_assignment import (
 )
 from agentlightning.algorithms.feedback import Feedback, with_feedback
 from agentlightning.algorithms.group_filter import groups_with_spread, most_uncertain
-from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer
+from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer, check_losses
 from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
-from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS
+from agentlightning.assemble import OVERRIDDEN_CALLS
 from agentlightning.credit import (
     AgentRewards,
     Aggregate,
@@ -54,12 +54,14 @@ from agentlightning.credit import (
     rejections,
 )
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import NO_POLICY_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS
+from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.proximal import Proximal, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
@@ -110,6 +112,11 @@ class LightningRLConfig(BaseModel):
     """Corrections of the difference between the sampler's probabilities and the trainer's: truncate, icepop,
     geometric_mask, sequence_mask, off, a table with settings, or a list of these, which multiply. They need one more
     forward pass over each batch. None: truncation at 2 where samples have `proximal_logprobs` anyway."""
+    proximal: Proximal | None = None
+    """What ratios are against and clipped around: behavior (the recorded log-probabilities), pass (those of the weights
+    that the update starts from, by one more forward pass), or interpolate (between the recorded ones and those being
+    trained, by the age of a token and without a pass; for rollouts of older weights). The difference from the recorded
+    ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
     reference: str | None = None
     """The model that loss "kl" and `kl_in_reward` keep the policy near: a directory that transformers loads. None: the
     weights that the run started from."""
@@ -169,6 +176,11 @@ class LightningRLConfig(BaseModel):
     def _check_losses(self) -> Self:
         if self.mismatch is not None:
             check_combination(self.mismatch, self.losses)
+        check_proximal(self.proximal, self.losses, self.mismatch)
+        if self.proximal == "interpolate" and self.agents:
+            raise ValueError('proximal="interpolate" counts versions of one policy; with agents use "pass"')
+        if self.replay is not None:
+            check_losses(self.losses)
         types = {loss.type for loss in self.losses}
         if "distill" in types and self.teacher is None:
             raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
@@ -252,6 +264,7 @@ class LightningRLSettings(TypedDict, total=False):
     aggregate: Literal["rollout", "token"] | ConstantNormalizer | Mapping[str, Any]
     loss: LossSetting
     mismatch: MismatchSetting | None
+    proximal: Proximal | None
     reference: str | None
     teacher: str | None
     feedback: Feedback | Mapping[str, Any] | None
@@ -313,6 +326,13 @@ class LightningRL(Algorithm[LightningRLConfig]):
     def total_steps(self) -> int:
         return self.config.steps
 
+    def check_staleness(self, max_staleness: int) -> None:
+        if self.config.proximal == "interpolate" and not max_staleness and self.config.replay is None:
+            raise ConfigError(
+                'proximal="interpolate" does nothing with run.max_staleness=0, where no token is of older weights;'
+                " raise max_staleness, or leave proximal out"
+            )
+
     async def run(self, training: Training) -> None:
         while training.step < self.total_steps:
             await self._step(training)
@@ -365,7 +385,8 @@ class LightningRL(Algorithm[LightningRLConfig]):
         self, training: Training, samples: Sequence[TrainingSample], options: Mapping[str, Any]
     ) -> Mapping[str, float]:
         config = self.config
-        samples = await with_columns(training, samples, needed_columns(config.losses, config.mismatch), self._models)
+        needed = needed_columns(config.losses, config.mismatch, config.proximal)
+        samples = await with_columns(training, samples, needed, self._models)
         options = {**options, **({} if config.mismatch is None else {"mismatch": config.mismatch})}
         return await training.update(samples, loss=config.loss, minibatches=config.minibatches, **options)
 
@@ -447,7 +468,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         left = [trajectory for trajectory in trajectories if trajectory.rollout_id not in rejected]
         agents = {call.agent for trajectory in left for call in trajectory.transitions}
         if not agents:
-            return [*found, *_without_calls(left)]
+            return [*found, *without_calls(left)]
         if any(is_target(agent, target_agent) for agent in agents):
             return found
         return [*found, *without_target(left, str(target_agent), agents)]
@@ -474,24 +495,3 @@ def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) ->
         "calls_per_rollout": calls / max(1, len(collected.trajectories)),
         "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
     }
-
-
-def _without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
-    """Rejects rollouts that hold no call of the policy: another model answered, or no model was called."""
-    metadata = [trajectory.metadata for trajectory in trajectories]
-    unknown, others = (sum(counts.get(name, 0) for counts in metadata) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
-    if unknown + others:
-        reason = UNKNOWN_TOKENS
-        message = (
-            f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
-            f" by other models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the"
-            " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
-            " elsewhere ([gateway] routes); text alone is enough for SFT"
-        )
-    else:
-        reason = NO_POLICY_CALLS
-        message = (
-            f"none of these {len(trajectories)} rollouts called the policy. The agent must send its model calls to"
-            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
-        )
-    return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]

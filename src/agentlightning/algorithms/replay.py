@@ -19,7 +19,8 @@ from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.memory import memory_key
 from agentlightning.credit.rejection import Check
-from agentlightning.errors import ResumeError
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS, TokenLoss
 from agentlightning.trajectory import Trajectory
 
 REPLAYED: Final = "replayed_rollouts"
@@ -40,6 +41,19 @@ class Replay(BaseModel):
     """The least reward of a rollout that has succeeded."""
     rollouts: int = Field(default=1, ge=1)
     """Successful rollouts that join a group without any, the newest first; as many are kept of each task."""
+
+
+def check_losses(losses: Sequence[TokenLoss]) -> None:
+    """Raises ConfigError for losses that would train replayed tokens as if the present weights had sampled them."""
+    if not any({ADVANTAGES, SAMPLED_LOGPROBS} <= loss.needs for loss in losses):
+        names = ", ".join(f'"{loss.type}"' for loss in losses)
+        raise ConfigError(
+            f"replay gives the losses {names} tokens of older weights, and none has a ratio that corrects for these; "
+            "leave replay out, or use ppo"
+        )
+    for loss in losses:
+        if loss.type == "nll":
+            raise ConfigError('loss "nll" imitates replayed tokens without a ratio; leave replay or the loss out')
 
 
 @dataclass(slots=True)

@@ -49,6 +49,11 @@ class Correction(BaseModel, ABC):
         """Whether the ratio itself is a factor; a mask is 0 or 1."""
         return False
 
+    @property
+    def of_rollout(self) -> bool:
+        """Whether the factor of a token depends on the other tokens of its rollout."""
+        return False
+
     @abstractmethod
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         """The factor of each token [N] from its log rho, and the rollout it is of."""
@@ -77,6 +82,10 @@ class Truncation(Correction):
     @property
     def multiplies(self) -> bool:
         return True
+
+    @property
+    def of_rollout(self) -> bool:
+        return self.level == "sequence"
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         if self.level == "token":
@@ -113,6 +122,10 @@ class GeometricMask(Correction):
     high: float = Field(default=1.01, gt=1)
     """The largest mean ratio that counts."""
 
+    @property
+    def of_rollout(self) -> bool:
+        return True
+
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         sums, counts = _sums(log_ratio, rollout)
         return _within(_bounded_exp(sums / counts), self.low, self.high)
@@ -127,6 +140,10 @@ class SequenceMask(Correction):
     """The smallest product that counts."""
     high: float = Field(default=3.0, gt=1)
     """The largest product that counts."""
+
+    @property
+    def of_rollout(self) -> bool:
+        return True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)

@@ -183,6 +183,7 @@ def make_source(
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
     `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
+    algorithm.check_staleness(config.run.max_staleness)
     check_calls_of_policy(config.curriculum, trains=learner is not None)
     return RolloutStream(
         account.collector,

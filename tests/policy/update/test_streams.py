@@ -110,7 +110,7 @@ def test_a_correction_changes_the_weights_of_decoupled_losses_and_is_reported(up
     factors = [c / w for c, w in zip(found.columns["corrected_weights"], sample.weights, strict=True) if len(w)]
     assert np.concatenate(factors).tolist() == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0])
     assert metrics == pytest.approx(
-        {"mismatch_ratio": 7.5 / 5, "mismatch_weight": 5.5 / 5, "mismatch_masked": 0.0,
+        {"mismatch_ratio": 7.5 / 5, "mismatch_weight": 5.5 / 5, "mismatch_masked": 0.0, "proximal_differs": 2 / 5,
          "mismatch_kl": (3 - np.log(4) - 0.5 - np.log(0.5)) / 5}, rel=1e-5
     )  # fmt: skip
     metrics = updater.step([sample], loss="ppo", mismatch="icepop")

@@ -31,6 +31,9 @@ ADVANTAGES = "advantages"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """The column of log p(token) under the weights that the update starts from. Where samples have it, ratios are against
 these and not against `sampled_logprobs` (decoupled PPO, Hilton et al. 2022, arXiv:2110.00641)."""
+INTERPOLATION = "interpolation"
+"""The column of how far the proximal log-probability of a token lies from the sampled one towards that of the weights
+being trained, 0 to 1 (`policy.proximal`)."""
 REF_LOGPROBS = "ref_logprobs"
 TEACHER_LOGPROBS = "teacher_logprobs"
 VALUES = "values"

@@ -17,6 +17,7 @@ from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.losses.base import (
     ADVANTAGES,
     CORRECTED_WEIGHTS,
+    INTERPOLATION,
     LOG_RATIO_LIMIT,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
@@ -69,6 +70,8 @@ def _completed(
             _refuse_greedy(tree.nodes, weights)
     if PROXIMAL_LOGPROBS in given:
         columns.setdefault(PROXIMAL_LOGPROBS, tuple(_array(node.logprobs) for node in tree.nodes))
+    if INTERPOLATION in given:
+        columns.setdefault(INTERPOLATION, _zeros(tree.nodes))
     columns[TRAINED] = _trained(columns, losses, given)
     faithful = {weights_name(loss, given) for loss in losses if SAMPLED_LOGPROBS in loss.needs}
     if not any(_any(columns[name]) for name in faithful):  # Imitated only: the whole distribution at temperature 1.
@@ -114,7 +117,8 @@ def corrected(
     samples: Sequence[TrainingSample], several: Sequence[Correction]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with `corrected_weights`, and the means over the tokens of `weights`: mismatch_ratio, mismatch_kl (k3
-    of KL(sampler || trainer)), mismatch_weight (the factor), mismatch_masked (the share whose factor is 0)."""
+    of KL(sampler || trainer)), mismatch_weight (the factor), mismatch_masked (the share whose factor is 0),
+    proximal_differs (the share whose proximal log-probability is another than the recorded one)."""
     found: list[TrainingSample] = []
     log_ratios: list[FloatArray] = []
     products: list[FloatArray] = []
@@ -142,6 +146,7 @@ def _mismatch_metrics(log_ratio: FloatArray, product: FloatArray) -> dict[str, f
         "mismatch_kl": float((np.exp(log_ratio) - 1 - log_ratio).mean()),
         "mismatch_weight": float(product.mean()),
         "mismatch_masked": float((product == 0).mean()),
+        "proximal_differs": float((log_ratio != 0).mean()),
     }
 
 

@@ -19,14 +19,16 @@ from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.losses import LossSetting, LossValue, TokenBatch, TokenLoss, token_losses
 from agentlightning.policy.losses.base import (
     CORRECTED_WEIGHTS,
+    INTERPOLATION,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     WEIGHTS,
     clamped_log_ratio,
 )
-from agentlightning.policy.mismatch import MismatchSetting
+from agentlightning.policy.mismatch import Correction, MismatchSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update import streams
+from agentlightning.policy.proximal import check_token_level
+from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer
@@ -120,16 +122,17 @@ class Updater:
         if average is not None:
             self._average_at(average)
         samples = streams.for_losses(samples, losses)
-        samples, corrections = _corrected(samples, losses, mismatch)
+        within = _corrections_within(samples, losses, mismatch)
+        samples, corrections = (samples, {}) if within else _corrected(samples, losses, mismatch)
         totals = dict.fromkeys(COUNTS, 0.0)
 
         def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
             batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
-            return self.accumulate(batches, losses) if batches else {}
+            return self.accumulate(batches, losses, within) if batches else {}
 
         for index, part in enumerate(_split_minibatches(samples, minibatches)):
             sums = self._step(streams.normalized(part, losses), losses, gradient)
-            corrections |= _mismatch(sums) if index == 0 and not has_proximal(samples) else {}
+            corrections |= _mismatch(sums) if index == 0 and not within and not has_proximal(samples) else {}
             _add(totals, sums)
         metrics = _summary(_means(totals), losses)
         if totals["tokens_trained"]:
@@ -194,8 +197,11 @@ class Updater:
         sums = gradient([streams.without(part[rollout[0]], lambda node: str(node.rollout_id) != rollout[1])])
         return not sums or _finite(sums, self.optimizer.grad_norm())
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> dict[str, float]:
-        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts."""
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
+    ) -> dict[str, float]:
+        """Add the gradient of `batches` to that of `optimizer.masters`; returns sums over tokens, and counts. `within`
+        corrects weights against interpolated proximal log-probabilities."""
         losses = token_losses(loss)
         needs = frozenset[str]().union(*(each.needs for each in losses))
         at_temperature, entropy = SAMPLED_LOGPROBS in needs, any(each.needs_entropy for each in losses)
@@ -208,6 +214,9 @@ class Updater:
             logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
             tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
             tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
+            if within:
+                tokens, sums, count = interpolation.corrected(tokens, within)
+                _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
             value, counts = _sum_of_losses(losses, tokens)
             value.loss.backward()
             _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
@@ -276,7 +285,7 @@ class Updater:
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
         rollout = table.rollout[places]
-        return TokenBatch(
+        tokens = TokenBatch(
             trained_logprobs=logprobs_N,
             columns={name: self.forward.tensor(values[places]) for name, values in sorted(table.columns.items())},
             call=self.forward.tensor(_renumbered(table.call[places])),
@@ -286,6 +295,7 @@ class Updater:
             step=self.optimizer.steps,
             past_entropy=self.entropy.value,
         )
+        return interpolation.interpolated(tokens)
 
 
 Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
@@ -302,6 +312,22 @@ def _corrected(
     if mismatch is not None and samples and not has_column and not off:
         raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
     return (samples, {}) if off or not has_column else streams.corrected(samples, several)
+
+
+def _corrections_within(
+    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
+) -> tuple[Correction, ...]:
+    """The corrections that are computed within each micro-batch, because the proximal policy is interpolated there;
+    none where it is not."""
+    if not any(INTERPOLATION in sample.columns for sample in samples):
+        return ()
+    if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+        raise PolicyError(f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns")
+    if not any(loss.decoupled for loss in losses):
+        raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
+    check_token_level(several)
+    return several
 
 
 def has_proximal(samples: Sequence[TrainingSample]) -> bool:

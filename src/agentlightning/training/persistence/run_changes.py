@@ -32,6 +32,7 @@ CHANGEABLE = (
     "algorithm.aggregate",
     "algorithm.loss",
     "algorithm.mismatch",
+    "algorithm.proximal",
     "algorithm.reference",
     "algorithm.teacher",
     "algorithm.feedback",
