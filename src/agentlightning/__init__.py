@@ -17,9 +17,9 @@ What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (it
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
 Recording: track_session (a rollout made by your own code), Session (one), carry_session (into a bare thread),
     track_critical_path (records only what is marked), CriticalPath (a marked block), track_all (also what other
-    packages instrument), Instrumentation (what it switched on), configure_recording (sampling, redaction,
-    retention), flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its
-    counters).
+    packages instrument), Instrumentation (what it switched on), configure_recording (sampling, redaction, retention),
+    flush_recording (writes now), recording_status (what was recorded and lost), RecordingStatus (its counters),
+    feedback_link (for people).
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.recording.critical_path import CriticalPath, track_critical_path
+    from agentlightning.recording.feedback import feedback_link
     from agentlightning.recording.flushing import flush_recording, recording_status
     from agentlightning.recording.instrumentors import Instrumentation, track_all
     from agentlightning.recording.session import Session, carry_session, track_session
@@ -172,6 +173,7 @@ _NAMES = {
     "rescorer": "Rescoring rescore",
     "recording.critical_path": "CriticalPath track_critical_path",
     "recording.instrumentors": "Instrumentation track_all",
+    "recording.feedback": "feedback_link",
     "recording.flushing": "flush_recording recording_status",
     "recording.settings": "configure_recording",
     "recording.session": "Session carry_session track_session",
@@ -311,6 +313,7 @@ __all__ = [
     "emit_step",
     "emit_tool_call",
     "evaluate",
+    "feedback_link",
     "find_final_reward",
     "find_reward_spans",
     "flush_recording",

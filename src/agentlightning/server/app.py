@@ -28,6 +28,7 @@ from starlette.responses import Response
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
 from agentlightning.ingest.agent_events import event_routes
+from agentlightning.ingest.feedback import feedback_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
@@ -81,6 +82,7 @@ class Server:
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
         self.app = Starlette(
             routes=[
+                *feedback_routes(store, secret, token),
                 *store_routes(store, token, max_body_bytes=max_body_bytes),
                 *event_routes(store, secret),
                 *self.traces.routes(),

@@ -46,6 +46,7 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.AIR_CALL,
         names.AIR_SOURCE,
         names.RESCORED,
+        names.FEEDBACK_SOURCE,
     }
 )
 """Attributes that only the gateway or the store writes."""
