@@ -5,10 +5,11 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
     on the rollouts of a store), RunnerStatistics (what it did).
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
-    learning), LightningRLConfig (its settings), SFTAlgorithm (supervised learning), SFTConfig (its settings),
+    learning), LightningRLConfig (its settings), APO (prompt optimisation), APOConfig (its settings), PromptModel (of
+    critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig (its settings),
     SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees it),
     RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back), Learner
-    (the weights), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
+    (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
@@ -50,10 +51,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentlightning.algorithms.apo.algorithm import APO
+    from agentlightning.algorithms.apo.config import (
+        APOConfig,
+        BeamSearchConfig,
+        GepaSearchConfig,
+        PromptModel,
+        SearchBudget,
+    )
     from agentlightning.algorithms.base import Algorithm
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
-    from agentlightning.algorithms.training import Collected, Learner, RolloutRequest, RolloutSource, Training
+    from agentlightning.algorithms.training import (
+        Collected,
+        Learner,
+        RolloutReport,
+        RolloutRequest,
+        RolloutSource,
+        Training,
+    )
     from agentlightning.chat.base import ChatFormat
     from agentlightning.config import (
         Branching,
@@ -145,9 +161,11 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "algorithms.base": "Algorithm",
+    "algorithms.apo.algorithm": "APO",
+    "algorithms.apo.config": "APOConfig BeamSearchConfig GepaSearchConfig PromptModel SearchBudget",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
-    "algorithms.training": "Collected Learner RolloutRequest RolloutSource Training",
+    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig TurnLimit "
@@ -203,14 +221,17 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "APO",
     "LLM",
     "UNSET",
+    "APOConfig",
     "AgentError",
     "AgentLightningError",
     "AgentTimeoutError",
     "Algorithm",
     "Attempt",
     "AttemptedRollout",
+    "BeamSearchConfig",
     "Branching",
     "ChatFormat",
     "Collected",
@@ -228,6 +249,7 @@ __all__ = [
     "FunctionAgent",
     "Gain",
     "GatewayConfig",
+    "GepaSearchConfig",
     "InMemoryLightningStore",
     "Instrumentation",
     "KeptSets",
@@ -249,6 +271,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyError",
     "Progress",
+    "PromptModel",
     "PromptTemplate",
     "ProxyLLM",
     "Pruned",
@@ -264,6 +287,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutRecord",
     "RolloutRejectedError",
+    "RolloutReport",
     "RolloutRequest",
     "RolloutSource",
     "RunConfig",
@@ -273,6 +297,7 @@ __all__ = [
     "SFTAlgorithm",
     "SFTConfig",
     "SFTResult",
+    "SearchBudget",
     "ServerError",
     "Session",
     "Span",

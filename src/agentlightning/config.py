@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.resources import PromptTemplate
 from agentlightning.task import ENVIRONMENTS
 from agentlightning.tracing.air import check_rules
 from agentlightning.util.settings import Section
@@ -249,8 +251,12 @@ class TrainConfig(Section):
     """The model that learns."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised learning first."""
-    algorithm: LightningRLConfig = Field(default_factory=LightningRLConfig)
-    """The algorithm."""
+    algorithm: Annotated[LightningRLConfig | APOConfig, Field(discriminator="type")] = Field(
+        default_factory=LightningRLConfig
+    )
+    """The algorithm: type "lightning_rl" (reinforcement learning) or "apo" (prompt optimisation)."""
+    prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
+    """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
     """How agents are run."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -279,6 +285,8 @@ class TrainConfig(Section):
 
     def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
+        if not isinstance(self.algorithm, LightningRLConfig):
+            return
         check_value_head(self.algorithm.loss, self.policy.value_head)
         if self.curriculum.branching is not None:
             self.curriculum.branching.check_group_size(self.algorithm.group_size)
@@ -287,6 +295,14 @@ class TrainConfig(Section):
     def _check_sections(self) -> Self:
         self.check_sections()
         return self
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _read_texts(cls, prompts: Any) -> Any:
+        if not isinstance(prompts, dict):
+            return prompts
+        given = cast("dict[str, Any]", prompts)
+        return {name: {"template": each} if isinstance(each, str) else each for name, each in given.items()}
 
     @field_validator("env")
     @classmethod

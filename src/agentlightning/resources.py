@@ -85,11 +85,14 @@ class PromptTemplate(BaseModel):
     'Say hello.'
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     resource_type: Literal["prompt_template"] = "prompt_template"
+    """What kind of resource it is."""
     template: str
+    """The text."""
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
+    """How placeholders are written: f-string, {word}; jinja, {{ word }}; plain, there are none."""
 
     def format(self, **values: Any) -> str:
         """Fill in the placeholders. Raises KeyError or jinja2.UndefinedError for a missing value, and ConfigError for a
@@ -118,6 +121,12 @@ def _sandbox() -> SandboxedEnvironment:
 
 Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]
 NamedResources = dict[str, LLM | ProxyLLM | PromptTemplate]
+
+
+def prompts_in(resources: NamedResources) -> dict[str, PromptTemplate]:
+    """The prompt templates among resources."""
+    return {name: each for name, each in resources.items() if isinstance(each, PromptTemplate)}
+
 
 named_resources: TypeAdapter[NamedResources] = TypeAdapter(dict[str, Resource])
 """Validates named resources and converts them to and from JSON."""

@@ -54,7 +54,7 @@ from agentlightning.training.persistence.run_changes import (
     settings_of_run,
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
-from agentlightning.training.persistence.tasks import Tasks, load_tasks, read_tasks, write_tasks
+from agentlightning.training.persistence.tasks import Tasks, check_disjoint, load_tasks, read_tasks, write_tasks
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
 from agentlightning.training.run import RunAccount, TrainingRun
@@ -63,6 +63,7 @@ from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
     check_algorithm,
+    split_prompts,
     trained_agents,
     with_absolute_paths,
     with_arguments,
@@ -99,10 +100,12 @@ class Trainer:
     ) -> None:
         self.algorithm = None if algorithm is None else check_algorithm(algorithm)
         self.config = with_arguments(config or TrainConfig(), self.algorithm, model, n_runners, seed)
+        prompts, others = split_prompts(initial_resources or {})
+        self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
         self.reward = reward if reward is not None else self.config.reward
         self.store = store
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        self.initial_resources = dict(initial_resources or {})
+        self.initial_resources: NamedResources = {**self.config.prompts, **others}
         self.progress = progress or Progress()
         self._resumed_from: TrainConfig | None = None
         """The settings of the run that is resumed, before any change."""
@@ -300,6 +303,8 @@ class Trainer:
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         config, since = self.config, time.monotonic()
+        if algorithm.selects_result:
+            check_disjoint(tasks)
         token, secret = credentials(self.store)
         async with AsyncExitStack() as stack:
             store = await open_store(self.store, run_dir, stack)

@@ -1,7 +1,8 @@
 """Algorithms: what a training run does at each step, found by the `type` in their settings."""
 
+from agentlightning.algorithms.apo.algorithm import APO
 from agentlightning.algorithms.base import Algorithm, class_name, make_algorithm, register
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import Training
 
-__all__ = ["Algorithm", "LightningRL", "Training", "class_name", "make_algorithm", "register"]
+__all__ = ["APO", "Algorithm", "LightningRL", "Training", "class_name", "make_algorithm", "register"]

@@ -47,6 +47,9 @@ class Algorithm(ABC, Generic[C]):
     name: ClassVar[str] = "algorithm"
     learns_weights: ClassVar[bool] = True
     """Whether it trains a model. If not (prompt optimisation), the run opens no policy and needs no torch."""
+    selects_result: ClassVar[bool] = False
+    """Whether it chooses its result on the validation tasks itself. The run then validates at no step and measures the
+    held-out tasks in one mode, and no task may be in two splits."""
     objective: ClassVar[Objective] = "reinforcement"
     """What the default learning rate is chosen for."""
 
@@ -89,6 +92,11 @@ class Algorithm(ABC, Generic[C]):
     def reward_weights(self) -> Mapping[str, float] | None:
         """Weights of the named dimensions of a reward, also used by evaluations."""
         return getattr(self._settings, "reward_weights", None)
+
+    @property
+    def restorable(self) -> bool:
+        """Whether its settings bring it back when a run is resumed."""
+        return True
 
     @property
     def model(self) -> object:

@@ -17,7 +17,8 @@ from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reas
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
-from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
+from agentlightning.span import Span
+from agentlightning.trajectory import Reward, TokenTree, TrainingSample, Trajectory
 
 if TYPE_CHECKING:
     from agentlightning.chat.base import ChatFormat
@@ -87,6 +88,25 @@ class Collected:
     def sampled_tokens(self) -> int:
         calls = (call for trajectory in self.trajectories for call in trajectory.transitions)
         return sum(len(call.response_token_ids) for call in calls if call.replays is None)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """A finished rollout as an algorithm reads it that learns from text.
+
+    >>> agl.RolloutReport("ro-1", score=1.0).failure is None
+    True
+    """
+
+    rollout_id: str
+    score: float | None = None
+    """The reward, its dimensions weighed. None: the rollout failed, or has no usable reward."""
+    reward: Reward | None = None
+    output: Any = None
+    """What the agent returned."""
+    failure: str | None = None
+    """Why there is no score."""
+    spans: tuple[Span, ...] = ()
 
 
 class RolloutSource(Protocol):
@@ -178,6 +198,39 @@ class Training(Protocol):
     @property
     def resources(self) -> NamedResources:
         """The resources that rollouts are given beside the policy."""
+        ...
+
+    @property
+    def train_tasks(self) -> Sequence[Any]:
+        """The tasks to learn from."""
+        ...
+
+    @property
+    def validation_tasks(self) -> Sequence[Any]:
+        """The tasks to choose a result by. Those held out are never shown to an algorithm."""
+        ...
+
+    @property
+    def held_out_tasks(self) -> int:
+        """The number of tasks that the gain is measured on."""
+        ...
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line to the user."""
+        ...
+
+    def warn(self, name: str, text: str) -> None:
+        """Show a warning once in the life of the run, and keep it for the result."""
+        ...
+
+    async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+        """One rollout of each task with these resources in place of those published, in the order of `tasks`. Their
+        keys name the rollouts: asked again within a step, a name has the rollout it had. Failures are results."""
         ...
 
     async def publish(self, resources: NamedResources) -> None:

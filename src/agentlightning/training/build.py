@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.recording import raw_exchange
 from agentlightning.policy.base import Policy
 from agentlightning.policy.open import open_models
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.server.app import Server, is_loopback
@@ -147,7 +147,7 @@ def make_training_run(
             publisher,
             state,
             tasks,
-            config.evaluation,
+            config.evaluation.model_copy(update={"every": 0}) if algorithm.selects_result else config.evaluation,
             algorithm.reward_weights,
             on_collected=account.name_left_out,
             on_progress=account.progress.update,
@@ -156,6 +156,7 @@ def make_training_run(
         checkpoints=checkpoints,
         recovery=Recovery(config.run, state, checkpoints),
         total_steps=algorithm.total_steps,
+        start_prompts=prompts_in(resources),
     )
 
 

@@ -39,7 +39,7 @@ async def evaluate_tasks(
         plans,
         resources_id=resources_id,
         mode="val",
-        check=lambda trajectories: _without_reward(trajectories, reward_weights),
+        check=lambda trajectories: without_reward(trajectories, reward_weights),
         max_failed_share=max_failed_share,
         max_rejected_share=1.0,
         on_progress=on_progress,
@@ -56,7 +56,8 @@ async def evaluate_tasks(
     return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
 
 
-def _without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
+def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
+    """The rollouts without a reward that is, or can be made, one number."""
     found: list[Rejection] = []
     for each in trajectories:
         try:

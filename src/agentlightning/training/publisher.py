@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
-from agentlightning.resources import NamedResources, ProxyLLM
+from agentlightning.resources import NamedResources, ProxyLLM, named_resources
 from agentlightning.store.base import LightningStoreBase
 
 
@@ -37,6 +38,16 @@ class ResourcePublisher:
             policy_version=engine.policy_version,
             max_calls=max_calls,
         )
+
+    async def write_trial(self, label: str, resources: NamedResources) -> str:
+        """Write the present resources with some replaced. Returns their id, which begins with `label` and is the same
+        for the same resources."""
+        given = {**self.resources, **resources}
+        digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
+        resources_id = f"{label}-{digest}"
+        if await self._store.get_resources_by_id(resources_id) is None:
+            await self._store.add_resources(given, resources_id)
+        return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource
 from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.diagnosis import signs_of
 from agentlightning.training.health.recovery import Reaction, Recovery
@@ -32,6 +32,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.sources.versions import age
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
@@ -131,6 +132,8 @@ class TrainingRun:
     recovery: Recovery
     total_steps: int
     target_agent: str | None = None
+    start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    """The prompt templates that the run began with."""
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
 
@@ -202,6 +205,36 @@ class TrainingRun:
     @property
     def resources(self) -> NamedResources:
         return self.checkpoints.publisher.resources
+
+    @property
+    def train_tasks(self) -> Sequence[Any]:
+        return self.measurements.tasks.train
+
+    @property
+    def validation_tasks(self) -> Sequence[Any]:
+        return self.measurements.validation
+
+    @property
+    def held_out_tasks(self) -> int:
+        return len(self.measurements.held_out)
+
+    @property
+    def directory(self) -> Path:
+        return self.account.run_dir.path
+
+    def note(self, text: str) -> None:
+        self.account.progress.note(text)
+
+    def warn(self, name: str, text: str) -> None:
+        self.account.warn({name: text})
+
+    async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+        label = f"{self.state.run_id}-evaluation-{self.step:06d}{self.state.suffix}"
+        resources_id = await self.checkpoints.publisher.write_trial(label, resources)
+        weights = self.measurements.reward_weights
+        collected, reports = await run_trials(self.account.collector, label, tasks, resources_id, weights)
+        await self.account.count(collected)
+        return reports
 
     async def publish(self, resources: NamedResources) -> None:
         self.checkpoints.publisher.publish(resources)

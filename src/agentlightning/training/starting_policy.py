@@ -107,7 +107,7 @@ async def open_for_training(
         opening.policy_config(
             config.policy,
             str(run_dir.start) if _is_made(config) else config.policy.model,
-            optimizer=algorithm.optimizer or config.algorithm.optimizer,
+            optimizer=algorithm.optimizer or getattr(config.algorithm, "optimizer", None),
             steps=algorithm.optimizer_steps,
             objective=algorithm.objective,
             seed=config.run.seed,

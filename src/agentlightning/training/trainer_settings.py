@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms import class_name, make_algorithm
+from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.config import RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
+from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
 from agentlightning.util.settings import settings_from
 
 
@@ -25,7 +27,7 @@ def with_arguments(
     """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
     changes: dict[str, Any] = {}
     settings = getattr(algorithm, "config", None)
-    if isinstance(settings, LightningRLConfig):
+    if isinstance(settings, LightningRLConfig | APOConfig):
         changes["algorithm"] = settings
     model = _model_of(model, algorithm)
     if model is not None:
@@ -36,8 +38,24 @@ def with_arguments(
     if seed is not None:
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
+    if (algorithm or make_algorithm(found.algorithm)).selects_result:
+        found = _in_one_mode(found)
     found.check_sections()
     return found
+
+
+def _in_one_mode(config: TrainConfig) -> TrainConfig:
+    """Without a policy there is no temperature to set: both modes would measure the same twice."""
+    if "modes" in config.evaluation.model_fields_set:
+        return config
+    evaluation = EvaluationConfig.model_validate({**dict(config.evaluation), "modes": ("sampled",)})
+    return config.model_copy(update={"evaluation": evaluation})
+
+
+def split_prompts(resources: NamedResources) -> tuple[dict[str, PromptTemplate], NamedResources]:
+    """The prompt templates among resources, which the configuration keeps, and the others."""
+    prompts = prompts_in(resources)
+    return prompts, {name: each for name, each in resources.items() if name not in prompts}
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -53,7 +71,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
         "policy": config.policy.model_copy(update=policy),
     }
-    models = {name: getattr(config.algorithm, name) for name in ("reference", "teacher")}
+    models = {name: getattr(config.algorithm, name, None) for name in ("reference", "teacher")}
     if found := {name: str(Path(given).resolve()) for name, given in models.items() if given is not None}:
         changes["algorithm"] = config.algorithm.model_copy(update=found)
     if demonstrations is not None:
@@ -73,8 +91,10 @@ def check_algorithm(algorithm: object) -> Algorithm[Any]:
 
 def algorithm_to_record(algorithm: Algorithm[Any] | None, config: TrainConfig) -> str | None:
     """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
-    stock = algorithm is None or type(algorithm) is type(make_algorithm(config.algorithm))
-    return None if algorithm is None or stock else class_name(algorithm)
+    if algorithm is None:
+        return None
+    stock = type(algorithm) is type(make_algorithm(config.algorithm)) and algorithm.restorable
+    return None if stock else class_name(algorithm)
 
 
 def algorithm_of_run(

@@ -10,7 +10,7 @@ import orjson
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
-from agentlightning.task import load_dataset, split
+from agentlightning.task import load_dataset, split, task_key
 from agentlightning.training.persistence.run_dir import RunDir, write_atomically
 
 PARTS: Final = ("train", "validation", "held_out")
@@ -63,6 +63,27 @@ def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
                 " or smaller data.validation_share and data.held_out_share"
             )
     return tasks
+
+
+def check_disjoint(tasks: Tasks) -> None:
+    """Raises DatasetError, which names rows, for a task that is in two splits: a result that was chosen or learned on
+    it proves nothing there."""
+    seen: dict[str, tuple[str, int]] = {}
+    shared: list[str] = []
+    for part in PARTS:
+        own: dict[str, int] = {}
+        for row, task in enumerate(getattr(tasks, part), 1):
+            key = task_key(task)
+            if key in seen:
+                shared.append(f"{part} row {row} is {seen[key][0]} row {seen[key][1]}")
+            own.setdefault(key, row)
+        seen |= {key: (part, row) for key, row in own.items() if key not in seen}
+    if shared:
+        named = "; ".join(shared[:5]) + ("; ..." if len(shared) > 5 else "")
+        raise DatasetError(
+            f"{len(shared)} tasks are in two splits ({named}), so that a result could be chosen on what it is tested"
+            " with; give each task to one split"
+        )
 
 
 def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:

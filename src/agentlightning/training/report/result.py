@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentlightning.errors import ConfigError
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.resources import PromptTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,33 @@ class TrainingResult:
     """A directory that transformers loads. Resources that the algorithm published are in its `resources.json`."""
     curve: Path
     run_dir: Path
+    start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    """The prompt templates that the run began with, by name."""
+    prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    """Those it ended with."""
+
+    @property
+    def best_prompt(self) -> PromptTemplate:
+        """The prompt template of the result: the only one, else the first that was changed. Raises ConfigError for a
+        run without prompt templates."""
+        changed = [each for name, each in self.prompts.items() if each != self.start_prompts.get(name)]
+        for each in (*changed, *self.prompts.values()):
+            return each
+        raise ConfigError("the run had no prompt template; give some: Trainer(initial_resources={'prompt': ...})")
+
+    def diff(self) -> str:
+        """What the run changed in its prompt templates, as a unified diff; empty where nothing changed."""
+        return "\n".join(
+            line
+            for name, after in self.prompts.items()
+            for line in difflib.unified_diff(
+                self.start_prompts[name].template.splitlines() if name in self.start_prompts else [],
+                after.template.splitlines(),
+                f"{name} before",
+                f"{name} after",
+                lineterm="",
+            )
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values, as `--json` prints it."""
@@ -70,4 +100,5 @@ class TrainingResult:
             "checkpoint": str(self.checkpoint),
             "curve": str(self.curve),
             "run_dir": str(self.run_dir),
+            "prompts": {name: each.template for name, each in self.prompts.items()},
         }

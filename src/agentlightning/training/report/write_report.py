@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import orjson
 
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
+from agentlightning.resources import prompts_in
 from agentlightning.training.health.milestones import closing_warnings
 from agentlightning.training.persistence.run_dir import write_atomically
 from agentlightning.training.report.result import TrainingResult
@@ -45,6 +46,8 @@ async def write_report(
         checkpoint=checkpoint,
         curve=curve,
         run_dir=directory,
+        start_prompts=run.start_prompts,
+        prompts=prompts_in(run.resources),
     )
     write_atomically(directory / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
     return result

@@ -1,0 +1,274 @@
+"""APO: optimises the prompts of an agent, and other texts it is steered by, while its model stays as it is.
+
+A critic reads rollouts that earned too little, an editor changes the texts, and a search decides which change stays:
+"reflective" (the default), "gepa" or "beam"; each is described in `search/`. What is optimised are the run's
+`PromptTemplate` resources, several at once: prompts, tool descriptions, playbooks. The result is chosen on the
+validation tasks, and its gain measured by the trainer on held-out tasks, which no search sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
+
+from agentlightning.algorithms.apo.budget import Spending, announcement, check_budget
+from agentlightning.algorithms.apo.config import (
+    APOConfig,
+    BeamSearchConfig,
+    GepaSearchConfig,
+    PromptModel,
+    SearchBudget,
+    SearchName,
+)
+from agentlightning.algorithms.apo.models.critic import Writer
+from agentlightning.algorithms.apo.models.language_model import open_model
+from agentlightning.algorithms.apo.search.base import Search, SearchContext
+from agentlightning.algorithms.apo.search.beam import BeamSearch
+from agentlightning.algorithms.apo.search.gepa import GepaSearch
+from agentlightning.algorithms.apo.search.reflective import ReflectiveSearch
+from agentlightning.algorithms.apo.text.placeholders import placeholders
+from agentlightning.algorithms.apo.trials import RunEvaluator, templates
+from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.training import Collected, Training
+from agentlightning.errors import ConfigError
+from agentlightning.resources import PromptTemplate, prompts_in
+from agentlightning.util.settings import SettingsSignature, settings_from
+
+SEARCHES: Mapping[str, type[Search]] = {"reflective": ReflectiveSearch, "gepa": GepaSearch, "beam": BeamSearch}
+BEAM = tuple(BeamSearchConfig.model_fields)
+"""Settings of search "beam", which Agent Lightning 0.x took as arguments of APO."""
+
+
+class APOSettings(TypedDict, total=False):
+    """The fields of `APOConfig` as arguments, for editors and type checkers; a section may be a table. Those of
+    `BeamSearchConfig` may be given directly, as in Agent Lightning 0.x."""
+
+    search: SearchName
+    resources: Sequence[str]
+    playbooks: Sequence[str]
+    critic: PromptModel | Mapping[str, Any]
+    editor: PromptModel | Mapping[str, Any] | None
+    budget: SearchBudget | Mapping[str, Any]
+    rounds: int
+    patience: int
+    success: float
+    reflection_size: int
+    guards: int
+    pool: int
+    finalists: int
+    alpha: float
+    max_edits: int
+    max_edit_chars: int
+    max_transcript_chars: int
+    beam: BeamSearchConfig | Mapping[str, Any]
+    gepa: GepaSearchConfig | Mapping[str, Any]
+    reward_weights: Mapping[str, float] | None
+    seed: int
+    beam_width: int
+    branch_factor: int
+    beam_rounds: int
+    gradient_batch_size: int
+    val_batch_size: int
+    run_initial_validation: bool
+
+
+@register
+class APO(Algorithm[APOConfig]):
+    """Prompt optimisation.
+
+    `settings` are the fields of `APOConfig`; they replace those of `config`. `async_openai_client`: an
+    `openai.AsyncOpenAI`, or an object like it, that calls critic and editor instead of their `base_url`.
+    `gradient_model`, `apply_edit_model` and `diversity_temperature` are the models of critic and editor and the
+    temperature of both, as Agent Lightning 0.x named them; its settings of the beam select search "beam" unless another
+    is named. Raises ConfigError for settings that cannot work.
+
+        >>> agl.APO(critic={"model": "gpt-5-mini"}, budget={"calls": 200}).config.search
+        'reflective'
+        >>> agl.APO(gradient_model="gpt-5-mini", beam_width=2).config.search
+        'beam'
+    """
+
+    name: ClassVar[str] = "apo"
+    learns_weights: ClassVar[bool] = False
+    selects_result: ClassVar[bool] = True
+
+    __signature__ = SettingsSignature(APOConfig)
+
+    def __init__(
+        self,
+        async_openai_client: Any = None,
+        config: APOConfig | None = None,
+        *,
+        gradient_model: str | None = None,
+        apply_edit_model: str | None = None,
+        diversity_temperature: float | None = None,
+        **settings: Unpack[APOSettings],
+    ) -> None:
+        if isinstance(async_openai_client, APOConfig):
+            async_openai_client, config = None, async_openai_client
+        given: dict[str, Any] = dict(settings)
+        if "rollout_batch_timeout" in given:
+            raise ConfigError(
+                "rollout_batch_timeout is no setting here: each attempt has its own limit, runner.timeout_seconds"
+            )
+        given |= _models(given, config, gradient_model, apply_edit_model, diversity_temperature)
+        beam = {name: given.pop(name) for name in BEAM if name in given}
+        if beam:
+            given = {"search": "beam", **given, "beam": {**dict(given.get("beam") or {}), **beam}}
+        self.config = settings_from(APOConfig, given, base=config, source="from the arguments of APO")
+        self.client = async_openai_client
+        self._search: Search | None = None
+        self._learned: Mapping[str, Any] = {}
+        self.on_favourite: Any = None
+        """Called with the texts, by name, that would be the result if the search ended now, when they may change."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.rounds
+
+    @property
+    def restorable(self) -> bool:
+        return self.client is None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        search = self._search
+        if search is None:
+            return self._learned
+        context = search.context
+        return {
+            "search": self.config.search,
+            "state": search.state_dict(),
+            "spending": context.spending.state_dict(),
+            "counts": dict(context.counts),
+            "skips": dict(context.writer.skips),
+            "ended": search.ended,
+            "for_budget": search.ended_for_budget,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._learned = state
+
+    def get_best_prompt(self) -> PromptTemplate:
+        """The first template of the result, as Agent Lightning 0.x gave it. Raises ConfigError before a run."""
+        if self._search is None:
+            raise ConfigError(
+                "no prompt was optimised yet; run the algorithm: Trainer(algorithm=...).fit(agent, tasks)"
+            )
+        context = self._search.context
+        return next(iter(templates(context.start, self._search.favourite).values()))
+
+    async def run(self, training: Training) -> None:
+        start = self._templates(training)
+        async with AsyncExitStack() as stack:
+            search = await self._open(training, start, stack)
+            if self._learned:
+                self._restore(search)
+            else:
+                check_budget(self.config.budget, search.smallest_budget, self.config.search)
+                training.note(announcement(self.config.budget, search.reserved, training.held_out_tasks))
+            self._search = search
+            while search.ended is None and training.step < self.total_steps:
+                await search.step()
+                if search.ended is None and training.step + 1 >= self.total_steps:
+                    search.end(f"its {self.total_steps} rounds are done")
+                await self._finish_step(training, start, search)
+            self._report(training, search)
+
+    async def _finish_step(self, training: Training, start: Mapping[str, PromptTemplate], search: Search) -> None:
+        context = search.context
+        await training.publish(dict(templates(start, search.favourite)))
+        spent = context.spending
+        counts = {f"apo_{name}": float(count) for name, count in {**context.counts, **context.writer.skips}.items()}
+        metrics = {"apo_evaluations": spent.calls, "apo_model_calls": spent.model_calls, "apo_tokens": spent.tokens}
+        await training.finish_step(Collected(()), {**metrics, "apo_money": spent.money, **counts})
+
+    def _report(self, training: Training, search: Search) -> None:
+        """Say why the search ended, and what was refused or skipped."""
+        context = search.context
+        text = f"the search ended because {search.ended or 'all rounds are done'}"
+        if search.ended_for_budget:
+            training.warn("apo_budget", f"{text}; more might be found: resume it with a larger algorithm.budget")
+        else:
+            training.note(text)
+        for reason, message in context.first.items():
+            training.warn(f"apo_{reason}", f"{context.counts[reason]} edits were rejected; the first: {message}")
+        if context.writer.skips:
+            counted = ", ".join(f"{count} {name}" for name, count in context.writer.skips.items())
+            training.warn("apo_skips", f"replies of critic and editor that could not be used: {counted}")
+
+    def _templates(self, training: Training) -> dict[str, PromptTemplate]:
+        """The templates to optimise. Raises ConfigError where there are none, or an engine cannot read one."""
+        found = prompts_in(training.resources)
+        names = self.config.resources or tuple(found)
+        missing = [name for name in (*names, *self.config.playbooks) if name not in found]
+        if missing or not names:
+            there = ", ".join(found) or "none"
+            asked = f"no prompt template is called {', '.join(missing)}" if missing else "there is no prompt template"
+            raise ConfigError(
+                f"{asked}; the run was given {there}. Give them as initial_resources={{'prompt': PromptTemplate(...)}},"
+                " or in the settings as prompts.NAME"
+            )
+        for name in names:
+            try:
+                placeholders(found[name])
+            except ValueError as error:
+                raise ConfigError(f"the prompt template {name!r} cannot be read: {error}") from error
+        return {name: found[name] for name in names}
+
+    async def _open(self, training: Training, start: Mapping[str, PromptTemplate], stack: AsyncExitStack) -> Search:
+        config = self.config
+        spending = Spending(config.budget)
+        critic = await open_model(config.critic, self.client, stack, "critic")
+        editor = critic
+        if config.editor is not None and config.search != "gepa":
+            editor = await open_model(config.editor, self.client, stack, "editor")
+        writer = Writer(critic, editor, spending, config.max_edits, config.max_transcript_chars)
+        context = SearchContext(
+            config,
+            start,
+            len(training.train_tasks),
+            len(training.validation_tasks),
+            RunEvaluator(training, start),
+            writer,
+            spending,
+            directory=training.directory,
+        )
+        if self.on_favourite is not None:
+            context.on_favourite = lambda candidate: self.on_favourite(dict(candidate.texts))
+        return SEARCHES[config.search](context)
+
+    def _restore(self, search: Search) -> None:
+        """Continue a search. One that ended for its budget goes on if the budget has grown since."""
+        learned, context = self._learned, search.context
+        if learned["search"] != self.config.search:
+            raise ConfigError(f"the run is a search {learned['search']!r}; resume it with search={learned['search']!r}")
+        search.load_state_dict(learned["state"])
+        context.spending.load_state_dict(learned["spending"])
+        context.counts.update(learned["counts"])
+        context.writer.skips.update(learned["skips"])
+        if learned["ended"] is not None:
+            search.end(learned["ended"], budget=learned["for_budget"])
+            if learned["for_budget"] and context.spending.exhausted() is None:
+                search.reopen()
+
+
+def _models(
+    given: Mapping[str, Any],
+    config: APOConfig | None,
+    critic: str | None,
+    editor: str | None,
+    temperature: float | None,
+) -> dict[str, Any]:
+    """The settings of critic and editor with what the names of 0.x say."""
+    found: dict[str, Any] = {}
+    known: dict[Literal["critic", "editor"], str | None] = {"critic": critic, "editor": editor}
+    for part, model in known.items():
+        own = given.get(part, None if config is None else getattr(config, part))
+        changes: dict[str, Any] = {} if model is None else {"model": model}
+        if temperature is not None and (part == "critic" or model is not None or own is not None):
+            changes["temperature"] = temperature
+        if changes:
+            table = own.model_dump() if isinstance(own, PromptModel) else dict(own or {})
+            found[part] = table | changes
+    return found

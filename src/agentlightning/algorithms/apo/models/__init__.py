@@ -1,0 +1,1 @@
+"""The models that write: endpoints, critic, editor."""

@@ -1,0 +1,1 @@
+"""Searches: how candidates are proposed, tried and chosen; one file each."""

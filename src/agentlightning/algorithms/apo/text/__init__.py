@@ -1,0 +1,1 @@
+"""Texts under optimisation: candidates, placeholders, edits, playbooks."""

@@ -1,0 +1,62 @@
+"""Trials: single rollouts with resources that are being tried, reported with what the agent said and did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentlightning.algorithms.training import Collected, RolloutReport
+from agentlightning.credit.agent_rewards import team_reward, team_score
+from agentlightning.rollouts import Attempt
+from agentlightning.span import Span
+from agentlightning.training.evaluate_tasks import without_reward
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
+from agentlightning.trajectory import Trajectory
+
+
+async def run_trials(
+    collector: RolloutCollector,
+    label: str,
+    tasks: Mapping[str, Any],
+    resources_id: str,
+    reward_weights: Mapping[str, float] | None,
+) -> tuple[Collected, list[RolloutReport]]:
+    """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
+    plans = [RolloutPlan(f"{label}-{name}", task, name) for name, task in tasks.items()]
+    collected = await collector.collect(
+        plans,
+        resources_id=resources_id,
+        check=lambda trajectories: without_reward(trajectories, reward_weights),
+        max_failed_share=1.0,
+        max_rejected_share=1.0,
+    )
+    scored = {each.rollout_id: each for each in collected.trajectories}
+    unusable = {each.rollout_id: each.message for each in collected.rejected}
+    ids = [*scored, *unusable, *(each.rollout_id for each in collected.failed)]
+    attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
+    spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
+    reports: dict[str, RolloutReport] = {}
+    for rollout_id in ids:
+        name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
+        found = spans.get(rollout_id, [])
+        reports[name] = _report(
+            rollout_id, scored.get(rollout_id), unusable, attempts.get(rollout_id), found, reward_weights
+        )
+    return collected, [reports[name] for name in tasks]
+
+
+def _report(
+    rollout_id: str,
+    trajectory: Trajectory | None,
+    unusable: Mapping[str, str],
+    attempt: Attempt | None,
+    spans: Sequence[Span],
+    weights: Mapping[str, float] | None,
+) -> RolloutReport:
+    output: Any = None if attempt is None else attempt.metadata.get("output")
+    if trajectory is None:
+        failure = unusable.get(rollout_id) or describe_failure(attempt)
+        return RolloutReport(rollout_id, output=output, failure=failure, spans=tuple(spans))
+    return RolloutReport(
+        rollout_id, team_score(trajectory, weights), team_reward(trajectory), output, spans=tuple(spans)
+    )
