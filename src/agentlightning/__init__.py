@@ -6,11 +6,12 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
     learning), LightningRLConfig (its settings), APO (prompt optimisation), APOConfig (its settings), PromptModel (of
-    critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig (its settings),
-    SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees it),
-    RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back), Learner
-    (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
-    interval), rescore (a new reward for stored rollouts), Rescoring (what it did).
+    critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
+    (its settings), SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees
+    it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
+    Learner (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores
+    an agent), Evaluation (the scores, with an interval), rescore (a new reward for stored rollouts), Rescoring (what it
+    did).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,

@@ -102,8 +102,10 @@ def announcement(budget: SearchBudget, reserved: int, held_out: int) -> str:
     }
     named = " or ".join(text for text, given in limits.items() if given) or "no limit at all"
     pairs = reserved // 2
-    aside = f"{reserved} are put aside for validation, enough to tell two finalists {detectable_gain(pairs):.2f} apart"
+    aside = (
+        f" {reserved} are put aside for validation, enough to tell two finalists {detectable_gain(pairs):.2f} apart;"
+    )
     return (
-        f"prompt search: at most {named};{f' {aside};' if pairs else ''} the {held_out} held-out tasks, which the search"
-        f" does not see, are enough to show a gain of {detectable_gain(held_out):.2f}"
+        f"prompt search: at most {named};{aside if pairs else ''} the {held_out} held-out tasks, which the search does"
+        f" not see, are enough to show a gain of {detectable_gain(held_out):.2f}"
     )

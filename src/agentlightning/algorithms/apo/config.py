@@ -122,7 +122,7 @@ class APOConfig(Section):
     """What the search may spend."""
     rounds: int = Field(default=1000, ge=1)
     """The most edits that are proposed; the budget ends most searches earlier."""
-    patience: int = Field(default=30, ge=1)
+    patience: int = Field(default=60, ge=1)
     """reflective: the search ends after so many proposals in a row of which none was accepted."""
     success: float = Field(default=1.0, allow_inf_nan=False)
     """A rollout with a lower reward is a failure, which the critic reads."""

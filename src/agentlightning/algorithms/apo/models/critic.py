@@ -42,7 +42,7 @@ EDITOR_TASK: Final = (
     ' TEXT}}, {{"op": "delete", "resource": NAME, "line": LINE}}, {{"op": "replace", "resource": NAME, "line": LINE,'
     ' "text": TEXT}}]}}. Line numbers are those shown; `after` 0 adds before the first line.'
 )
-_COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\W*:?([\d,\s]*)", re.MULTILINE)
+_COUNTER = re.compile(r"^\W*(HELPFUL|HARMFUL)\b(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

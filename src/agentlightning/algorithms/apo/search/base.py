@@ -25,6 +25,10 @@ from agentlightning.algorithms.apo.text.playbook import Playbook
 from agentlightning.resources import PromptTemplate
 
 
+class BudgetSpentError(Exception):
+    """The budget does not allow the evaluations that a step needs: the step ends there."""
+
+
 @dataclass(slots=True)
 class SearchContext:
     """What a search works with."""
@@ -51,7 +55,9 @@ class SearchContext:
         return Candidate({name: template.template for name, template in self.start.items()})
 
     async def evaluate(self, candidate: Candidate, trials: Sequence[Trial]) -> list[Outcome]:
-        """Outcomes, accounted for."""
+        """Outcomes, accounted for. Raises BudgetSpentError where the budget does not allow so many."""
+        if self.spending.left() < len(trials):
+            raise BudgetSpentError
         outcomes = await self.evaluator.evaluate(candidate, trials) if trials else []
         for outcome in outcomes:
             self.spending.count_evaluation(outcome.input_tokens, outcome.output_tokens)

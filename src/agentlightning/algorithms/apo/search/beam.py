@@ -49,7 +49,8 @@ class BeamSearch(Search):
     async def step(self) -> None:
         if self.context.validation_tasks == 0:
             return self.end("there are no validation tasks to score prompts on; give some")
-        if self.round == 0 and self.settings.run_initial_validation:
+        needed = self.context.validation_tasks
+        if self.round == 0 and self.settings.run_initial_validation and self.context.spending.left() >= needed:
             self.best_score = await self._score(self.best, range(self.context.validation_tasks))
         spent = self.context.spending.exhausted()
         if spent is None and self.round < self.settings.beam_rounds:

@@ -16,10 +16,7 @@ from agentlightning.algorithms.apo.record import Trial
 from agentlightning.algorithms.apo.search.base import SearchContext, score_of
 from agentlightning.algorithms.apo.text.candidate import Candidate
 from agentlightning.evaluation.sequential import PairedSequentialTest, fewest_pairs
-from agentlightning.span import MAX_REWARD
 
-RANGE: Final = 2 * MAX_REWARD
-"""The largest difference of two rewards."""
 WAVE: Final = 5
 """Pairs that run at the same time."""
 
@@ -45,6 +42,8 @@ class Finals:
     why: str = ""
     """Why the search ended."""
     for_budget: bool = False
+    span: float = 1.0
+    """The largest difference of two rewards; a larger one counts as this."""
     scores: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
     """Digest -> validation task -> score."""
     duels: list[Duel] = field(default_factory=list[Duel])
@@ -68,7 +67,7 @@ class Finals:
     async def _duel(self, context: SearchContext, best: Candidate, challenger: Candidate) -> Duel:
         tasks = range(context.validation_tasks)
         alpha = context.config.alpha
-        test = PairedSequentialTest(alpha, (-RANGE, RANGE), max_pairs=max(len(tasks), fewest_pairs(alpha)))
+        test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
         differences: list[float] = []
         verdict, start = "continue", 0
         while verdict == "continue" and start < len(tasks):
@@ -79,7 +78,7 @@ class Finals:
             theirs, ours = await self._scores(context, best, wave), await self._scores(context, challenger, wave)
             for mine, other in zip(ours, theirs, strict=True):
                 differences.append(mine - other)
-                verdict = test.update(mine - other)
+                verdict = test.update(max(-self.span, min(self.span, mine - other)))
                 if verdict != "continue":
                     break
             start += len(wave)
@@ -98,6 +97,7 @@ class Finals:
             "finalists": [dict(each.texts) for each in self.finalists],
             "why": self.why,
             "for_budget": self.for_budget,
+            "span": self.span,
             "scores": {
                 digest: {str(task): value for task, value in known.items()} for digest, known in self.scores.items()
             },
@@ -112,6 +112,7 @@ class Finals:
             [Candidate(texts) for texts in state["finalists"]],
             state["why"],
             state["for_budget"],
+            state["span"],
             {digest: {int(task): value for task, value in known.items()} for digest, known in state["scores"].items()},
             [Duel(*each) for each in state["duels"]],
             None if winner is None else Candidate(winner),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any, TypeVar
 
 from agentlightning.algorithms.apo.record import Outcome, Trial
-from agentlightning.algorithms.apo.search.base import Search, SearchContext, score_of
+from agentlightning.algorithms.apo.search.base import BudgetSpentError, Search, SearchContext, score_of
 from agentlightning.algorithms.apo.text.candidate import Candidate
 from agentlightning.algorithms.apo.text.edits import ReplyError
 from agentlightning.errors import MissingExtraError, TrainingStopped
@@ -65,12 +66,14 @@ class GepaSearch(Search):
             stopping.set()
             adapter.closed = True
             raise
-        if adapter.failure is not None:
+        if adapter.failure is not None and not isinstance(adapter.failure, BudgetSpentError):
             raise adapter.failure
-        self.best = Candidate(dict(result.best_candidate))
         self.context.counts["proposed"] += adapter.proposed
-        self.context.counts["accepted"] += len(result.candidates) - 1
         spent = self.context.spending.exhausted()
+        if result is None:
+            spent = f"what is left of its budget of {self.context.spending.budget.calls} evaluations is too little"
+        else:
+            self.best = Candidate(dict(result.best_candidate))
         self.end(spent or "gepa found nothing more to try", budget=spent is not None)
         return None
 
@@ -84,24 +87,28 @@ class GepaSearch(Search):
 
         directory = context.directory / "gepa"
         optimize: Any = gepa.optimize
-        return optimize(
-            dict(context.seed.texts),
-            [Trial(task) for task in range(context.train_tasks)],
-            [Trial(task, split="validation") for task in range(self.validation)],
-            adapter=adapter,
-            reflection_lm=adapter.reflect,
-            reflection_minibatch_size=config.gepa.minibatch,
-            candidate_selection_strategy=config.gepa.candidate_selection,
-            use_merge=config.gepa.use_merge,
-            perfect_score=config.success,
-            stop_callbacks=stops,
-            logger=_Silent(),
-            run_dir=str(directory),
-            seed=config.seed,
-        )
+        with suppress(BudgetSpentError):
+            return optimize(
+                dict(context.seed.texts),
+                [Trial(task) for task in range(context.train_tasks)],
+                [Trial(task, split="validation") for task in range(self.validation)],
+                adapter=adapter,
+                reflection_lm=adapter.reflect,
+                reflection_minibatch_size=config.gepa.minibatch,
+                candidate_selection_strategy=config.gepa.candidate_selection,
+                use_merge=config.gepa.use_merge,
+                perfect_score=config.success,
+                stop_callbacks=stops,
+                logger=_Silent(),
+                run_dir=str(directory),
+                seed=config.seed,
+            )
+
+        return None
 
     def _stops(self, state: Any, adapter: _Adapter, stopping: asyncio.Event) -> bool:
         scores = [fmean(each.values()) if each else 0.0 for each in state.prog_candidate_val_subscores]
+        self.context.counts["accepted"] = max(0, len(scores) - 1)
         if scores:
             best = Candidate(dict(state.program_candidates[scores.index(max(scores))]))
             if best != self.best:

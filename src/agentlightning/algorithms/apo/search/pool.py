@@ -15,6 +15,10 @@ from agentlightning.algorithms.apo.text.candidate import Candidate
 
 FAVOURITE_SHARE: Final = 0.85
 """How often the search goes on from its favourite instead of another candidate of the pool."""
+PRIOR_STRENGTH: Final = 8
+"""How many drawn tasks the expectation of a new candidate is worth."""
+EXPECTED_GAIN: Final = 0.1
+"""The share of what is missing that an accepted child is expected to gain."""
 MAX_REFLECTIONS: Final = 2
 """How often the critic reads the same failure."""
 
@@ -34,6 +38,10 @@ class Node:
     """How often the critic has read the last failure of a task."""
     rejected: list[str] = field(default_factory=list[str])
     """Edits of it that did not help."""
+    prior: float = 0.0
+    """What was expected of it before it ran on tasks that were not chosen for it."""
+    drawn: list[float] = field(default_factory=list[float])
+    """Its scores on such tasks."""
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.setdefault(outcome.task, []).append(outcome)
@@ -51,8 +59,9 @@ class Node:
 
     @property
     def estimate(self) -> float:
-        """The mean over all tasks of which something is known; 0 where nothing is."""
-        return fmean(map(self.score, self.tasks)) if self.tasks else 0.0
+        """The expected score on any task. Failures that a child was written for, and their repetitions, do not count:
+        some of them were bad luck, and turn by themselves."""
+        return (PRIOR_STRENGTH * self.prior + sum(self.drawn)) / (PRIOR_STRENGTH + len(self.drawn))
 
     def last(self, task: int) -> Outcome:
         own = self.outcomes.get(task)
@@ -70,7 +79,8 @@ class Node:
 
     def child(self, candidate: Candidate, number: int) -> Node:
         known = {task: self.last(task) for task in self.tasks}
-        return Node(candidate, number, inherited=known)
+        prior = self.estimate + EXPECTED_GAIN * max(0.0, 1 - self.estimate)
+        return Node(candidate, number, inherited=known, prior=prior)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -80,11 +90,14 @@ class Node:
             "inherited": [each.as_json() for each in self.inherited.values()],
             "reflections": {str(task): count for task, count in self.reflections.items()},
             "rejected": self.rejected,
+            "prior": self.prior,
+            "drawn": self.drawn,
         }
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Node:
         node = cls(Candidate(state["texts"]), state["number"], rejected=list(state["rejected"]))
+        node.prior, node.drawn = state["prior"], list(state["drawn"])
         node.inherited = {each[0]: Outcome(*each) for each in state["inherited"]}
         for each in state["outcomes"]:
             node.outcomes.setdefault(each[0], []).append(Outcome(*each))

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentlightning.algorithms.apo.record import Outcome, Trial
-from agentlightning.algorithms.apo.search.base import Search, SearchContext, score_of
+from agentlightning.algorithms.apo.search.base import BudgetSpentError, Search, SearchContext, score_of
 from agentlightning.algorithms.apo.search.finals import Finals
 from agentlightning.algorithms.apo.search.line_credits import Line, LineCredits, lines_of, without_line
 from agentlightning.algorithms.apo.search.pool import Node, Pool
@@ -53,7 +53,8 @@ class ReflectiveSearch(Search):
     def reserved(self) -> int:
         """Half of the budget at most: two finalists on the validation tasks, in pairs."""
         calls = self.context.spending.budget.calls
-        wanted = self.context.config.finalists * self.context.validation_tasks
+        finalists = self.context.config.finalists
+        wanted = finalists * self.context.validation_tasks if finalists > 1 else 0
         return wanted if calls is None else min(wanted, calls // 2)
 
     @property
@@ -71,7 +72,11 @@ class ReflectiveSearch(Search):
             self.end_search(why, budget=spent is not None)
             return None
         self.number += 1
-        accepted = await (self._prune() if self._prunable else self._propose())
+        try:
+            accepted = await (self._prune() if self._prunable else self._propose())
+        except BudgetSpentError:
+            calls = context.spending.budget.calls
+            return self.end_search(f"what is left of its budget of {calls} evaluations is too little", budget=True)
         self.fruitless = 0 if accepted else self.fruitless + 1
         context.on_favourite(self.favourite)
         return None
@@ -79,7 +84,8 @@ class ReflectiveSearch(Search):
     def end_search(self, why: str, *, budget: bool) -> None:
         """Go on with the finals."""
         finalists = [node.candidate for node in self.pool.nodes[: self.context.config.finalists]]
-        self.finals = Finals(finalists, why, budget)
+        known = [score_of(node.last(task)) for node in self.pool.nodes for task in node.tasks]
+        self.finals = Finals(finalists, why, budget, span=max([*known, 1.0]) - min([*known, 0.0]))
 
     def reopen(self) -> None:
         super().reopen()
@@ -131,7 +137,7 @@ class ReflectiveSearch(Search):
             fresh = self._fresh(node, config.reflection_size)
             if not fresh:
                 break
-            await self._run(node, fresh)
+            node.drawn += map(score_of, await self._run(node, fresh))
             found, rounds = node.failures(config.success), rounds + 1
         self.pool.sort()
         return found[: config.reflection_size]

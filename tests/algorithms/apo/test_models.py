@@ -1,0 +1,184 @@
+"""Critic and editor: what they are asked, and what becomes of replies that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+
+import orjson
+import pytest
+
+from agentlightning.algorithms.apo.budget import Spending
+from agentlightning.algorithms.apo.config import PromptModel, SearchBudget
+from agentlightning.algorithms.apo.models import language_model
+from agentlightning.algorithms.apo.models.critic import MAX_CRITIQUE_CHARS, MAX_SKIPS, Writer
+from agentlightning.algorithms.apo.models.language_model import ModelError, open_model
+from agentlightning.algorithms.apo.record import Outcome
+from agentlightning.errors import ConfigError, TrainingStopped
+from agentlightning.testing.provider import Reply, ScriptedProvider, Seen
+
+TEXTS = {"prompt": "Say {word}.", "book": "- Be kind."}
+FAILED = [Outcome(0, 0.25, "Task: red\n" + "x" * 500), Outcome(1, None, "Failure: it broke")]
+ADVICE = "The prompt lacks the colour."
+
+
+def writer(model, critic=lambda _: ADVICE, editor=lambda _: "{}"):
+    return Writer(model(critic), model(editor), Spending(SearchBudget()), 2, 100)
+
+
+async def test_the_critic_sees_numbered_texts_and_rollouts_cut_in_the_middle(model):
+    asked = writer(model)
+    critique = await asked.critique(TEXTS, FAILED)
+    [text] = asked.critic.asked
+    assert critique.text == ADVICE
+    assert "## prompt\n[1] Say {word}." in text
+    assert "## Rollout 1, reward 0.25" in text
+    assert "## Rollout 2, reward none\nFailure: it broke" in text
+    assert "characters left out" in text
+    assert asked.spending.model_calls == 1
+    assert asked.spending.tokens == 5
+    assert asked.spending.money == pytest.approx(3.0)
+
+
+async def test_the_critic_counts_items_of_playbooks(model):
+    asked = writer(model, lambda _: f"{ADVICE}\nHELPFUL: 1, 3\nHARMFUL: [2]")
+    critique = await asked.critique(TEXTS, FAILED, ["book"])
+    assert "HELPFUL" in asked.critic.asked[0]
+    assert (critique.text, critique.helpful, critique.harmful) == (ADVICE, (1, 3), (2,))
+
+
+async def test_the_editor_sees_the_advice_and_the_edits_that_did_not_help(model):
+    asked = writer(model)
+    await asked.edit(TEXTS, ADVICE, ["add 'Shout.'"], {"book": "Item [1] helped 2 and harmed 0 times."})
+    [text] = asked.editor.asked
+    assert "at most 2 edits" in text
+    assert "- add 'Shout.'" in text
+    assert "[1] - Be kind.\nItem [1] helped 2" in text
+    assert ADVICE in text
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [("", "critic_empty"), ("?!", "critic_nonsense"), ("word " * MAX_CRITIQUE_CHARS, "critic_over_long")],
+)
+async def test_a_critique_that_cannot_be_used_is_skipped_and_counted(model, reply, reason):
+    asked = writer(model, lambda _: reply)
+    assert await asked.critique(TEXTS, FAILED) is None
+    assert asked.skips == {reason: 1}
+
+
+async def test_too_many_useless_replies_in_a_row_end_the_search(model):
+    asked = writer(model, lambda _: "")
+    for _ in range(MAX_SKIPS - 1):
+        await asked.critique(TEXTS, FAILED)
+    with pytest.raises(TrainingStopped, match=rf"{MAX_SKIPS} critic_empty.*Use another model"):
+        await asked.critique(TEXTS, FAILED)
+
+
+async def test_a_useful_reply_starts_the_count_again(model):
+    replies = iter([*[""] * (MAX_SKIPS - 1), ADVICE, *[""] * (MAX_SKIPS - 1)])
+    asked = writer(model, lambda _: next(replies))
+    for _ in range(2 * MAX_SKIPS - 1):
+        await asked.critique(TEXTS, FAILED)
+
+
+# -- endpoints -------------------------------------------------------------------------------------------------------
+
+
+def chat(text: str, finish: str = "stop") -> dict[str, object]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+
+
+async def ask(script, monkeypatch, **settings):
+    monkeypatch.setattr(language_model, "BACKOFF_SECONDS", 0.0)
+    async with ScriptedProvider(script) as provider, AsyncExitStack() as stack:
+        given = PromptModel(model="m", base_url=f"{provider.url}/v1", **settings)
+        opened = await open_model(given, None, stack, "critic")
+        try:
+            return await opened.complete([{"role": "user", "content": "Hi"}]), provider.seen
+        finally:
+            ask.seen = provider.seen
+
+
+async def test_an_endpoint_is_asked_with_the_key_of_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    reply, [seen] = await ask([Reply(orjson.dumps(chat("Hello.")))], monkeypatch, api_key_env="MY_KEY", max_tokens=9)
+    assert (reply.text, reply.input_tokens, reply.output_tokens, reply.truncated) == ("Hello.", 7, 3, False)
+    assert seen.path == "/v1/chat/completions"
+    assert seen.headers["authorization"] == "Bearer secret"
+    assert seen.json == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "temperature": 1.0,
+        "max_tokens": 9,
+    }
+
+
+async def test_a_busy_endpoint_is_asked_again(monkeypatch):
+    reply, seen = await ask([Reply(status=429), Reply(orjson.dumps(chat("Now.", "length")))], monkeypatch)
+    assert reply.truncated
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(("status", "named"), [(401, "OPENAI_API_KEY"), (404, "does not serve the model 'm'")])
+async def test_a_refused_key_or_model_ends_the_run_in_words(monkeypatch, status, named):
+    with pytest.raises(ConfigError, match=named):
+        await ask([Reply(status=status)], monkeypatch)
+
+
+@pytest.mark.parametrize("reply", [Reply(status=500), Reply(b"not JSON"), Reply(b'{"choices": []}')])
+async def test_an_endpoint_without_a_reply_is_an_error_that_is_counted(monkeypatch, reply):
+    with pytest.raises(ModelError) as error:
+        await ask(lambda _: reply, monkeypatch)
+    assert error.value.reason == "failed"
+
+
+async def test_a_reply_that_takes_too_long_is_given_up(monkeypatch):
+    def hang(_: Seen) -> Reply:
+        return Reply(end="hang", head=False)
+
+    with pytest.raises(ModelError, match=r"no reply within 0\.05 s") as error:
+        await ask(hang, monkeypatch, timeout_seconds=0.05)
+    assert error.value.reason == "timeout"
+
+
+async def test_a_model_without_a_name_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm\.critic names no model"):
+        await open_model(PromptModel(), None, AsyncExitStack(), "critic")
+
+
+class Client:
+    """What `openai.AsyncOpenAI` looks like to its callers."""
+
+    def __init__(self, create):
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+
+
+async def test_a_client_object_is_called_as_openai_is():
+    asked = {}
+
+    async def create(**request):
+        asked.update(request)
+        message = SimpleNamespace(content="Yes.")
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None)
+
+    opened = await open_model(PromptModel(model="m", temperature=0.5), Client(create), AsyncExitStack(), "critic")
+    assert (await opened.complete([{"role": "user", "content": "Hi"}])).text == "Yes."
+    assert (asked["model"], asked["temperature"]) == ("m", 0.5)
+
+
+async def test_errors_of_a_client_are_counted_not_raised(model):
+    async def create(**_):
+        raise RuntimeError("quota")
+
+    async def hang(**_):
+        await asyncio.sleep(10)
+
+    for call, reason in ((create, "failed"), (hang, "timeout")):
+        settings = PromptModel(model="m", timeout_seconds=0.01)
+        opened = await open_model(settings, Client(call), AsyncExitStack(), "critic")
+        asked = Writer(opened, opened, Spending(SearchBudget()), 3, 100)
+        assert await asked.critique(TEXTS, FAILED) is None
+        assert asked.skips == {f"critic_{reason}": 1}

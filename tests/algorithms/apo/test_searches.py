@@ -1,0 +1,197 @@
+"""The searches find what a simulated world hides, buy nothing twice, and go on from their state."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+
+import pytest
+
+from agentlightning.algorithms.apo.record import Trial
+from agentlightning.algorithms.apo.search.beam import BeamSearch
+from agentlightning.algorithms.apo.search.finals import Finals
+from agentlightning.algorithms.apo.search.gepa import GepaSearch
+from agentlightning.algorithms.apo.search.reflective import ReflectiveSearch
+from agentlightning.algorithms.apo.text.candidate import Candidate
+from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
+
+
+def prompt(*lines: str) -> Candidate:
+    return Candidate({"prompt": "\n".join([HEAD, *(f"- {line}" for line in lines), TAIL])})
+
+
+async def run(search) -> Candidate:
+    while search.ended is None:
+        await search.step()
+    return search.favourite
+
+
+def quality(world: PromptWorld, candidate: Candidate) -> float:
+    return world.quality(candidate.texts["prompt"]) / world.optimum
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(PromptWorld, 420), (InteractingWorld, 1100)])
+async def test_reflective_finds_the_hidden_instructions(context, kind, calls):
+    found: list[float] = []
+    for seed in range(5):
+        world = kind(seed)
+        search = ReflectiveSearch(context(world, budget={"calls": calls}, seed=seed))
+        found.append(quality(world, await run(search)))
+        assert search.context.spending.calls <= calls
+    assert statistics.median(found) >= (0.95 if kind is PromptWorld else 0.9)
+    assert min(found) > 0.75
+
+
+async def test_a_result_of_a_parent_is_never_bought_twice(context):
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 300}))
+    await run(search)
+    bought = Counter(search.context.evaluator.asked)
+    assert max(bought.values()) == 1
+
+
+async def test_a_bad_edit_costs_only_the_failures_it_was_written_for(context):
+    made = context(PromptWorld(0, insight=0.0, luck=0.0), budget={"calls": 200}, patience=8)
+    search = ReflectiveSearch(made)
+    while search.finals is None:
+        await search.step()
+    of_children = [text for text, _ in made.evaluator.asked if text != START]
+    assert made.counts["rejected_screen"] == made.counts["proposed"] > 3
+    assert len(of_children) <= made.counts["proposed"] * made.config.reflection_size
+
+
+async def test_no_validation_task_is_used_before_the_finals(context):
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 250}))
+    while search.finals is None:
+        await search.step()
+    assert {trial.split for _, trial in search.context.evaluator.asked} == {"train"}
+    assert search.context.spending.calls <= 250 - search.reserved + 5
+    await search.step()
+    assert "validation" in {trial.split for _, trial in search.context.evaluator.asked}
+
+
+async def test_a_search_that_ends_for_its_budget_says_so(context):
+    search = ReflectiveSearch(context(PromptWorld(0), budget={"calls": 60}))
+    await run(search)
+    assert search.ended_for_budget
+    assert "60 evaluations" in str(search.ended)
+    patient = ReflectiveSearch(context(PromptWorld(0, insight=0.0), budget={"calls": 500}, patience=3))
+    await run(patient)
+    assert not patient.ended_for_budget
+    assert "none of the last 3 proposals" in str(patient.ended)
+
+
+@pytest.mark.parametrize("kind", [ReflectiveSearch, BeamSearch])
+async def test_a_search_goes_on_from_its_state(context, kind):
+    settings = {"budget": {"calls": 200}, "beam": {"branch_factor": 1, "beam_width": 2, "val_batch_size": 8}}
+    whole = kind(context(PromptWorld(2), **settings))
+    broken = kind(context(PromptWorld(2), **settings))
+    for _ in range(2):
+        await whole.step()
+        await broken.step()
+    state = json.loads(json.dumps(broken.state_dict()))
+    resumed = kind(broken.context)
+    resumed.load_state_dict(state)
+    for _ in range(6):
+        if whole.ended is None:
+            await whole.step()
+            await resumed.step()
+    assert resumed.favourite == whole.favourite
+    assert resumed.state_dict() == whole.state_dict()
+
+
+async def test_a_line_that_is_not_needed_is_taken_back(context):
+    world = PromptWorld(0, follow=1.0, luck=0.0)
+    search = ReflectiveSearch(context(world, budget={"calls": 2000}))
+    node = search.pool.favourite
+    node.candidate = prompt(ADVICE[0], *world.instructions)
+    for line in [ADVICE[0], *world.instructions[:3]]:
+        needing = (
+            [i for i in range(100) if world.instructions.index(line) in world.needs(f"{i:04d}")]
+            if (line in world.instructions)
+            else [0]
+        )
+        search.credits.tasks["prompt", f"- {line}"] = needing[:1]
+    while search._prunable:
+        await search.step()
+    text = search.favourite.texts["prompt"]
+    assert ADVICE[0] not in text
+    assert world.given(text) == set(range(12))
+
+
+async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(context):
+    world = PromptWorld(0, follow=1.0, luck=0.0)
+    search = ReflectiveSearch(context(world, budget={"calls": 2000}))
+    kept, lost = world.instructions[:2]
+    parent = search.pool.favourite
+    parent.candidate = prompt(kept, lost)
+    child = parent.child(prompt(kept), 1)
+    needing = [i for i in range(100) if world.needs(f"{i:04d}") == (1,)]
+    search.credits.tasks["prompt", f"- {lost}"] = needing[:1]
+    [outcome] = await search.context.evaluate(parent.candidate, [Trial(needing[0])])
+    parent.add(outcome)
+    assert not await search._guards(child, parent, ())
+
+
+# -- the other searches ----------------------------------------------------------------------------------------------
+
+
+async def test_beam_scores_on_validation_and_improves(context):
+    world = PromptWorld(0)
+    beam = {"beam_width": 2, "branch_factor": 2, "beam_rounds": 4, "gradient_batch_size": 3, "val_batch_size": 10}
+    search = BeamSearch(context(world, search="beam", beam=beam, budget={"calls": 600}))
+    best = await run(search)
+    assert search.round == 4
+    assert quality(world, best) > quality(world, Candidate({"prompt": START}))
+    assert len(search.beam) <= 2
+
+
+async def test_gepa_searches_with_this_run_and_stops_at_its_budget(context, model, tmp_path):
+    pytest.importorskip("gepa")
+    world = PromptWorld(0)
+    made = context(world, search="gepa", budget={"calls": 300})
+    made.writer.critic = model(world.reflect)
+    made.directory = tmp_path
+    search = GepaSearch(made)
+    best = await run(search)
+    assert search.ended_for_budget
+    assert made.spending.calls < 300 + 20
+    assert made.counts["accepted"] > 0, "every mutation was skipped"
+    assert quality(world, best) > quality(world, Candidate({"prompt": START}))
+
+
+async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, model, tmp_path):
+    pytest.importorskip("gepa")
+    made = context(PromptWorld(0), search="gepa", budget={"calls": 60})
+    made.writer.critic = model(lambda _: "```\nWrite something.\n```")
+    made.directory = tmp_path
+    search = GepaSearch(made)
+    assert (await run(search)).texts == {"prompt": START}
+    assert made.counts["schema_violations"] > 0
+    assert {text for text, _ in made.evaluator.asked} == {START}
+
+
+# -- finals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(context):
+    world = PromptWorld(0)
+    made = context(world, budget={"calls": 500})
+    good, bad = prompt(*world.instructions), prompt()
+    finals = Finals([bad, good])
+    await finals.decide(made)
+    [duel] = finals.duels
+    assert finals.best == good
+    assert duel.verdict == "better"
+    assert duel.pairs < 40
+    assert duel.p_value <= 0.05
+    assert max(Counter(made.evaluator.asked).values()) == 1
+    assert Finals.from_state(json.loads(json.dumps(finals.state_dict()))).best == good
+
+
+async def test_finals_without_the_budget_keep_the_favourite(context):
+    made = context(PromptWorld(0), budget={"calls": 5})
+    finals = Finals([prompt(), prompt("more")])
+    await finals.decide(made)
+    assert finals.duels[0].verdict == "budget"
+    assert finals.best == prompt()
