@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.resources import PromptTemplate
 from agentlightning.training.report.result import TrainingResult
 
 
@@ -25,6 +26,8 @@ def test_the_report_of_a_run_has_these_fields() -> None:
         checkpoint=Path("run/checkpoint"),
         curve=Path("run/curve.png"),
         run_dir=Path("run"),
+        start_prompts={"prompt": PromptTemplate(template="Be quick.\nSay {word}.")},
+        prompts={"prompt": PromptTemplate(template="Be kind.\nSay {word}.")},
     )
     greedy = {
         "before": 0.25,
@@ -54,4 +57,7 @@ def test_the_report_of_a_run_has_these_fields() -> None:
         "checkpoint": "run/checkpoint",
         "curve": "run/curve.png",
         "run_dir": "run",
+        "prompts": {"prompt": "Be kind.\nSay {word}."},
     }
+    assert result.best_prompt.template == "Be kind.\nSay {word}."
+    assert result.diff().splitlines()[-3:] == ["-Be quick.", "+Be kind.", " Say {word}."]

@@ -86,7 +86,7 @@ class GepaSearch(Search):
             return self._stops(state, adapter, stopping)
 
         directory = context.directory / "gepa"
-        optimize: Any = gepa.optimize
+        optimize: Any = vars(gepa)["optimize"]
         with suppress(BudgetSpentError):
             return optimize(
                 dict(context.seed.texts),
