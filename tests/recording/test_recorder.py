@@ -156,6 +156,20 @@ def test_beyond_what_can_wait_is_dropped_and_counted(
     assert len([r for r in caplog.records if "falls behind" in r.message]) == 1
 
 
+def test_what_waits_is_limited_by_its_size_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(module, "LINGER_SECONDS", 60.0)
+    with agl.track_session("large"):
+        for _ in range(10):
+            agl.emit_message("x" * 4_000)
+        assert agl.recording_status().spans_dropped == 7
+        assert agl.flush_recording()
+        agl.emit_message("x" * 4_000)  # there is room again
+    assert agl.flush_recording()
+    (record,) = asyncio.run(read_all())
+    assert len(record.spans) == 4
+
+
 async def read_all() -> list[agl.RolloutRecord]:
     store = agl.LightningStore()
     try:

@@ -33,6 +33,8 @@ LINGER_SECONDS: Final = 0.02
 """How long the thread waits for more before it writes."""
 MOST_WAITING: Final = 50_000
 """Records that wait at most; later spans, and sessions that begin later, are dropped."""
+MOST_BYTES: Final = 256 * 1024 * 1024
+"""Characters of text in their attributes, at most."""
 RETRY_SECONDS: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
 """Pauses while the store cannot be written; the last one repeats."""
 PRUNE_SECONDS: Final = 600.0
@@ -65,6 +67,10 @@ class Recorder:
         self._arrived = threading.Event()
         self._urgent = threading.Event()
         self._flushes: list[threading.Event] = []
+        self._size = 0
+        """Characters of text that wait."""
+        self._taken_size = 0
+        self._size_lock = threading.Lock()
         self._taken = 0
         """Records that were taken from the queue and are being written."""
         self._open_sessions: dict[str, SessionRecord] = {}
@@ -80,20 +86,29 @@ class Recorder:
     def begin(self, session: SessionRecord) -> bool:
         """Queue the start of a session. False, and it is counted, where nothing more can wait."""
         counters.add("sessions")
-        if len(self._queue) >= MOST_WAITING:
+        if self._is_full():
             counters.add("sessions_lost")
-            counters.warn("full", f"recording falls behind: {MOST_WAITING} records wait for {self.name}; dropping more")
             return False
         self._append((session, None))
         return True
 
     def put(self, session: SessionRecord, spans: Sequence[Span]) -> None:
         """Queue spans of a session."""
-        if len(self._queue) >= MOST_WAITING:
+        if self._is_full():
             counters.add("spans_dropped", len(spans))
-            counters.warn("full", f"recording falls behind: {MOST_WAITING} records wait for {self.name}; dropping more")
-        else:
-            self._append((session, spans))
+            return
+        size = _size_of(spans)
+        with self._size_lock:
+            self._size += size
+        self._append((session, spans))
+
+    def _is_full(self) -> bool:
+        if len(self._queue) < MOST_WAITING and self._size < MOST_BYTES:
+            return False
+        counters.warn(
+            "full", f"recording falls behind: {len(self._queue)} records wait for {self.name}, and more are dropped"
+        )
+        return True
 
     def finish(self, session: SessionRecord, end: SessionEnd) -> None:
         """Queue the end of a session; it is never dropped."""
@@ -177,6 +192,7 @@ class Recorder:
                 self._arrived.clear()
                 self._take()
                 if self._attempt(runner, self._write):
+                    self._forget_size()
                     self._taken = 0
                     self._forget_finished()
                     self._finish_flushes()
@@ -206,7 +222,13 @@ class Recorder:
             elif isinstance(what, SessionEnd):
                 session.finish(what)
             else:
+                self._taken_size += _size_of(what)
                 session.add_spans(what)
+
+    def _forget_size(self) -> None:
+        with self._size_lock:
+            self._size -= self._taken_size
+        self._taken_size = 0
 
     def _attempt(self, runner: asyncio.Runner, work: Callable[[], Any]) -> bool:
         """Do the work until the store takes it. False if the process ends before."""
@@ -276,6 +298,11 @@ class Recorder:
         self._urgent.clear()
         while self._flushes:
             self._flushes.pop().set()
+
+
+def _size_of(spans: Sequence[Span]) -> int:
+    """Characters of text in the attributes: what spans of agents mostly consist of."""
+    return sum(len(value) for span in spans for value in span.attributes.values() if type(value) is str)
 
 
 # -- the recorders of this process -----------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def track_session(
     Records are written in the background. No trouble with the store is raised: it is logged once and counted
     (`recording_status`). Raises ConfigError for arguments of the wrong type.
     """
-    if inspect.isroutine(task):
+    if callable(task) and inspect.isroutine(task):
         return Session(None, store, name, metadata, mode, only_marked)(task)
     return Session(task, store, name, metadata, mode, only_marked)
 

@@ -33,6 +33,8 @@ ROLES: Final = {
 }
 """Names of roles and kinds of messages -> the roles of OpenTelemetry."""
 KNOWN_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+SPEAKERS: Final = ("user", "assistant", "system")
+PLAIN_FIELDS: Final = frozenset({"role", "content"})
 RESULTS: Final = ("raw", "final_output", "output_text", "text", "content")
 """Fields of a framework's result in which its text stands."""
 
@@ -158,6 +160,10 @@ def _role_and_text(value: Sequence[Any]) -> list[Message]:
 
 
 def _one(value: Any, default: str) -> list[Message]:
+    if type(value) is dict and value.keys() == PLAIN_FIELDS:  # most messages there are
+        role, text = value["role"], value["content"]
+        if role in SPEAKERS and isinstance(text, str) and text:
+            return [text_message(text, role)]
     kind = field(value, "type")
     if kind in ("function_call", "function_call_output", "reasoning") and field(value, "role") is None:
         return [_response_item(value, kind)]
