@@ -20,7 +20,7 @@ import pytest
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
-from agentlightning.config import CurriculumConfig, EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
@@ -307,6 +307,22 @@ async def resume(run: Run, changes: dict[str, Any]) -> TrainingResult:
     run.policy = Collapsing()
     async with run._agents():
         return await Trainer.resume(run.directory / "run", changes=changes, store=run.store).fit_async()
+
+
+async def test_weights_that_lose_on_the_guard_set_are_replaced_by_the_promoted_ones(run: Run) -> None:
+    """Weights of three updates and more are worse. The run goes on from those of the second step."""
+    run.policy = ScriptedPolicy(lambda messages, updates: "0.1" if updates >= 3 else "0.9")
+    run.reward = lambda task, answer: float(answer)
+    guard_set = {**TASKS, "val_dataset": [{"n": n} for n in range(100, 112)]}
+    config = greedy(every=0).model_copy(update={"gate": GateConfig(every=2)})
+    result = await run.fit(
+        config, LightningRL(steps=4, tasks_per_step=2, group_size=2, credit="reinforce"), **guard_set
+    )
+    assert [line.get("gate_promoted") for line in run.metrics] == [None, 1.0, None, 0.0]
+    assert (result.best_step, result.gate_rejections) == (2, 1)
+    assert scripted_weights(result.checkpoint)["updates"] == 2
+    assert result.held_out["greedy"].after == pytest.approx(0.9)
+    assert {task["n"] for task in run.tasks("guard-000000-")} == set(range(100, 112)), "the start is measured too"
 
 
 async def test_a_collapse_is_warned_of_once_counted_and_otherwise_left_alone_by_default(run: Run) -> None:

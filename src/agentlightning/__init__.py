@@ -11,9 +11,12 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
     Learner (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores
     an agent), Evaluation (the scores, with an interval), rescore (a new reward for stored rollouts), Rescoring (what it
-    did).
+    did), read_audit (what each version was learned from), AuditRecord (one of them).
+Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a model that scores), RankingJudge (a model
+    that ranks a group of rollouts), JudgedRollout (one of them).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
-    TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
+    RewardGuard (what rewards must be like), GateConfig (which versions are promoted), TurnLimit, Branching,
+    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,
     emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
@@ -29,9 +32,10 @@ Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, 
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
-    AgentError, AgentTimeoutError, RewardError, RolloutRejectedError, StoreError, NotFoundError, ConflictError,
-    StoreFullError, StoreLostError, StoreClosedError, StoreServerError, StoreAuthError, PolicyError, ContextLengthError,
-    UnfaithfulSampleError, ServerError, TrainingStopped, UnknownTokensError, ResumeError.
+    AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
+    StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
+    StoreAuthError, PolicyError, ContextLengthError, UnfaithfulSampleError, ServerError, TrainingStopped,
+    UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
         CurriculumConfig,
         DataConfig,
         EvaluationConfig,
+        GateConfig,
+        RewardGuard,
         RunConfig,
         RunnerConfig,
         TrainConfig,
@@ -93,10 +99,12 @@ if TYPE_CHECKING:
         ContextLengthError,
         DatasetError,
         MissingExtraError,
+        MissingRewardError,
         NotFoundError,
         PolicyError,
         ResumeError,
         RewardError,
+        RewardServiceError,
         RolloutRejectedError,
         ServerError,
         StoreAuthError,
@@ -127,6 +135,9 @@ if TYPE_CHECKING:
     from agentlightning.recording.settings import configure_recording
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
+    from agentlightning.rewards.llm_judge import LLMJudge
+    from agentlightning.rewards.ranking_judge import JudgedRollout, RankingJudge
+    from agentlightning.rewards.remote import RemoteReward
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
     from agentlightning.runner import LitAgent, Runner, RunnerStatistics, llm_rollout, prompt_rollout, rollout
     from agentlightning.runner.agents.litagent import FunctionAgent
@@ -155,6 +166,7 @@ if TYPE_CHECKING:
     from agentlightning.tracing.air import air_rule
     from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
+    from agentlightning.training.governance.audit import AuditRecord, read_audit
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
@@ -169,13 +181,14 @@ _NAMES = {
     "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
     "config": (
-        "Branching CurriculumConfig DataConfig EvaluationConfig RunConfig RunnerConfig TrainConfig TurnLimit "
-        "WarmStartConfig"
+        "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
+        "TrainConfig TurnLimit WarmStartConfig"
     ),
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
-        "DatasetError MissingExtraError NotFoundError PolicyError ResumeError RewardError "
+        "DatasetError MissingExtraError MissingRewardError NotFoundError PolicyError ResumeError RewardError "
+        "RewardServiceError "
         "RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError StoreFullError "
         "StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
     ),
@@ -197,6 +210,9 @@ _NAMES = {
     "recording.settings": "configure_recording",
     "recording.session": "Session carry_session track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
+    "rewards.llm_judge": "LLMJudge",
+    "rewards.ranking_judge": "JudgedRollout RankingJudge",
+    "rewards.remote": "RemoteReward",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
     "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
     "runner.agents.litagent": "FunctionAgent",
@@ -213,6 +229,7 @@ _NAMES = {
     "tracing.air": "air_rule",
     "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
+    "training.governance.audit": "AuditRecord read_audit",
     "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
@@ -232,6 +249,7 @@ __all__ = [
     "Algorithm",
     "Attempt",
     "AttemptedRollout",
+    "AuditRecord",
     "BeamSearchConfig",
     "Branching",
     "ChatFormat",
@@ -249,11 +267,14 @@ __all__ = [
     "EvaluationConfig",
     "FunctionAgent",
     "Gain",
+    "GateConfig",
     "GatewayConfig",
     "GepaSearchConfig",
     "InMemoryLightningStore",
     "Instrumentation",
+    "JudgedRollout",
     "KeptSets",
+    "LLMJudge",
     "Learner",
     "LightningRL",
     "LightningRLConfig",
@@ -262,6 +283,7 @@ __all__ = [
     "LitAgent",
     "Lora",
     "MissingExtraError",
+    "MissingRewardError",
     "NLLLoss",
     "NamedResources",
     "Node",
@@ -277,13 +299,17 @@ __all__ = [
     "ProxyLLM",
     "Pruned",
     "Queue",
+    "RankingJudge",
     "RecordingStatus",
     "Rejection",
+    "RemoteReward",
     "Rescoring",
     "ResourcesUpdate",
     "ResumeError",
     "Retention",
     "RewardError",
+    "RewardGuard",
+    "RewardServiceError",
     "Rollout",
     "RolloutConfig",
     "RolloutRecord",
@@ -347,6 +373,7 @@ __all__ = [
     "llm_rollout",
     "operation",
     "prompt_rollout",
+    "read_audit",
     "recording_status",
     "rescore",
     "rollout",

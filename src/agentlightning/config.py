@@ -194,6 +194,71 @@ class EvaluationConfig(Section):
     """greedy: temperature 0; sampled: temperature 1."""
 
 
+class RewardGuard(Section):
+    """What the rewards of a run must be like: a check of every batch before it is learned from (docs/governance.md).
+
+    >>> agl.RewardGuard(low=0, high=1, on_violation="stop").max_missing
+    0.1
+    """
+
+    low: float | None = Field(default=None, allow_inf_nan=False)
+    """The lowest reward possible. None: any."""
+    high: float | None = Field(default=None, allow_inf_nan=False)
+    """The highest reward possible. None: any."""
+    max_missing: float = Field(default=0.1, ge=0, le=1)
+    """The share of a batch's finished rollouts that may have no usable reward."""
+    max_drift: float = Field(default=0.5, ge=0, le=1)
+    """How far the rewards of a batch may be from those of the five batches before: the Kolmogorov-Smirnov distance, the
+    largest difference between the shares of rewards up to any value. 1: as far as they like."""
+    agree: tuple[str, str] | None = None
+    """Two named dimensions of the reward that should prefer the same rollouts. None: no such pair."""
+    reward: str | None = None
+    """A second reward function, `module:name` or `path/file.py:name`, that should prefer the same rollouts. It sees a
+    sample of each batch, in the process of the trainer; nothing is learned from it. None: there is none."""
+    sample: int = Field(default=64, ge=2)
+    """The number of rollouts of a batch that the second reward function scores, in whole groups."""
+    max_disagreement: float = Field(default=0.4, ge=0, le=1)
+    """The share of pairs of one group's rollouts that the two may order differently. Ties are not counted."""
+    on_violation: Literal["warn", "stop"] = "warn"
+    """stop: training ends before it has learned from the batch."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(
+                f"low={self.low:g} is not below high={self.high:g}; give the lowest and the highest reward"
+            )
+        if self.agree is not None and self.agree[0] == self.agree[1]:
+            raise ValueError(f"agree={self.agree} names one dimension twice; name two")
+        return self
+
+
+class GateConfig(Section):
+    """Which versions of weights and prompts are promoted: those that do not lose on a guard set (docs/governance.md).
+
+    >>> agl.GateConfig(every=5).on_loss
+    'rollback'
+    """
+
+    every: int = Field(default=10, ge=1)
+    """Steps between decisions. The last step is always judged."""
+    tasks: str | None = None
+    """The guard set: a file of tasks that are never trained on. None: the validation tasks."""
+    limit: int | None = Field(default=64, ge=1)
+    """Tasks of the guard set that are used; None: all."""
+    reward: str | None = None
+    """The reward function of the guard set, `module:name` or `path/file.py:name`: one that is not trained on catches a
+    policy that exploits the reward it is trained on. None: the reward of the run."""
+    margin: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The loss of mean reward that is tolerated."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """A version loses if the interval of its paired difference with this confidence lies below -margin."""
+    mode: Literal["greedy", "sampled"] = "greedy"
+    """greedy: temperature 0; sampled: temperature 1."""
+    on_loss: Literal["rollback", "stop"] = "rollback"
+    """rollback: the run returns to the promoted version and goes on from there; stop: it returns there and ends."""
+
+
 class RunConfig(Section):
     """The run itself.
 
@@ -241,6 +306,9 @@ class TrainConfig(Section):
     """`module:name`, `path/file.py:name`, or a command line in any language."""
     reward: str | None = None
     """`module:name` or `path/file.py:name` of a function (task, output) -> number or named numbers."""
+    group_reward: str | None = None
+    """`module:name` or `path/file.py:name` of a function of the rollouts of one group that returns a reward for each,
+    such as an `agl.RankingJudge`. Training learns from these; evaluations use `reward`. None: training uses it too."""
     run: RunConfig = Field(default_factory=RunConfig)
     """The run itself."""
     data: DataConfig = Field(default_factory=DataConfig)
@@ -261,6 +329,11 @@ class TrainConfig(Section):
     """How agents are run."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """How the result is measured."""
+    guard: RewardGuard | None = None
+    """What the rewards must be like: a table with `low`, `high`, `max_missing`, `max_drift`, `agree`, `reward` ...
+    None: they are not checked."""
+    gate: GateConfig | None = None
+    """Which versions are promoted: a table with `every`, `tasks`, `reward`, `margin`, `on_loss` ... None: all."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """Routes of model calls to other models than the policy, and their budgets."""
     air: dict[str, float] = Field(default_factory=dict[str, float])

@@ -7,6 +7,8 @@
     ├── AgentError             an agent that cannot be loaded or run
     │   └── AgentTimeoutError  an agent that exceeded its time limit
     ├── RewardError            a reward that is missing, not finite, or of an unsupported kind
+    │   └── MissingRewardError a reward function has no reward for this rollout, which is counted and left out
+    ├── RewardServiceError     a service or judge that gives rewards is unreachable, or answers nonsense
     ├── RolloutRejectedError   a rollout whose data cannot be used: training skips and counts it
     ├── StoreError
     │   ├── NotFoundError      an unknown id
@@ -66,6 +68,17 @@ class RewardError(AgentLightningError, ValueError):
 
     reason: ClassVar[str] = "bad_reward"
     """Reason under which rejected rollouts are counted."""
+
+
+class MissingRewardError(RewardError):
+    """A reward function has no reward for this rollout. The rollout succeeds without one: it is counted, and left out
+    of what needs rewards. Raise it in a reward function of your own."""
+
+    reason: ClassVar[str] = "missing_reward"
+
+
+class RewardServiceError(AgentLightningError):
+    """A service or judge that gives rewards cannot be reached, or answers what is no reward. The attempt fails."""
 
 
 class RolloutRejectedError(AgentLightningError, ValueError):

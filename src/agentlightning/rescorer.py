@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +17,14 @@ from typing import Any
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.rollouts import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
-from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.span import Span, counts
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.training.governance.second_reward import apply_reward, with_attempt
 from agentlightning.trajectory import Reward
 from agentlightning.util.event_loop import run_sync
 
@@ -181,10 +180,9 @@ class _Scorer:
             return _Outcome(rollout.rollout_id)
         spans = await self.store.query_spans(rollout.rollout_id, attempt.attempt_id)
         before = find_final_reward(spans)
-        fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
-        attempted = AttemptedRollout(**fields, attempt=attempt)
+        attempted = with_attempt(rollout, attempt)
         try:
-            value = await self._reward(attempted, spans)
+            value = await apply_reward(self.store, self.function, attempted, spans)
         except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
             return _Outcome(rollout.rollout_id, before, error=f"{type(error).__name__}: {error}")
         rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
@@ -193,13 +191,6 @@ class _Scorer:
         if changed and not self.dry_run:
             await self.store.add_span(self._span(attempted, value, len(rescored)))
         return _Outcome(rollout.rollout_id, before, value, changed)
-
-    async def _reward(self, rollout: AttemptedRollout, spans: Sequence[Span]) -> Reward:
-        resources = None if rollout.resources_id is None else await self.store.get_resources_by_id(rollout.resources_id)
-        invocation = Invocation(rollout, {} if resources is None else resources.resources, task=rollout.input)
-        output = rollout.attempt.metadata.get("output")
-        value = await asyncio.to_thread(self.function.start, invocation, output, spans=spans)
-        return check_reward(await value if inspect.isawaitable(value) else value, self.function.source)
 
     def _span(self, rollout: AttemptedRollout, value: Reward, number: int) -> Span:
         attempt_id = rollout.attempt.attempt_id

@@ -281,7 +281,7 @@ class Trainer:
         if run.step >= run.total_steps:
             self.progress.note(f"all {run.step} steps are done; with more (algorithm.steps=N) the run continues")
         run.account.read_records()
-        await run.recovery.begin()
+        await run.begin()
         await algorithm.run(run)
         await run.load_best()
         self.progress.phase("measuring the trained policy", measurements.rollouts)

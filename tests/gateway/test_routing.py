@@ -50,6 +50,22 @@ def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
     assert routes.models == ("policy", "reference", "gpt-4o")
 
 
+def test_a_judge_reaches_other_models_of_a_training_run_and_not_its_policy():
+    from agentlightning.gateway.callers.agents import AgentMatcher
+    from agentlightning.gateway.callers.attribution import Caller
+    from agentlightning.gateway.routing import CallResolver
+
+    resolver = CallResolver(AgentMatcher(), table(default_model="policy", accept_any_model=True))
+    judge, body = {"x-agentlightning-judge": "at-1"}, {"model": "gpt-5", "messages": []}
+    assert resolver.resolve("chat/completions", {}, Caller(), body).route.name == "policy"
+    assert (
+        resolver.resolve("chat/completions", judge, Caller(), {**body, "model": "reference"}).route.name == "reference"
+    )
+    with pytest.raises(ApiError, match="asked the policy that is being trained") as caught:
+        resolver.resolve("chat/completions", judge, Caller(), body)
+    assert (caught.value.status, caught.value.code) == (409, "judge_as_agent")
+
+
 def test_the_default_serves_calls_without_a_name_and_strangers_only_if_it_is_told_to():
     one = {"policy": ENGINES["policy"]}
     assert table(engines=one).resolve(None).name == "policy"

@@ -14,7 +14,7 @@ import pytest
 from agentlightning.assemble import calls
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
-from agentlightning.span import AGENT_NAME, ATTRIBUTION, JUDGE, MESSAGE, MESSAGE_BODY
+from agentlightning.span import AGENT_NAME, ATTRIBUTION, JUDGE, MESSAGE, MESSAGE_BODY, REWARD_MISSING
 from agentlightning.testing import ScriptedEngine
 
 SECRET = "a secret"
@@ -117,3 +117,55 @@ async def test_a_judge_that_takes_the_client_of_the_agent_is_refused_with_the_wa
     assert (ended.status, provider.seen) == ("failed", [])
     assert "Make a client in the reward function" in error
     assert len(calls(await store.query_spans(ended.rollout_id))) == 1
+
+
+JUDGES = """
+import agentlightning as agl
+
+def agent(task):
+    return "an answer"
+
+def judge(**settings):
+    return agl.LLMJudge("a-judge", "Good.", retries=0, backoff=0.0, **settings)
+
+at_provider = judge(base_url={provider!r})
+too_slow = judge(base_url={provider!r}, timeout=0.001)
+the_policy = judge(base_url={server!r})
+"""
+
+
+async def judged(name: str, start: Any, roll: Any, server: Server, provider: Any, tmp_path: Path) -> Any:
+    code = tmp_path / f"{name}.py"
+    urls = {"provider": f"http://127.0.0.1:{provider.server_port}/v1", "server": f"{server.url}/v1"}
+    code.write_text(JUDGES.format(**urls))
+    await start(f"{code}:agent", reward=f"{code}:{name}", server_url=server.url, secret=SECRET)
+    [ended] = await roll({})
+    return ended
+
+
+async def test_a_judge_without_a_score_leaves_the_reward_missing_and_says_why(
+    start: Any, roll: Any, rewards_of: Any, store: Any, server: Server, provider: Any, tmp_path: Path
+) -> None:
+    """The provider's answer has no score in it."""
+    ended = await judged("at_provider", start, roll, server, provider, tmp_path)
+    assert (ended.status, await rewards_of(ended)) == ("succeeded", [])
+    [reason] = [span for span in await store.query_spans(ended.rollout_id) if REWARD_MISSING in span.attributes]
+    assert "gave no score" in reason.attributes[REWARD_MISSING]
+    assert not calls(await store.query_spans(ended.rollout_id)), "what a judge asks is no part of the rollout"
+    assert provider.seen == [("a-judge", "Bearer sk-of-its-user")]
+
+
+async def test_a_judge_that_times_out_leaves_the_reward_missing(
+    start: Any, roll: Any, rewards_of: Any, store: Any, server: Server, provider: Any, tmp_path: Path
+) -> None:
+    ended = await judged("too_slow", start, roll, server, provider, tmp_path)
+    assert (ended.status, await rewards_of(ended)) == ("succeeded", [])
+
+
+async def test_a_judge_that_asks_the_policy_in_training_is_refused(
+    start: Any, roll: Any, attempt_of: Any, store: Any, server: Server, provider: Any, tmp_path: Path
+) -> None:
+    ended = await judged("the_policy", start, roll, server, provider, tmp_path)
+    assert ended.status == "failed"
+    assert "answered 401" in (await attempt_of(ended)).metadata["error"]["message"], "it has no key of an attempt"
+    assert not calls(await store.query_spans(ended.rollout_id))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from agentlightning.attempt_address import JUDGE_HEADER
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
@@ -22,6 +23,10 @@ from agentlightning.gateway.upstream.servers import ServerPool
 
 _MAX_CACHED: Final = 4096
 """Bound of the route cache: callers choose the names."""
+_JUDGED_BY_POLICY: Final = (
+    "a reward function asked the policy that is being trained (model={!r}): a policy that judges itself learns to"
+    " please itself. Give the judge another endpoint, or lead its model elsewhere with a route ([gateway] routes)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,13 @@ class Router:
         ]
         return list(dict.fromkeys(pools))
 
+    def trains(self, route: ModelRoute) -> bool:
+        """Whether a route leads to the policy of a training run, which is the default of all names."""
+        if not self._accept_any or self._default is None or route.engine is None:
+            return False
+        policy = self._engines.get(self._default)
+        return route.engine is policy or (isinstance(policy, AgentEngines) and route.engine in policy.views.values())
+
     def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
         """Whether a request for a provider's model name goes to that provider and model."""
         route = None if "@" in model else self._find(model, None, dialect)
@@ -199,4 +211,6 @@ class CallResolver:
             return None
         caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
         route = self._router.resolve(caller.agent.model, caller.agent.name, path)
+        if JUDGE_HEADER in headers and self._router.trains(route):
+            raise ApiError(409, _JUDGED_BY_POLICY.format(caller.agent.model), code="judge_as_agent", retry=False)
         return ResolvedCall(path, headers, caller, body, route)

@@ -32,6 +32,10 @@ from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
 from agentlightning.training.curriculum.task_order import task_order
+from agentlightning.training.governance.audit import AuditLog
+from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
+from agentlightning.training.governance.reward_watch import RewardWatch
+from agentlightning.training.governance.second_reward import SecondReward
 from agentlightning.training.health.recovery import Recovery
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
@@ -41,6 +45,7 @@ from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
+from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
@@ -135,12 +140,17 @@ def make_training_run(
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state)
     source = make_source(config, account, tasks, publisher, learner, algorithm)
+    if config.group_reward is not None:
+        judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
+        source = GroupRewardSource(source, judge, collector.store)
+    audit = AuditLog(account.run_dir, state, collector.store, algorithm.name)
+    watch = make_watch(config, algorithm, state, collector)
     checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
     checkpoints.restore_algorithm(state.checkpoint)
     return TrainingRun(
         config=config.run,
         account=account,
-        rollouts=CountedSource(source, account),
+        rollouts=CountedSource(source, account, watch),
         learner=learner,
         measurements=Measurements(
             collector,
@@ -157,7 +167,43 @@ def make_training_run(
         recovery=Recovery(config.run, state, checkpoints),
         total_steps=algorithm.total_steps,
         start_prompts=prompts_in(resources),
+        audit=audit,
+        watch=watch,
+        gate=make_gate(config, algorithm, tasks, collector, checkpoints, audit),
     )
+
+
+def make_watch(
+    config: TrainConfig, algorithm: Algorithm[Any], state: RunState, collector: RolloutCollector
+) -> RewardWatch | None:
+    """The check of rewards, where the settings ask for one."""
+    guard, weights = config.guard, algorithm.reward_weights
+    if guard is None:
+        return None
+    return RewardWatch(guard, state, weights, SecondReward.load(collector.store, guard.reward, weights))
+
+
+def make_gate(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    tasks: Tasks,
+    collector: RolloutCollector,
+    checkpoints: Checkpoints,
+    audit: AuditLog,
+) -> PromotionGate | None:
+    """The promotion gate, where the settings ask for one. Raises ConfigError for a guard set that cannot be used."""
+    gate, weights = config.gate, algorithm.reward_weights
+    if gate is None:
+        return None
+    guard_set = GuardSet(
+        collector,
+        guard_tasks(gate, tasks),
+        gate.mode,
+        checkpoints.publisher.write,
+        weights,
+        SecondReward.load(collector.store, gate.reward, weights),
+    )
+    return PromotionGate(gate, audit.state, checkpoints, guard_set, audit)
 
 
 def make_learner(server: Server, policy: Policy, config: TrainConfig, state: RunState) -> PolicyLearner:

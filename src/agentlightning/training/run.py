@@ -21,7 +21,10 @@ from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.resources import NamedResources, PromptTemplate
+from agentlightning.resources import NamedResources, PromptTemplate, named_resources
+from agentlightning.training.governance.audit import AuditLog
+from agentlightning.training.governance.gate import Decision, PromotionGate
+from agentlightning.training.governance.reward_watch import RewardWatch
 from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.diagnosis import signs_of
 from agentlightning.training.health.recovery import Reaction, Recovery
@@ -108,14 +111,17 @@ class RunAccount:
 
 @dataclass(frozen=True, slots=True)
 class CountedSource:
-    """A rollout source whose batches enter the run's account."""
+    """A rollout source whose batches enter the run's account, after a check of their rewards."""
 
     source: RolloutSource
     account: RunAccount
+    watch: RewardWatch | None = None
 
     async def next(self, request: RolloutRequest) -> Collected:
         collected = await self.source.next(request)
         await self.account.count(collected)
+        if self.watch is not None:
+            await self.watch.check(collected)
         return collected
 
 
@@ -131,6 +137,9 @@ class TrainingRun:
     checkpoints: Checkpoints
     recovery: Recovery
     total_steps: int
+    audit: AuditLog
+    watch: RewardWatch | None = None
+    gate: PromotionGate | None = None
     target_agent: str | None = None
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """The prompt templates that the run began with."""
@@ -250,12 +259,23 @@ class TrainingRun:
         state.step += 1
         self._evaluations = 0
         line = step_line(state, collected, await self._batch_metrics(collected) | dict(metrics))
+        if self.watch is not None:
+            line |= self.watch.finish_step()
         if self.measurements.validation_is_due(self.total_steps):
             line |= await self._validate()
+        self._write_audit(collected, line)
         reaction = await self.recovery.react(self.account.judge(line))
-        record = self.account.add_step(line if reaction is None else line | reaction.metrics(state))
+        decision = None
+        if reaction is not None:
+            line |= reaction.metrics(state)
+        elif self.gate is not None and self.gate.is_due(self.total_steps):
+            decision = await self.gate.decide()
+            line |= decision.metrics()
+        record = self.account.add_step(line)
         if reaction is not None:
             await self._finish_reaction(reaction)
+        elif decision is not None:
+            await self._finish_decision(decision)
         elif state.step % self.config.checkpoint_every == 0 or state.step == self.total_steps:
             await self.checkpoint()
         self.account.progress.update(state.step, **record.progress())
@@ -265,6 +285,26 @@ class TrainingRun:
         if reaction.stops:
             raise self.recovery.stopped(reaction, self.account.run_dir.path)
         self.account.progress.note(self.recovery.describe(reaction))
+
+    async def begin(self) -> None:
+        """Before the first step of a process: there are checkpoints to return to."""
+        await self.recovery.begin()
+        if self.gate is not None:
+            await self.gate.begin()
+            self.account.write_state()
+
+    async def _finish_decision(self, decision: Decision) -> None:
+        assert self.gate is not None
+        await self.checkpoint()
+        if not decision.promoted and self.gate.config.on_loss == "stop":
+            raise self.gate.stopped(decision)
+        self.account.progress.note(self.gate.describe(decision))
+
+    def _write_audit(self, collected: Collected, line: Mapping[str, Any]) -> None:
+        publisher = self.checkpoints.publisher
+        resources = named_resources.dump_python(publisher.resources, mode="json") if publisher.published else None
+        version = None if self.learner is None else self.learner.policy_version
+        self.audit.learned(version, [each.rollout_id for each in collected.trajectories], line, resources)
 
     async def _batch_metrics(self, collected: Collected) -> dict[str, float]:
         weights = self.measurements.reward_weights
@@ -281,7 +321,11 @@ class TrainingRun:
         self.account.run_dir.prune_checkpoints(self.state, self.config.keep_checkpoints)
 
     async def load_best(self) -> None:
-        """Return to the best checkpoint by validation, if that is not the present one."""
+        """Return to the best checkpoint by validation, if that is not the present one. With a gate, that is the
+        promoted one."""
+        promoted = self.state.promoted
+        if self.gate is not None and promoted is not None:
+            self.state.best_step, self.state.best_checkpoint = promoted["step"], promoted["directory"]
         if self.state.best_checkpoint is not None and self.state.best_step != self.step:
             await self.checkpoints.rollback(self.state.best_checkpoint)
 

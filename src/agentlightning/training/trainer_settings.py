@@ -74,6 +74,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     models = {name: getattr(config.algorithm, name, None) for name in ("reference", "teacher")}
     if found := {name: str(Path(given).resolve()) for name, given in models.items() if given is not None}:
         changes["algorithm"] = config.algorithm.model_copy(update=found)
+    if config.gate is not None and config.gate.tasks is not None and Path(config.gate.tasks).exists():
+        tasks = str(Path(config.gate.tasks).resolve())
+        changes["gate"] = config.gate.model_copy(update={"tasks": tasks})
     if demonstrations is not None:
         path = str(Path(demonstrations).resolve())
         changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})

@@ -22,7 +22,7 @@ import orjson
 from opentelemetry.sdk.trace import ReadableSpan
 
 from agentlightning.attempt_variables import in_process_environment
-from agentlightning.errors import Failure
+from agentlightning.errors import Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import Agent, AgentClass
@@ -43,8 +43,8 @@ from agentlightning.runner.hosts.messages import (
     ToHost,
     encode,
 )
-from agentlightning.span import JUDGE, Span
-from agentlightning.tracing.emit import emit_exception, emit_reward
+from agentlightning.span import JUDGE, REWARD_MISSING, Span
+from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
@@ -188,7 +188,8 @@ class Host:
                     given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
                     with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
                         reward = await self._run_reward(self._setup.reward, given, output)
-                    emit_reward(reward)
+                    if reward is not None:
+                        emit_reward(reward)
                 else:
                     output = _record_output(output)
                 output = shorten_output(output)
@@ -210,10 +211,14 @@ class Host:
             else _await_if_needed(agent.start(invocation))
         )
 
-    async def _run_reward(self, reward: RewardFunction, invocation: Invocation, output: Any) -> Reward:
+    async def _run_reward(self, reward: RewardFunction, invocation: Invocation, output: Any) -> Reward | None:
         """Run the reward function outside of the attempt's environment, so that its own model calls are not
-        redirected."""
-        return check_reward(await self._in_thread(reward.start, invocation, output), reward.source)
+        redirected. None where it has no reward; the reason is recorded."""
+        try:
+            return check_reward(await self._in_thread(reward.start, invocation, output), reward.source)
+        except MissingRewardError as error:
+            emit_annotation({REWARD_MISSING: str(error)})
+            return None
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function in a thread and await its result. Does not return before the thread ends, even if

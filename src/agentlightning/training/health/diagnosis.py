@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from agentlightning.training.health import collapse, failures, outputs, rewards, updates
+from agentlightning.training.health import collapse, failures, guard, outputs, rewards, updates
 from agentlightning.training.health.sign import Detector, Records, Sign
 from agentlightning.training.health.step_record import StepRecord
 
@@ -20,6 +20,10 @@ DETECTORS: Final[tuple[Detector, ...]] = (
     rewards.identical_outputs,
     rewards.reward_hacking,
     rewards.outliers,
+    guard.out_of_range,
+    guard.missing,
+    guard.drift,
+    guard.disagreement,
     updates.entropy_gone,
     updates.gradient_spikes,
     updates.divergence,

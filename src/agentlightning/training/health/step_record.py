@@ -13,6 +13,8 @@ from typing import Any, Final
 
 DIMENSION: Final = "reward_of_"
 """The metric of a named dimension of the reward begins with it."""
+VIOLATION: Final = "guard_"
+"""What the reward guard found begins with it."""
 VALIDATION: Final = "validation_"
 """The metric of a validation by mode begins with it."""
 REJECTED: Final = "rejected_"
@@ -49,6 +51,9 @@ class StepRecord:
     """Mean of each named dimension of the reward."""
     validation: Mapping[str, float] = field(default_factory=_empty)
     """Mean reward of the validation tasks, by mode."""
+
+    violations: Mapping[str, float] = field(default_factory=_empty)
+    """What the reward guard found: `out_of_range` (rollouts), `missing` (their share), `drift`, `disagreement`."""
 
     groups: int = 0
     groups_trained: int = 0
@@ -122,6 +127,7 @@ class StepRecord:
         return cls(
             **known,
             dimensions=_with_prefix(numbers, DIMENSION),
+            violations=_with_prefix(numbers, VIOLATION),
             validation=_with_prefix(numbers, VALIDATION),
             rejected={name: int(count) for name, count in _with_prefix(numbers, REJECTED).items()},
             not_finite=tuple(name for name in UPDATE_METRICS if name in line and name not in numbers),
@@ -149,7 +155,7 @@ class StepRecord:
         return {} if self.loss is None else {"loss": self.loss}
 
 
-_MAPPINGS: Final = frozenset({"dimensions", "validation", "rejected", "not_finite"})
+_MAPPINGS: Final = frozenset({"dimensions", "violations", "validation", "rejected", "not_finite"})
 _NUMBERS: Final = tuple(each.name for each in fields(StepRecord) if each.name not in _MAPPINGS)
 _COUNTS: Final = frozenset(each.name for each in fields(StepRecord) if each.type == "int")
 

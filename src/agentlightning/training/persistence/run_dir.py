@@ -9,6 +9,7 @@
     state.json         the run's position; written last and atomically, so a crash leaves the old one
     metrics.jsonl      one line for each step
     changes.jsonl      one line for each resume that changed settings
+    audit.jsonl        one line for each version: what it learned from, its scores, the gate's decision
     curve.png, report.json, checkpoint/    the results
 
 A checkpoint counts only once `state.json` names it.
@@ -91,6 +92,14 @@ class RunState:
     """The number of returns to a healthy checkpoint."""
     lr_factor: float = 1.0
     """The factor of the learning rate after these."""
+    promoted: KeptCheckpoint | None = None
+    """The version that has passed the gate last, where there is one (`gate`)."""
+    guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
+    gate_rejections: int = 0
+    """The number of versions that the gate refused."""
+    recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
+    """The rewards of the last steps, where drift is watched (`guard`)."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
@@ -125,6 +134,9 @@ class RunState:
         self.evaluations.clear()
         self.reasons.clear()
         self.measured_step = self.best_step = self.best_score = self.best_checkpoint = None
+        self.guard_scores.clear()
+        self.recent_rewards.clear()
+        self.promoted = None
 
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
@@ -142,6 +154,8 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         *(f"train-{turn:06d}" for turn in range(first, max(state.step + 1, state.turns))),
         f"validation-{state.step + 1:06d}",
         f"evaluation-{state.step:06d}",
+        f"guard-{state.step:06d}",
+        f"guard-{state.step + 1:06d}",
         "before-",
         "after-",
     )
@@ -257,7 +271,7 @@ class RunDir:
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
         """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""
         folder = self.path / "checkpoints"
-        kept = [each["directory"] for each in (state.healthy, state.candidate) if each is not None]
+        kept = [each["directory"] for each in (state.healthy, state.candidate, state.promoted) if each is not None]
         named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint, *kept) if name}
         found = sorted(entry for entry in folder.glob("step-*") if entry.is_dir())
         for entry in found[: max(0, len(found) - keep)]:

@@ -34,6 +34,8 @@ class TrainingResult:
     """The number of steps at which each kind of warning was found, by its name."""
     rollbacks: int
     """Returns to a healthy checkpoint after a collapse (`run.on_collapse`)."""
+    gate_rejections: int
+    """Versions that lost on the guard set and were not promoted (`gate`)."""
     steps: int
     best_step: int | None
     """The step whose weights are in `checkpoint`. None: the last one."""
@@ -94,6 +96,7 @@ class TrainingResult:
             "warnings": list(self.warnings),
             "warning_counts": dict(self.warning_counts),
             "rollbacks": self.rollbacks,
+            "gate_rejections": self.gate_rejections,
             "steps": self.steps,
             "best_step": self.best_step,
             "seconds": round(self.seconds, 2),

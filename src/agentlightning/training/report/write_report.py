@@ -40,6 +40,7 @@ async def write_report(
         warnings=(*state.warnings.values(), *closing_warnings(run.account.records, gains).values()),
         warning_counts=dict(state.warning_counts),
         rollbacks=state.rollbacks,
+        gate_rejections=state.gate_rejections,
         steps=state.step,
         best_step=state.best_step,
         seconds=state.seconds,

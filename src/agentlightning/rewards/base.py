@@ -1,0 +1,119 @@
+"""What rewards from elsewhere have in common: requests with a timeout and retries, objects that travel to a runner.
+
+A request that times out gives a *missing* reward (MissingRewardError): the rollout is counted, left out of the update,
+and never 0.0. A service that is unreachable or answers nonsense is an error of the infrastructure (RewardServiceError):
+the attempt fails, and may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from agentlightning.errors import ConfigError, MissingRewardError, RewardServiceError
+
+RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses of a service that may answer the next time."""
+LONGEST_WAIT: Final = 60.0
+"""Seconds between two tries, whatever the service asks for."""
+SHOWN: Final = 200
+"""Characters of an unexpected response that are shown."""
+T = TypeVar("T")
+
+
+class PerLoop(Generic[T]):
+    """One value for each event loop: locks and queues belong to one."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def get(self) -> T:
+        loop = asyncio.get_running_loop()
+        if loop not in self._values:
+            self._values[loop] = self._make()
+        return self._values[loop]
+
+
+class Portable:
+    """A dataclass that is pickled as the arguments it was made of, without its connections and queues."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = {each.name: getattr(self, each.name) for each in fields(self) if each.init}  # type: ignore[arg-type]
+        return _make, (type(self), arguments)
+
+
+def _make(kind: type[Any], arguments: dict[str, Any]) -> Any:
+    return kind(**arguments)
+
+
+def check_url(url: str, what: str) -> None:
+    """Raises ConfigError for anything but the address of an HTTP server."""
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ConfigError(f"{what}={url!r} is no URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{what}={url!r} is no address of an HTTP server; write http://host:port/path")
+
+
+def check_at_least(least: float, **values: float) -> None:
+    """Raises ConfigError for a smaller number."""
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name}={value} is too small; use at least {least:g}")
+
+
+async def post_json(
+    url: str, body: Any, *, headers: Mapping[str, str], timeout: float, retries: int, backoff: float, source: str
+) -> Any:
+    """The JSON that a service answers. Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the
+    service asks for. Raises MissingRewardError if the last try times out, RewardServiceError for any other failure."""
+    failure: MissingRewardError | RewardServiceError | None = None
+    for attempt in range(retries + 1):
+        wait = backoff * 2**attempt * random.uniform(0.5, 1.0)
+        try:
+            async with httpx.AsyncClient(timeout=timeout, verify=_tls()) as client:
+                reply = await client.post(url, json=body, headers=dict(headers))
+        except httpx.TimeoutException:
+            failure = MissingRewardError(f"{source} at {url} did not answer within {timeout:g} s, {attempt + 1} times")
+        except httpx.HTTPError as error:
+            failure = RewardServiceError(f"{source} at {url} cannot be reached: {error!r}; is it running?")
+        else:
+            if reply.is_success:
+                return _json(reply, source)
+            failure = RewardServiceError(f"{source} at {url} answered {reply.status_code}: {reply.text[:SHOWN]!r}")
+            if reply.status_code not in RETRIED:
+                break
+            wait = max(wait, _asked_for(reply))
+        if attempt < retries:
+            await asyncio.sleep(min(wait, LONGEST_WAIT))
+    assert failure is not None
+    raise failure
+
+
+def _json(reply: httpx.Response, source: str) -> Any:
+    try:
+        return reply.json()
+    except ValueError:
+        raise RewardServiceError(f"{source} at {reply.url} answered no JSON: {reply.text[:SHOWN]!r}") from None
+
+
+def _asked_for(reply: httpx.Response) -> float:
+    try:
+        return float(reply.headers.get("retry-after", 0))
+    except ValueError:  # A date.
+        return 0.0
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -1,0 +1,150 @@
+"""`RemoteReward`: a reward function behind an HTTP endpoint, for rewards that need another machine or language.
+
+It posts batches, and expects one reward for each item, in order: a number, an object of numbers by dimension, or null
+for none.
+
+    request   {"items": [{"task": ..., "output": ..., "rollout_id": "ro-..."}, ...]}
+    response  {"rewards": [0.5, {"correctness": 1.0, "format": 0.5}, null, ...]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import orjson
+
+from agentlightning.errors import MissingRewardError, RewardServiceError
+from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
+from agentlightning.trajectory import Reward
+
+Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
+
+
+@dataclass
+class _Queue:
+    """Items of one event loop that wait for their batch."""
+
+    waiting: list[Waiting] = field(default_factory=list[Waiting])
+    timer: asyncio.TimerHandle | None = None
+    sending: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteReward(Portable):
+    """A reward function behind `url`, usable wherever a reward function is.
+
+    Calls made at the same time travel in one request. A task and output that were scored before are answered from a
+    cache. Raises MissingRewardError (the rollout has no reward) where the service gives null or times out, and
+    RewardServiceError (the attempt fails) where it cannot be reached or answers something else; ConfigError for
+    arguments that cannot work.
+
+        >>> agl.RemoteReward("http://scorer.example/score", timeout=5).batch_size
+        32
+    """
+
+    url: str
+    """Where batches are posted."""
+    batch_size: int = 32
+    """The largest number of items in a request."""
+    batch_seconds: float = 0.02
+    """How long an item waits for others."""
+    timeout: float = 60.0
+    """Seconds that a request may take."""
+    retries: int = 3
+    """Further tries after a timeout, a connection that failed, or a status such as 429 and 503."""
+    backoff: float = 0.5
+    """Seconds before the first retry, about; doubled for each further one."""
+    cache_size: int = 10_000
+    """The number of rewards remembered by task and output, in each process. 0: none; for rewards that are random."""
+    token_variable: str | None = None
+    """The environment variable whose value is sent as a bearer token. None: no token is sent."""
+    _queues: PerLoop[_Queue] = field(default_factory=lambda: PerLoop(_Queue), init=False, repr=False)
+    _cache: OrderedDict[bytes, Any] = field(default_factory=OrderedDict[bytes, Any], init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_url(self.url, "url")
+        check_at_least(1, batch_size=self.batch_size)
+        check_at_least(0, batch_seconds=self.batch_seconds, retries=self.retries, backoff=self.backoff)
+        check_at_least(0, cache_size=self.cache_size)
+        check_at_least(0.001, timeout=self.timeout)
+
+    async def __call__(self, task: Any, output: Any, rollout: Any = None) -> Reward:
+        item = {"task": task, "output": output}
+        key = hashlib.blake2b(orjson.dumps(item, default=repr, option=_ANY), digest_size=16).digest()
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        reward = await self._ask({**item, "rollout_id": getattr(rollout, "rollout_id", None)})
+        if reward is None:
+            raise MissingRewardError(f"the reward service at {self.url} gave this rollout no reward (null)")
+        if self.cache_size:
+            self._cache[key] = reward
+            while len(self._cache) > self.cache_size:
+                self._cache.popitem(last=False)
+        return reward
+
+    async def _ask(self, item: dict[str, Any]) -> Any:
+        loop, queue = asyncio.get_running_loop(), self._queues.get()
+        answer: asyncio.Future[Any] = loop.create_future()
+        queue.waiting.append((item, answer))
+        if len(queue.waiting) >= self.batch_size:
+            self._send(queue)
+        elif queue.timer is None:
+            queue.timer = loop.call_later(self.batch_seconds, self._send, queue)
+        return await answer
+
+    def _send(self, queue: _Queue) -> None:
+        if queue.timer is not None:
+            queue.timer.cancel()
+            queue.timer = None
+        batch = [(item, answer) for item, answer in queue.waiting if not answer.done()]
+        queue.waiting.clear()
+        if batch:
+            sending = asyncio.get_running_loop().create_task(self._post(batch))
+            queue.sending.add(sending)
+            sending.add_done_callback(queue.sending.discard)
+
+    async def _post(self, batch: list[Waiting]) -> None:
+        try:
+            rewards = await self._rewards([item for item, _ in batch])
+        except (MissingRewardError, RewardServiceError) as error:
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(type(error)(str(error)))
+            return
+        for (_, answer), reward in zip(batch, rewards, strict=True):
+            if not answer.done():
+                answer.set_result(reward)
+
+    async def _rewards(self, items: list[dict[str, Any]]) -> list[Any]:
+        body = orjson.loads(orjson.dumps({"items": items}, default=repr, option=_ANY))
+        found = await post_json(
+            self.url,
+            body,
+            headers=self._headers,
+            timeout=self.timeout,
+            retries=self.retries,
+            backoff=self.backoff,
+            source="the reward service",
+        )
+        rewards: Any = cast("Mapping[str, Any]", found).get("rewards") if isinstance(found, Mapping) else None
+        if not isinstance(rewards, list) or len(cast("list[Any]", rewards)) != len(items):
+            raise RewardServiceError(
+                f"the reward service at {self.url} answered {str(found)[:SHOWN]!r}, where"
+                f' {{"rewards": [...]}} with {len(items)} rewards was expected, in the order of the items'
+            )
+        return cast("list[Any]", rewards)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        token = os.environ.get(self.token_variable) if self.token_variable else None
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+_ANY = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY

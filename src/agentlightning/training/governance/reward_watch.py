@@ -1,0 +1,154 @@
+"""Checks the rewards of every batch before it is learned from, as `[guard]` says.
+
+What is measured is in the metrics of the step (`rewards_missing_share`, `reward_drift`, `reward_disagreement`); what
+violates a limit is there as `guard_...`, from which the signs of `training/health/guard.py` are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from agentlightning.algorithms.training import Collected
+from agentlightning.config import RewardGuard
+from agentlightning.credit import group_trajectories
+from agentlightning.credit.agent_rewards import team_reward, team_score
+from agentlightning.credit.rejection import MISSING_REWARD
+from agentlightning.errors import RewardError, TrainingStopped
+from agentlightning.training.governance.second_reward import SecondReward
+from agentlightning.training.health import guard as signs
+from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.step_record import VIOLATION, StepRecord
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.trajectory import Trajectory
+
+WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, RewardError.reason})
+"""Reasons of rejected rollouts that have no usable reward."""
+MOST_REMEMBERED: Final = 512
+"""Rewards of a step that are remembered."""
+DETECTORS: Final = (signs.out_of_range, signs.missing, signs.drift, signs.disagreement)
+
+
+@dataclass(slots=True)
+class RewardWatch:
+    """Watches the rewards of a run."""
+
+    guard: RewardGuard
+    state: RunState
+    weights: Mapping[str, float] | None = None
+    second: SecondReward | None = None
+    _metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the batches of the present step."""
+    _rewards: list[float] = field(default_factory=list[float])
+
+    async def check(self, collected: Collected) -> None:
+        """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
+        rewards = {each.rollout_id: _score(each, self.weights) for each in collected.trajectories}
+        found = self._range_and_missing(collected, rewards) | self._drift(list(_known(rewards)))
+        found |= await self._disagreement(collected.trajectories, rewards)
+        self._rewards += _known(rewards)
+        for name, value in found.items():  # a step may have several batches
+            both = value + self._metrics.get(name, 0.0)
+            self._metrics[name] = both if name.endswith("out_of_range") else max(value, self._metrics.get(name, value))
+        violated = self.signs(found)
+        if violated and self.guard.on_violation == "stop":
+            raise TrainingStopped(
+                f"step {self.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from it:"
+                ' guard.on_violation = "stop". Continue it with --resume once the cause is mended'
+            )
+
+    @staticmethod
+    def signs(metrics: Mapping[str, float]) -> list[Sign]:
+        """What is violated, by the metrics of a batch."""
+        record = StepRecord.read({"step": 1, **metrics})
+        return [sign for detector in DETECTORS if (sign := detector([record])) is not None]
+
+    def finish_step(self) -> dict[str, float]:
+        """The metrics of the step."""
+        metrics, self._metrics = self._metrics, {}
+        rewards, self._rewards = self._rewards, []
+        spread = max(1, len(rewards) // MOST_REMEMBERED)
+        self.state.recent_rewards = [*self.state.recent_rewards, rewards[::spread]][-signs.STEPS_BEFORE :]
+        return metrics
+
+    def _range_and_missing(self, collected: Collected, rewards: Mapping[str, float | None]) -> dict[str, float]:
+        guard, found = self.guard, dict[str, float]()
+        values = [value for each in collected.trajectories for value in self._checked(each)]
+        beyond = sum(
+            (guard.low is not None and value < guard.low) or (guard.high is not None and value > guard.high)
+            for value in values
+        )
+        if beyond:
+            found[f"{VIOLATION}out_of_range"] = float(beyond)
+        missing = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
+        missing += sum(reward is None for reward in rewards.values())
+        finished = len(collected.trajectories) + len(collected.rejected)
+        share = missing / finished if finished else 0.0
+        found["rewards_missing_share"] = share
+        if share > guard.max_missing:
+            found[f"{VIOLATION}missing"] = share
+        return found
+
+    def _checked(self, trajectory: Trajectory) -> Sequence[float]:
+        score = _score(trajectory, self.weights)
+        return () if score is None else (score,)
+
+    def _drift(self, now: Sequence[float]) -> dict[str, float]:
+        before = [reward for step in self.state.recent_rewards for reward in step]
+        found = signs.distance(now, before)
+        if found is None:
+            return {}
+        return {"reward_drift": found} | ({f"{VIOLATION}drift": found} if found > self.guard.max_drift else {})
+
+    async def _disagreement(
+        self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]
+    ) -> dict[str, float]:
+        groups = group_trajectories(trajectories)
+        shares = [self._of_dimensions(groups), *await self._of_functions(groups, rewards)]
+        known = [share for share in shares if share is not None]
+        if not known:
+            return {}
+        worst = max(known)
+        violated = {f"{VIOLATION}disagreement": worst} if worst > self.guard.max_disagreement else {}
+        return {"reward_disagreement": worst} | violated
+
+    def _of_dimensions(self, groups: Sequence[Sequence[Trajectory]]) -> float | None:
+        if self.guard.agree is None:
+            return None
+        first, second = self.guard.agree
+        named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
+        return signs.discordance(
+            [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
+        )
+
+    async def _of_functions(
+        self, groups: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float | None]
+    ) -> list[float | None]:
+        if self.second is None:
+            return []
+        chosen: list[Sequence[Trajectory]] = []
+        for group in groups:
+            if sum(map(len, chosen)) + len(group) <= self.guard.sample:
+                chosen.append(group)
+        scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
+        pairs = [
+            [
+                (reward, scores[each.rollout_id])
+                for each in group
+                if (reward := rewards[each.rollout_id]) is not None and each.rollout_id in scores
+            ]
+            for group in chosen
+        ]
+        return [signs.discordance(pairs)]
+
+
+def _known(rewards: Mapping[str, float | None]) -> list[float]:
+    return [reward for reward in rewards.values() if reward is not None]
+
+
+def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
+    try:
+        return team_score(trajectory, weights)
+    except RewardError:
+        return None

@@ -1,0 +1,119 @@
+"""A rollout source whose rewards come from a function of each group, such as a judge that ranks its rollouts.
+
+The function gets the rollouts of a group (`JudgedRollout`) and returns one reward for each, None for none. It may be
+async. A group that it raises for has no rewards: its rollouts are rejected, counted and named like any others without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
+from agentlightning.assemble import calls
+from agentlightning.credit import group_trajectories
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
+from agentlightning.errors import MissingRewardError, RewardError
+from agentlightning.rewards.ranking_judge import JudgedRollout
+from agentlightning.runner.agents.reward import check_reward
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.trajectory import Reward, Trajectory
+
+CONCURRENCY: Final = 4
+"""Groups that are judged at the same time."""
+GroupReward = Callable[[Sequence[JudgedRollout]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRewardSource:
+    """Replaces the rewards of each group by those that a function of the group gives."""
+
+    source: RolloutSource
+    function: GroupReward
+    store: LightningStoreBase
+
+    async def next(self, request: RolloutRequest) -> Collected:
+        collected = await self.source.next(replace(request, check=None))
+        limit = asyncio.Semaphore(CONCURRENCY)
+
+        async def judge(group: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Rejection]]:
+            async with limit:
+                return await self._judge(group)
+
+        judged = await asyncio.gather(*map(judge, group_trajectories(collected.trajectories)))
+        rejected = [each for _, own in judged for each in own]
+        usable = [each for kept, _ in judged for each in kept]
+        unusable = list(request.check(usable)) if request.check is not None else []
+        ids = {each.rollout_id for each in unusable}
+        return replace(
+            collected,
+            trajectories=tuple(each for each in usable if each.rollout_id not in ids),
+            rejected=(*collected.rejected, *rejected, *unusable),
+            metrics={**collected.metrics, "group_rewards_missing": float(len(rejected))},
+        )
+
+    async def _judge(self, group: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Rejection]]:
+        try:
+            rewards = await self._rewards(group)
+        except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
+            reason = str(error) if isinstance(error, MissingRewardError) else f"{type(error).__name__}: {error}"
+            message = f"the group reward gave its group none: {reason}"
+            return [], [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
+        kept: list[Trajectory] = []
+        rejected: list[Rejection] = []
+        for each, reward in zip(group, rewards, strict=True):
+            try:
+                if reward is None:
+                    raise MissingRewardError(f"the group reward gave rollout {each.rollout_id} none")
+                kept.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
+            except RewardError as error:
+                rejected.append(rejection(each.rollout_id, error))
+        return kept, rejected
+
+    async def _rewards(self, group: Sequence[Trajectory]) -> Sequence[Reward | None]:
+        rollouts = [await self._rollout(each) for each in group]
+        found = (
+            self.function(rollouts) if _is_async(self.function) else await asyncio.to_thread(self.function, rollouts)
+        )
+        rewards = list(await found if inspect.isawaitable(found) else found)
+        if len(rewards) != len(group):
+            raise RewardError(
+                f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each"
+            )
+        return rewards
+
+    async def _rollout(self, trajectory: Trajectory) -> JudgedRollout:
+        rollout_id = trajectory.rollout_id
+        attempt = await self.store.get_latest_attempt(rollout_id)
+        spans = await self.store.query_spans(rollout_id, trajectory.attempt_id)
+        output = None if attempt is None else attempt.metadata.get("output")
+        return JudgedRollout(rollout_id, trajectory.task, output, transcript_of(spans))
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
+    """The messages of the last model call and its answer; empty where there is none."""
+    made = calls(spans)
+    if not made:
+        return ()
+    attributes = made[-1].attributes
+    return (*_messages(attributes.get(names.INPUT_MESSAGES)), *_messages(attributes.get(names.OUTPUT_MESSAGES)))
+
+
+def _messages(recorded: Any) -> list[Mapping[str, Any]]:
+    try:
+        found: Any = orjson.loads(recorded) if isinstance(recorded, str | bytes) else recorded
+    except ValueError:
+        return []
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    return [cast("Mapping[str, Any]", each) for each in items if isinstance(each, Mapping)]

@@ -1,0 +1,128 @@
+"""A reward function behind an HTTP endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+
+
+def remote(service: Any, **settings: Any) -> agl.RemoteReward:
+    return agl.RemoteReward(service.url, **{"backoff": 0.001, "timeout": 5.0, **settings})
+
+
+def lengths(body: dict[str, Any]) -> dict[str, Any]:
+    return {"rewards": [len(item["output"]) for item in body["items"]]}
+
+
+async def test_calls_at_the_same_time_travel_in_one_request(service: Any) -> None:
+    service.answers = [lengths]
+    reward = remote(service, batch_seconds=0.2)
+    outputs = ["a" * count for count in range(10)]
+    assert await asyncio.gather(*(reward("task", output) for output in outputs)) == list(range(10))
+    assert [len(body["items"]) for body in service.seen] == [10]
+
+
+async def test_a_full_batch_does_not_wait(service: Any) -> None:
+    service.answers = [lengths]
+    reward = remote(service, batch_size=4, batch_seconds=60)
+    assert await asyncio.gather(*(reward("task", "a" * count) for count in range(8))) == list(range(8))
+    assert [len(body["items"]) for body in service.seen] == [4, 4]
+
+
+async def test_the_service_sees_task_output_and_rollout(service: Any) -> None:
+    service.answers = [lengths]
+    await remote(service)({"n": 1}, "out", rollout=SimpleNamespace(rollout_id="ro-1"))
+    assert service.seen == [{"items": [{"task": {"n": 1}, "output": "out", "rollout_id": "ro-1"}]}]
+
+
+async def test_what_was_scored_before_is_not_asked_again(service: Any) -> None:
+    service.answers = [lengths]
+    reward = remote(service, cache_size=1)
+    assert [await reward("t", output) for output in ("a", "a", "bb", "a")] == [1, 1, 2, 1]
+    assert [body["items"][0]["output"] for body in service.seen] == ["a", "bb", "a"], "one reward is remembered"
+    fresh = remote(service, cache_size=0)
+    await fresh("t", "c")
+    await fresh("t", "c")
+    assert len(service.seen) == 5
+
+
+async def test_a_service_that_is_busy_is_asked_again(service: Any) -> None:
+    service.answers = [lambda body: (503, "busy"), lambda body: (429, "slower"), lengths]
+    assert await remote(service)("t", "abc") == 3
+    assert len(service.seen) == 3
+
+
+async def test_named_dimensions_come_back_as_they_are(service: Any) -> None:
+    service.answers = [lambda body: {"rewards": [{"right": 1.0, "form": 0.5}]}]
+    assert await remote(service)("t", "o") == {"right": 1.0, "form": 0.5}
+
+
+async def test_no_reward_is_missing_and_not_zero(service: Any) -> None:
+    service.answers = [lambda body: {"rewards": [None]}]
+    with pytest.raises(agl.MissingRewardError, match="null"):
+        await remote(service)("t", "o")
+
+
+async def test_a_service_that_times_out_leaves_the_reward_missing(service: Any) -> None:
+    service.answers = [lambda body: 0.5]
+    with pytest.raises(agl.MissingRewardError, match=r"did not answer within 0.05 s, 2 times"):
+        await remote(service, timeout=0.05, retries=1)("t", "o")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((400, "no such task"), r"answered 400: 'no such task'"),
+        ("nonsense", "answered no JSON: 'nonsense'"),
+        ({"rewards": [1.0, 2.0]}, "with 1 rewards was expected"),
+        ({"scores": [1.0]}, "with 1 rewards was expected"),
+        ([1.0], "with 1 rewards was expected"),
+    ],
+)
+async def test_what_is_no_reward_is_an_error_that_shows_it(service: Any, answer: Any, says: str) -> None:
+    service.answers = [lambda body: answer]
+    with pytest.raises(agl.RewardServiceError, match=says):
+        await remote(service)("t", "o")
+    assert len(service.seen) == 1, "asking again would not help"
+
+
+async def test_a_service_that_is_not_there_is_named(service: Any) -> None:
+    service.server.server_close()
+    with pytest.raises(agl.RewardServiceError, match="cannot be reached"):
+        await remote(service, retries=1)("t", "o")
+
+
+async def test_a_token_is_sent_where_one_is_named(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCORER_TOKEN", "secret")
+    service.answers = [lengths]
+    await remote(service, token_variable="SCORER_TOKEN")("t", "o")
+    assert service.headers[0]["authorization"] == "Bearer secret"
+
+
+async def test_it_travels_to_the_process_of_a_runner(service: Any) -> None:
+    service.answers = [lengths]
+    reward = remote(service, batch_size=3)
+    await reward("t", "o")
+    arrived = pickle.loads(pickle.dumps(reward))
+    assert (arrived.url, arrived.batch_size) == (reward.url, 3)
+    assert await arrived("t", "oo") == 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 0}, {"timeout": 0}, {"retries": -1}, {"backoff": -1.0}, {"cache_size": -1}]
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(agl.ConfigError, match=next(iter(settings))):
+        agl.RemoteReward("http://127.0.0.1:1", **settings)
+
+
+@pytest.mark.parametrize("url", ["localhost:1", "ftp://host/x", "", "http://"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(agl.ConfigError, match="url="):
+        agl.RemoteReward(url)
