@@ -20,7 +20,7 @@ from agentlightning.cli.main import build
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
-from agentlightning.store import LightningStore
+from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 
@@ -109,6 +109,18 @@ def test_the_default_store_is_that_of_the_directory(agl: Agl, path: str) -> None
     Path(".agentlightning").mkdir()
     Path(path).rename(".agentlightning/store.db")
     assert answer(agl("stats", "--json"))["statistics"]["spans"] == 10
+
+
+def test_a_variable_names_the_store_where_no_option_does(
+    agl: Agl, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
+) -> None:
+    monkeypatch.setenv("AGL_STORE", path)
+    assert answer(agl("stats", "--json"))["statistics"]["spans"] == 10
+    served = InMemoryLightningStore()
+    monkeypatch.setenv("AGL_STORE", hub.serve(served))
+    assert answer(agl("stats", "--json"))["statistics"]["spans"] == 0
+    assert answer(agl("stats", "--store", path, "--json"))["statistics"]["spans"] == 10
+    asyncio.run(served.close())
 
 
 def test_pruning_asks_first_where_somebody_can_answer(agl: Agl, path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_what_fails_is_named_with_its_reason(packages: Any, caplog: pytest.LogCa
     assert "Nowhere" in instrumentation.failed["nowhere"]
     assert "sticky" in instrumentation.switched_on
     assert "switched on: " in caplog.text
-    assert "cannot switch on broken: ValueError: cannot patch" in caplog.text
+    assert "cannot switch on broken: opentelemetry-instrumentation-a: ValueError: cannot patch" in caplog.text
     instrumentation.stop()
     instrumentation.stop()
     assert "cannot go back" in instrumentation.failed["sticky"]
@@ -138,6 +138,15 @@ def test_one_library_is_recorded_once_and_infrastructure_by_name_alone(packages:
         assert "fakelib" not in instrumentation.switched_on
     with pytest.raises(agl.ConfigError, match=r"only='nothing'.*fakelib"):
         agl.track_all(only=["nothing"])
+
+
+def test_where_one_package_fails_another_one_takes_its_place(packages: Any) -> None:
+    packages("openinference-instrumentation-fake", {"fakelib": "Broken"})
+    packages("opentelemetry-instrumentation-fake", {"fakelib": "Other"})
+    with agl.track_all() as instrumentation:
+        assert "fakelib" in instrumentation.switched_on
+        assert "openinference-instrumentation-fake: ValueError: cannot patch" in instrumentation.skipped["fakelib"]
+        assert instrumentation.failed == {}
 
 
 def test_what_was_on_before_stays_on(packages: Any) -> None:

@@ -232,6 +232,15 @@ def test_a_remote_store_gets_the_same(hub: Any, tmp_path: Path, monkeypatch: pyt
     agl.flush_recording()
 
 
+def test_postgresql_gets_the_same(postgres_store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_STORE", postgres_store_url)
+    with agl.track_session("on postgres"):
+        agl.emit_reward(1.0)
+    store = agl.LightningStore()
+    assert [(r.input, r.status) for r in asyncio.run(store.query_rollouts())] == [("on postgres", "succeeded")]
+    asyncio.run(store.close())
+
+
 def test_counters_tell_what_was_recorded(recorded: Read) -> None:
     for _ in range(3):
         with agl.track_session():

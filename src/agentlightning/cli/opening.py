@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.store.sql.store import SqlStore
 
-DEFAULT_DB: Final = ".agentlightning/store.db"
+POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
+
+
+def database_name(db: str | None) -> str:
+    """What `--db` names, or what is opened without it; to be shown."""
+    from agentlightning.store.base import store_url
+
+    return without_password(str(store_url(db)))
 
 
 def open_store(db: str | None) -> SqlStore:
@@ -29,9 +36,12 @@ def open_store(db: str | None) -> SqlStore:
 
 def file_beside_store(db: str | None, suffix: str) -> Path:
     """The path of the database with a suffix; that of the default database if the store is not a file."""
-    name = db or DEFAULT_DB
-    is_file = "://" not in name and name != ":memory:"
-    path = Path(name if is_file else DEFAULT_DB)
+    from agentlightning.store.base import DEFAULT_STORE, store_url
+    from agentlightning.store.sql.sqlite.backend import locate
+
+    name = str(store_url(db))
+    path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)
+    assert path is not None
     return path.with_name(path.name + suffix)
 
 

@@ -22,8 +22,8 @@ Routes = Annotated[
         help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
     ),
 ]
-_DB_HELP = "A SQLite file, or postgresql://... (default: .agentlightning/store.db)"
-Db = Annotated[str | None, typer.Option("--db", envvar="AGL_STORE", help=_DB_HELP, show_default=False)]
+_DB_HELP = "A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"
+Db = Annotated[str | None, typer.Option("--db", help=_DB_HELP, show_default=False)]
 Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_default=False)]
 Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)

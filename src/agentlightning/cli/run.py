@@ -21,13 +21,12 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.opening import (
-    DEFAULT_DB,
+    database_name,
     file_beside_store,
     has_model,
     open_engines,
     open_store,
     read_routing,
-    without_password,
 )
 from agentlightning.cli.options import Db, Models, Routes, Token
 from agentlightning.cli.output import Output, errors_reported
@@ -248,9 +247,7 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
     server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
-    return RecordingTarget(
-        store, server.url, secret, without_password(options.db or DEFAULT_DB), redirect, first, server
-    )
+    return RecordingTarget(store, server.url, secret, database_name(options.db), redirect, first, server)
 
 
 def _config(options: Options) -> GatewayConfig | None:
@@ -458,7 +455,7 @@ def _summary(
 
 
 def _store_option(store: str) -> str:
-    if store == DEFAULT_DB:
+    if store == database_name(None):
         return ""
     return f" --server {store}" if store.startswith("http") else f" --store {store}"
 

@@ -17,12 +17,11 @@ import typer
 
 from agentlightning.cli.formatting.units import read_size, retention_from
 from agentlightning.cli.opening import (
-    DEFAULT_DB,
+    database_name,
     file_beside_store,
     open_engines,
     open_store,
     read_routing,
-    without_password,
 )
 from agentlightning.cli.options import Db, Json, LogFormat, Models, Routes, Token
 from agentlightning.cli.output import Output, errors_reported
@@ -287,7 +286,7 @@ async def prune_regularly(
 
 def _announce(server: Server, options: Options, output: Output) -> None:
     if output.as_json:
-        store = without_password(options.db or DEFAULT_DB)
+        store = database_name(options.db)
         record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
@@ -300,7 +299,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     served = [*options.models, *routed]
     models = ", ".join(served) or "none; add one with --model DIR or --routes FILE"
     for name, value in (
-        ("serving", f"{without_password(options.db or DEFAULT_DB)} at {server.url}"),
+        ("serving", f"{database_name(options.db)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),

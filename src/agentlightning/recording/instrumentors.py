@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.tracer import install_globally, tracer_provider
@@ -35,6 +35,10 @@ remoulade requests sqlalchemy sqlite3 starlette system_metrics threading tornado
 """
 INFRASTRUCTURE: Final = frozenset(_NO_AGENTS.split())
 """Libraries that are no agents: they are switched on by name alone."""
+
+
+Switch: TypeAlias = "Callable[[], Callable[[], object] | str]"
+"""Switches on an instrumentation; returns what switches it off, or why it was left alone."""
 
 
 class Instrumentation:
@@ -75,17 +79,26 @@ class Instrumentation:
     ) -> None:
         self.stop()
 
-    def _start(self, name: str, switch_on: Callable[[], Callable[[], object] | str]) -> None:
-        try:
-            found = switch_on()
-        except Exception as error:  # noqa: BLE001  code of other libraries: importing and patching it
-            self.failed[name] = f"{type(error).__name__}: {error}"
-            return
-        if isinstance(found, str):
-            self.skipped[name] = found
-        else:
+    def _start(self, name: str, packages: Mapping[str, Switch]) -> None:
+        """Switch on the first package that works for a library; two would record each call twice."""
+        problems: list[str] = []
+        for package, switch_on in packages.items():
+            if name in self._switch_off:
+                self.skipped[package] = f"{name} is recorded by another package already"
+                continue
+            try:
+                found = switch_on()
+            except Exception as error:  # noqa: BLE001  code of other libraries: importing and patching it
+                problems.append(f"{package}: {type(error).__name__}: {error}")
+                continue
+            if isinstance(found, str):
+                self.skipped[name] = found
+                return
             self._switch_off[name] = found
             self.switched_on = (*self.switched_on, name)
+        if problems:
+            where = self.skipped if name in self._switch_off else self.failed
+            where[name] = "; ".join(problems)
 
 
 def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> Instrumentation:
@@ -111,30 +124,24 @@ def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ())
     instrumentation = Instrumentation()
     for name in chosen:
         if name not in exclude:
-            instrumentation._start(name, found[name][0])  # pyright: ignore[reportPrivateUsage]
-            for other in found[name][1]:
-                instrumentation.skipped[other] = f"{name} is recorded by another package already"
+            instrumentation._start(name, found[name])  # pyright: ignore[reportPrivateUsage]
     logger.info("track_all has switched on: %s", ", ".join(instrumentation.switched_on) or "nothing")
     for name, why in instrumentation.failed.items():
         logger.warning("track_all cannot switch on %s: %s", name, why)
     return instrumentation
 
 
-Switch = Callable[[], Callable[[], object] | str]
-"""Switches on an instrumentation; returns what switches it off, or why it was left alone."""
-
-
-def _installed() -> dict[str, tuple[Switch, tuple[str, ...]]]:
-    """By name of the library: its instrumentation, and the packages that would record the same once more."""
+def _installed() -> dict[str, dict[str, Switch]]:
+    """By name of the library: the packages that instrument it."""
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         by_name.setdefault(entry.name, []).append(entry)
-    found: dict[str, tuple[Switch, tuple[str, ...]]] = {}
-    for name, entries in by_name.items():
-        first, *others = _by_package(entries)
-        found[name] = (_switch_of(first), tuple(map(_package, others)))
+    found = {
+        name: {_package(entry): _switch_of(entry) for entry in _by_package(entries)}
+        for name, entries in by_name.items()
+    }
     if "pydantic_ai" not in found and find_spec("pydantic_ai") is not None:
-        found["pydantic_ai"] = (_switch_on_pydantic_ai, ())
+        found["pydantic_ai"] = {"pydantic_ai": _switch_on_pydantic_ai}
     return found
 
 

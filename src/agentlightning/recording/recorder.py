@@ -42,6 +42,8 @@ PRUNE_SECONDS: Final = 600.0
 EXIT_SECONDS: Final = 10.0
 """How long the end of the process is delayed for what is still to be written."""
 PENDING_SECONDS: Final = 5.0
+BEGIN_SECONDS: Final = 2.0
+"""How long the first model call of a session waits for its start to be written, so that the gateway knows it."""
 PATIENCE_SECONDS: Final = 2.0
 """How long one call waits for a server that does not answer."""
 
@@ -54,10 +56,16 @@ class Recorder:
     """Writes sessions to one store, in a thread of its own that starts with the first one."""
 
     def __init__(
-        self, open_store: Callable[[], LightningStore], name: str, store: LightningStore | None = None
+        self,
+        opener: Callable[[], LightningStore],
+        name: str,
+        store: LightningStore | None = None,
+        server: tuple[str, str | None] | None = None,
     ) -> None:
         self.name = name
-        self._open = open_store
+        self.server = server
+        """(URL, access token) of the server whose store it is, if it is one's."""
+        self._open = opener
         self._store = store
         self._owns_store = store is None
         self._reset()
@@ -135,6 +143,10 @@ class Recorder:
     def is_current_thread(self) -> bool:
         """Whether the caller runs in the thread of this recorder."""
         return self._thread is threading.current_thread()
+
+    def ensure_begun(self, session: SessionRecord) -> bool:
+        """Wait a moment until the start of a session is in the store. Whether it is."""
+        return session.in_store or (self.flush(BEGIN_SECONDS) and session.in_store)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was queued so far is in the store, or dropped. False after `timeout` seconds."""
@@ -341,10 +353,11 @@ def _directory() -> str:
 
 def _new_recorder(store: LightningStore | str | Path | None) -> Recorder:
     if isinstance(store, LightningStore):
-        return Recorder(_opener_like(store), repr(store), store)
+        url, token = getattr(store, "url", None), getattr(store, "token", None)
+        return Recorder(_opener_like(store), repr(store), store, None if url is None else (url, token))
     place = str(store) if store is not None else os.environ.get("AGL_STORE") or ""
     if place.startswith(("http://", "https://")):
-        return Recorder(lambda: _client(place, None), place)
+        return Recorder(lambda: _client(place, None), place, server=(place, os.environ.get("AGL_TOKEN") or None))
     if "://" not in place and place != ":memory:":
         place = str(Path(_directory(), Path(place or DEFAULT_STORE).expanduser()))
     return Recorder(lambda: LightningStore(place), place)

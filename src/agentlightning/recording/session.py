@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import orjson
 
-from agentlightning.attempt_address import trace_id_of
+from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
 from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.decorating import run_within
 from agentlightning.recording.recorder import Recorder, recorder_of
@@ -37,6 +37,7 @@ from agentlightning.span import (
 )
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import emit_annotation
 from agentlightning.tracing.scope import Lifetime, Scope, current_scope, enter_scope
 from agentlightning.tracing.status import counters
@@ -114,8 +115,7 @@ class Session:
         self._own = self._record(settings)
         store = settings.store if self._store is None else self._store
         self._sink = _SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
-        attempt_id = self._own.attempt_id
-        scope = Scope(self._own.rollout_id, attempt_id, self._sink, trace_id=trace_id_of(attempt_id) or new_trace_id())
+        scope = _scope_of(self._own, self._sink)
         self._lifetime = scope.lifetime
         self._lifetime.only_marked = self._only_marked
         self._entered = enter_scope(scope)
@@ -246,6 +246,15 @@ class _SessionSink:
     def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
         self._session, self._recorder = session, recorder
 
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """(URL, access token) of the server that the session is recorded on, if it is."""
+        return None if self._recorder is None else self._recorder.server
+
+    def is_known(self) -> bool:
+        """Whether the server knows the session, which a gateway on it needs to record its calls."""
+        return self._recorder is not None and self._recorder.ensure_begun(self._session)
+
     def put(self, spans: Sequence[Span]) -> None:
         if self._recorder is not None:
             self._recorder.put(self._session, spans)
@@ -253,6 +262,19 @@ class _SessionSink:
     def end(self, end: SessionEnd) -> None:
         if self._recorder is not None:
             self._recorder.finish(self._session, end)
+
+
+def _scope_of(session: SessionRecord, sink: _SessionSink) -> Scope:
+    ids = session.rollout_id, session.attempt_id
+    trace_id = trace_id_of(session.attempt_id) or new_trace_id()
+    if sink.server is None:
+        return Scope(*ids, sink, trace_id=trace_id)
+    client_headers.install()
+    address, token = sink.server
+    key = attempt_key(attempt_secret(token), *ids)
+    scope = Scope(*ids, sink, trace_id=trace_id, address=address.rstrip("/"), key=key)
+    scope.lifetime.is_known = sink.is_known
+    return scope
 
 
 def _is_sampled(settings: RecordingSettings) -> bool:

@@ -54,6 +54,8 @@ def attempt_headers(url: str) -> dict[str, str]:
 
 
 def _headers_of(scope: Scope) -> dict[str, str]:
+    if scope.lifetime.is_known is not None and not scope.lifetime.is_known():
+        return {}
     headers = {"traceparent": _traceparent(scope)}
     if scope.key:
         headers[ATTEMPT_HEADER] = scope.key
