@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environments of the peers that the benchmarks run beside: .peers/agl03, .peers/agl1 and .peers/litellm in
-# this checkout.
+# Makes the environments of the peers that the benchmarks run beside: .peers/agl03, .peers/agl1, .peers/litellm and
+# .peers/gepa in this checkout.
 #
 #     benchmarks/peers.sh            (or: make peers)
 #
@@ -37,3 +37,4 @@ make_peer() {  # make_peer NAME PACKAGE OLDEST INTERPRETER
 make_peer agl03 agentlightning 3.10 "${AGL_PEER_PYTHON_03:-}"
 make_peer agl1 agentlightning 3.12 "${AGL_PEER_PYTHON_1:-}"
 make_peer litellm litellm 3.10 "${AGL_PEER_PYTHON_LITELLM:-}"
+make_peer gepa gepa 3.10 "${AGL_PEER_PYTHON_GEPA:-}"

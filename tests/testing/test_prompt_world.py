@@ -95,5 +95,8 @@ def test_the_server_answers_as_the_model_that_is_named():
         server.overrides["critic"] = lambda text: "overridden"
         assert ask("critic", "nothing") == "overridden"
         assert server.calls == {"follower": 1, "critic": 2}
+        request = urllib.request.Request(f"{server.url}/quality", json.dumps({"prompt": START}).encode())
+        with urllib.request.urlopen(request) as response:
+            assert json.load(response) == {"quality": pytest.approx(0.15), "optimum": pytest.approx(0.95), "calls": 1}
         with pytest.raises(urllib.error.HTTPError):
             ask("gpt", "nothing")

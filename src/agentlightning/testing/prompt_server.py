@@ -3,8 +3,10 @@
     with PromptWorldServer(PromptWorld(seed=0)) as server:
         server.url        # base URL: /chat/completions, with the models below
 
-The name of the model says which part of the world answers: follower (tasks), critic (a critique), editor (bounded edits
-in JSON), rewriter (the whole prompt anew), reflector (a critique and the whole prompt, in a code block).
+The name of the model says which part of the world answers: follower (tasks), critic (a critique), editor (bounded
+edits in JSON), rewriter (the whole prompt anew), reflector (a critique and the whole prompt, in a code block).
+`POST /quality {"prompt": ...}` answers with the `quality` of a prompt, the `optimum` of the world, and the `calls` of
+the follower so far.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class PromptWorldServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/quality", self._quality)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -80,6 +83,10 @@ class PromptWorldServer:
                 "usage": usage | {"total_tokens": sum(usage.values())},
             }
         )
+
+    async def _quality(self, request: web.Request) -> web.Response:
+        quality = self.world.quality(str((await request.json())["prompt"]))
+        return web.json_response({"quality": quality, "optimum": self.world.optimum, "calls": self.calls["follower"]})
 
     @property
     def _parts(self) -> dict[str, Callable[[str], str]]:

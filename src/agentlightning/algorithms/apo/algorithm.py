@@ -8,7 +8,7 @@ validation tasks, and its gain measured by the trainer on held-out tasks, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
@@ -120,8 +120,9 @@ class APO(Algorithm[APOConfig]):
         self.client = async_openai_client
         self._search: Search | None = None
         self._learned: Mapping[str, Any] = {}
-        self.on_favourite: Any = None
-        """Called with the texts, by name, that would be the result if the search ended now, when they may change."""
+        self.on_favourite: Callable[[Mapping[str, str], int], object] | None = None
+        """Called with the texts, by name, that would be the result if the search ended now, and the evaluations so far,
+        whenever they may have changed."""
 
     @property
     def total_steps(self) -> int:
@@ -234,8 +235,9 @@ class APO(Algorithm[APOConfig]):
             spending,
             directory=training.directory,
         )
-        if self.on_favourite is not None:
-            context.on_favourite = lambda candidate: self.on_favourite(dict(candidate.texts))
+        on_favourite = self.on_favourite
+        if on_favourite is not None:
+            context.on_favourite = lambda candidate: on_favourite(dict(candidate.texts), spending.calls)
         return SEARCHES[config.search](context)
 
     def _restore(self, search: Search) -> None:
