@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.training.report.run_report import as_html, markdown_report
 
 TRAIN = [{"word": word} for word in ("red", "green", "blue", "white")]
 GUARD = [{"word": f"colour {number}"} for number in range(12)]
@@ -327,3 +328,33 @@ async def test_a_group_reward_that_fails_leaves_the_rewards_missing(job: Job, tm
     job.reward = lambda answer, number: 1.0
     result = await job.fit(Publishes(["{word}"]), group_reward=f"{tmp_path / 'ranks.py'}:broken")
     assert result.rejected_rollouts == {"missing_reward": 12}
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_report_says_what_changed_by_how_much_and_shows_it(job: Job) -> None:
+    job.reward = lambda answer, number: float(("please" in answer and "grey" not in answer) or answer == "grey!")
+    result = await job.fit(Publishes(["{word}, please <b>"]), start="{word}!")
+    text = await asyncio.to_thread(lambda: result.report(store=None))
+    assert "pass `store=`" in text
+    text = await markdown_report(result.run_dir, 3, job.store)
+    assert "| greedy | 0.500 | 0.500 | +0.000 |" in text
+    assert "1 won, 1 lost, 0 unchanged, 0 without a reward." in text
+    assert '### {"word":"pink"}' in text
+    assert "result: pink!" in text
+    assert "result: pink, please <b>" in text
+    assert "| training rollouts | 12 |" in text
+    page = as_html(text)
+    assert "<h1>Report of run</h1>" in page
+    assert "pink, please &lt;b&gt;" in page, "what agents wrote is no markup"
+    assert page.count("<table>") == page.count("</table>") > 3
+    page = await asyncio.to_thread(lambda: result.report(format="html", examples=0))
+    assert "Changed behaviour" not in page
+    with pytest.raises(agl.ConfigError, match="markdown, html"):
+        result.report(format="pdf")  # type: ignore[arg-type]
+
+
+async def test_a_run_that_is_not_finished_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(agl.ConfigError, match="not finished"):
+        await markdown_report(tmp_path, 3)

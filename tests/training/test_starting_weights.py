@@ -25,7 +25,7 @@ class FakeLearner:
 
 def run_in(run_dir: RunDir, step: int = 0) -> TrainingRun:
     account = SimpleNamespace(run_dir=run_dir, state=RunState("r", step=step))
-    parts: dict[str, Any] = dict.fromkeys(("config", "rollouts", "measurements", "checkpoints", "recovery"))
+    parts: dict[str, Any] = dict.fromkeys(("config", "rollouts", "measurements", "checkpoints", "recovery", "audit"))
     return TrainingRun(account=account, learner=FakeLearner(), total_steps=9, **parts)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
+from agentlightning.cli.exporting import export
 
 
 def build() -> typer.Typer:
@@ -21,7 +22,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_program)
-    for verb in (demo, train, evaluate, doctor, run, serve, runner, rescore, store, credit):
+    for verb in (demo, train, evaluate, doctor, run, serve, runner, rescore, store, credit, export):
         verb.register(app)
     return app
 

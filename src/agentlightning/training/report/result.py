@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.resources import PromptTemplate
+from agentlightning.util.event_loop import run_sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,19 @@ class TrainingResult:
                 lineterm="",
             )
         )
+
+    def report(
+        self, *, format: Literal["markdown", "html"] = "markdown", examples: int = 3, store: Any | None = None
+    ) -> str:
+        """The result as text: held-out reward before and after with its interval, tasks won and lost, what it cost, and
+        transcripts of `examples` tasks of either kind before and after. `store`: that of the run, where it was given
+        one. Raises ConfigError for another format."""
+        from agentlightning.training.report.run_report import as_html, markdown_report
+
+        if format not in ("markdown", "html"):
+            raise ConfigError(f"format={format!r} is not one of markdown, html")
+        text = run_sync(markdown_report(self.run_dir, examples, store))
+        return as_html(text) if format == "html" else text
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values, as `--json` prints it."""

@@ -1,0 +1,1 @@
+"""`agl export`: a run for other programs."""

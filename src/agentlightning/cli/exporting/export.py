@@ -1,0 +1,72 @@
+"""`agl export`: the weights or the rollouts of a run, for other programs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.util.printable import printable
+
+
+class Form(StrEnum):
+    """What is written."""
+
+    HF = "hf"
+    GGUF = "gguf-ready"
+    OPENAI = "openai-jsonl"
+    TRL = "trl-jsonl"
+    DPO = "dpo-jsonl"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    to: Annotated[Form, typer.Option("--to", help="hf and gguf-ready: weights; the others: rollouts as lines.")],
+    out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a run for transformers or llama.cpp, or its training rollouts as a data set."""
+    output = Output(as_json)
+    with errors_reported(output):
+        found = _export(run, to, out or run / "export" / to.value, min_reward, agent, store)
+        lines = [f"{key}: {value}" for key, value in found.items()]
+        output.finish(found, lambda console: console.print(printable("\n".join(lines)), markup=False, highlight=False))
+
+
+def _export(
+    run: Path, to: Form, out: Path, min_reward: float | None, agent: str | None, store: str | None
+) -> dict[str, Any]:
+    from agentlightning.errors import ConfigError
+    from agentlightning.store import LightningStore
+    from agentlightning.training.export.datasets import Selection, export_dataset
+    from agentlightning.training.export.weights import export_weights
+
+    if to in (Form.HF, Form.GGUF):
+        given = {"--min-reward": min_reward, "--agent": agent, "--store": store}
+        unused = [name for name, value in given.items() if value is not None]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
+            )
+        weights = export_weights(run, to.value, out)
+        return {"path": str(weights.path), "files": list(weights.files), "merged": weights.merged}
+    path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
+    opened = None if store is None else LightningStore(store)
+    found = export_dataset(run, to.value, path, Selection(min_reward, agent), opened)
+    return {
+        "path": str(found.path),
+        "records": found.records,
+        "rollouts": found.rollouts,
+        "skipped": dict(found.skipped),
+    }

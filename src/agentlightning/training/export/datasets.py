@@ -1,0 +1,228 @@
+"""The rollouts of a run as lines of JSON for other trainers.
+
+    openai-jsonl   {"messages": [...], "tools": [...]}                    fine-tuning of chat models at OpenAI
+    trl-jsonl      {"prompt": [...], "completion": [...]}                 TRL, conversational prompt-completion
+    dpo-jsonl      {"prompt": [...], "chosen": [...], "rejected": [...]}  TRL, conversational preference
+
+`tools` is there where the call had some. A conversation is the last of the calls that continue one another; a call
+whose history was rewritten begins another. A preference is made of the best and the worst rollout of one task that
+began with the same prompt and differ in reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.assemble import calls, scalar_reward
+from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.span import Span
+from agentlightning.store import LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import task_key
+from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.training.export.chat_messages import Message, chat_messages
+from agentlightning.training.persistence.run_dir import read_state, write_atomically
+
+PAGE: Final = 200
+DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which conversations are exported."""
+
+    min_reward: float | None = None
+    """Only rollouts with at least this reward. None: also those without."""
+    agent: str | None = None
+    """A regular expression for the whole name of the agent. None: every agent."""
+    reward_weights: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation of a rollout."""
+
+    task: Any
+    reward: float | None
+    messages: tuple[Message, ...]
+    """Its last message is the assistant's."""
+    tools: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedDataset:
+    """What was written."""
+
+    path: Path
+    records: int
+    rollouts: int
+    """Training rollouts that succeeded."""
+    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rollouts, or for preferences tasks, that gave no record, by reason."""
+
+
+def export_dataset(
+    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, store: LightningStoreBase | None = None
+) -> ExportedDataset:
+    """Write the training rollouts of a run that succeeded. `store`: that of the run, where it was given one.
+
+    Raises ConfigError where there is no run or its rollouts are elsewhere, and DatasetError where nothing is left.
+    """
+    return asyncio.run(_export(run_dir, form, path, selection, store))
+
+
+async def _export(
+    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, given: LightningStoreBase | None
+) -> ExportedDataset:
+    if not (run_dir / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    if selection.agent is not None:
+        _check_pattern(selection.agent)
+    run_id, store = read_state(run_dir).run_id, given
+    if store is None:
+        if not (run_dir / "store.db").exists():
+            raise ConfigError(
+                f"{run_dir} has no store.db: its rollouts are in the store that the run was given; name it (--store)"
+            )
+        store = LightningStore(run_dir / "store.db")
+    try:
+        found, rollouts, skipped = await _conversations(store, run_id, selection)
+    finally:
+        if given is None:
+            await store.close()
+    records = [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
+    if not records:
+        counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
+        raise DatasetError(f"none of {rollouts} rollouts of {run_dir} gives a record ({counted}); widen the filters")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, b"".join(orjson.dumps(each) + b"\n" for each in records))
+    return ExportedDataset(path, len(records), rollouts, dict(skipped))
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--agent {pattern!r} is no regular expression: {error}") from error
+
+
+async def _conversations(
+    store: LightningStoreBase, run_id: str, selection: Selection
+) -> tuple[list[Conversation], int, Counter[str]]:
+    found: list[Conversation] = []
+    skipped: Counter[str] = Counter()
+    rollouts, after = 0, None
+    while True:
+        page = await store.query_rollouts(
+            status_in=["succeeded"], rollout_id_contains=f"{run_id}-train-", after=after, limit=PAGE
+        )
+        if not page:
+            return found, rollouts, skipped
+        attempts = await store.get_latest_attempts([rollout.rollout_id for rollout in page])
+        latest = {attempt.rollout_id: attempt.attempt_id for attempt in attempts}
+        for rollout in page:
+            spans = await store.query_spans(rollout.rollout_id, latest.get(rollout.rollout_id))
+            own = _of_rollout(rollout.input, spans, selection)
+            if isinstance(own, str):
+                skipped[own] += 1
+            else:
+                found += own
+        rollouts, after = rollouts + len(page), page[-1].rollout_id
+
+
+def _of_rollout(task: Any, spans: Sequence[Span], selection: Selection) -> list[Conversation] | str:
+    """The conversations of a rollout, or why there are none."""
+    try:
+        reward = scalar_reward(find_final_reward(spans), selection.reward_weights)
+    except RewardError:
+        return "with a reward of several dimensions without weights"
+    if selection.min_reward is not None and (reward is None or reward < selection.min_reward):
+        return "without a reward" if reward is None else "below the reward asked for"
+    chosen = [span for span in calls(spans) if _is_of(span, selection.agent)]
+    if not chosen:
+        return "without a call of the agent" if selection.agent else "without a model call"
+    whole = [(_history(span), span) for span in chosen]
+    ends = [(messages, span) for place, (messages, span) in enumerate(whole) if not _continued(messages, whole[place:])]
+    made = [Conversation(task, reward, tuple(messages), _tools(span)) for messages, span in ends if _is_whole(messages)]
+    return made or "without recorded messages"
+
+
+def _is_of(span: Span, agent: str | None) -> bool:
+    return agent is None or re.fullmatch(agent, str(span.attributes.get(names.AGENT_NAME) or "")) is not None
+
+
+def _history(span: Span) -> list[Message]:
+    before, answer = (_recorded(span.attributes.get(key)) for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    return [*chat_messages(before), *chat_messages(answer)]
+
+
+def _continued(messages: list[Message], later: Sequence[tuple[list[Message], Span]]) -> bool:
+    return any(len(other) > len(messages) and other[: len(messages)] == messages for other, _ in later)
+
+
+def _is_whole(messages: Sequence[Message]) -> bool:
+    return len(messages) > 1 and messages[-1]["role"] == "assistant"
+
+
+def _tools(span: Span) -> tuple[Any, ...]:
+    """In OpenAI's form."""
+    return tuple(
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        if "function" not in tool
+        else tool
+        for tool in _recorded(span.attributes.get(names.TOOL_DEFINITIONS))
+    )
+
+
+def _recorded(value: Any) -> list[dict[str, Any]]:
+    try:
+        found: Any = orjson.loads(value) if isinstance(value, str | bytes) else value
+    except ValueError:
+        return []
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
+
+
+def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:
+    tools: dict[str, Any] = {"tools": list(found.tools)} if found.tools else {}
+    if form == "openai-jsonl":
+        return {"messages": list(found.messages), **tools}
+    return {"prompt": list(found.messages[:-1]), "completion": [found.messages[-1]], **tools}
+
+
+def _preferences(found: Sequence[Conversation], skipped: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The best and the worst conversation of each task and prompt."""
+    groups: defaultdict[bytes, list[Conversation]] = defaultdict(list)
+    for each in found:
+        if each.reward is None:
+            skipped["without a reward"] += 1
+        else:
+            groups[orjson.dumps([task_key(each.task), _prompt(each)], default=repr)].append(each)
+    for group in groups.values():
+        best, worst = max(group, key=_reward), min(group, key=_reward)
+        if _reward(best) == _reward(worst):
+            skipped["tasks whose rollouts have equal rewards"] += 1
+            continue
+        prompt = _prompt(best)
+        tools: dict[str, Any] = {"tools": list(best.tools)} if best.tools else {}
+        chosen, rejected = (list(each.messages[len(prompt) :]) for each in (best, worst))
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **tools}
+
+
+def _reward(found: Conversation) -> float:
+    return 0.0 if found.reward is None else found.reward
+
+
+def _prompt(found: Conversation) -> list[Message]:
+    """The messages before the first of the assistant."""
+    first = next(place for place, message in enumerate(found.messages) if message["role"] == "assistant")
+    return list(found.messages[:first])
