@@ -10,8 +10,9 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (its settings), SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees
     it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
     Learner (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores
-    an agent), Evaluation (the scores, with an interval), rescore (a new reward for stored rollouts), Rescoring (what it
-    did), read_audit (what each version was learned from), AuditRecord (one of them).
+    an agent), Evaluation (the scores, with an interval), Comparison (of two), NullTest (of an agent with itself),
+    PairedSequentialTest (may stop early), rescore (a new reward for stored rollouts), Rescoring (what it did),
+    read_audit (what each version was learned from), AuditRecord (one of them).
 Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a model that scores), RankingJudge (a model
     that ranks a group of rollouts), JudgedRollout (one of them).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
@@ -117,8 +118,11 @@ if TYPE_CHECKING:
         UnfaithfulSampleError,
         UnknownTokensError,
     )
+    from agentlightning.evaluation.comparison import Comparison
     from agentlightning.evaluation.evaluation import Evaluation
     from agentlightning.evaluation.intervals import Gain
+    from agentlightning.evaluation.null_test import NullTest
+    from agentlightning.evaluation.sequential import PairedSequentialTest
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
@@ -192,8 +196,11 @@ _NAMES = {
         "RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError StoreFullError "
         "StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
     ),
+    "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
     "evaluation.intervals": "Gain",
+    "evaluation.null_test": "NullTest",
+    "evaluation.sequential": "PairedSequentialTest",
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
@@ -254,6 +261,7 @@ __all__ = [
     "Branching",
     "ChatFormat",
     "Collected",
+    "Comparison",
     "ConfigError",
     "ConflictError",
     "ContextLengthError",
@@ -288,8 +296,10 @@ __all__ = [
     "NamedResources",
     "Node",
     "NotFoundError",
+    "NullTest",
     "OptimizerConfig",
     "PPOLoss",
+    "PairedSequentialTest",
     "Policy",
     "PolicyConfig",
     "PolicyError",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.intervals import lowest_means, mean_interval, paired_gain, student_quantile
+from agentlightning.evaluation.intervals import mean_interval, paired_gain, student_quantile
 
 Draw = Callable[[random.Random], float]
 
@@ -134,12 +134,6 @@ def test_the_scale_of_rewards_is_0_to_1_or_else_what_was_seen() -> None:
     assert paired_gain([-1.0] * 9, [1.0] * 9).interval[1] == 2.0
     whole, narrow = (paired_gain([0.4] * 9, [0.6] * 9, bounds=bounds).interval for bounds in (None, (0.4, 0.6)))
     assert narrow[1] - narrow[0] < whole[1] - whole[0]
-
-
-def test_groups_are_ranked_with_the_lowest_reward_of_all_for_what_is_missing() -> None:
-    assert lowest_means([1.0, None], [], [None]) == [0.5, -math.inf, 0.0]
-    assert lowest_means([3.0, None], [-1.0, 1.0]) == [1.0, 0.0]
-    assert lowest_means([None], []) == [-math.inf, -math.inf]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(0.5, 0.99))

@@ -2,19 +2,36 @@
 
 A task whose rollout failed or gave no reward is part of the result: it is counted by its reason, never as 0.0, and the
 interval covers any reward it could have had. Where one number must decide (a comparison, the choice of a checkpoint),
-such a task counts as the lowest reward, so that an agent that crashes never beats one that answers.
+such a task counts as the lowest reward, so that an agent that crashes never beats one that answers; or as `failed_as`
+says. Where tasks have several rollouts, the task is the unit: its rewards are averaged first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import total_ordering
+from pathlib import Path
+from typing import Any
 
 from agentlightning.credit.rejection import FAILED, describe_reasons
-from agentlightning.errors import RewardError
-from agentlightning.evaluation.intervals import Gain, lowest_means, mean_interval, paired_gain
+from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.evaluation.comparison import (
+    Comparison,
+    FailedAs,
+    Rewards,
+    check_failed_as,
+    compare_tasks,
+    known,
+    mean,
+    task_mean,
+)
+from agentlightning.evaluation.evaluation_file import read_record, write_record
+from agentlightning.evaluation.intervals import Gain, mean_interval, paired_gain, reward_bounds
+from agentlightning.evaluation.null_test import NullTest, null_test
+from agentlightning.evaluation.pass_at_k import pass_at_k, pass_hat_k
 
 WITHOUT_REWARD = (
     "return a number from the agent, call agl.emit_reward, or give a reward function (reward=..., --reward)"
@@ -31,15 +48,42 @@ class Evaluation:
     """
 
     rewards: tuple[float | None, ...]
-    """One for each task, in the order of the tasks. None: the rollout failed, or gave no usable reward."""
+    """One for each task, in the order of the tasks: the mean of its rollouts. None: all failed, or gave no usable
+    reward."""
     seconds: float = 0.0
     reasons: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of tasks without a reward by reason: `failed`, `missing_reward`, `bad_reward` ..."""
+    """The number of rollouts without a reward by reason: `failed`, `missing_reward`, `bad_reward` ..."""
+    rollouts: tuple[tuple[float | None, ...], ...] = ()
+    """The rewards of each task's rollouts. Empty: one rollout each, with the task's reward."""
+    failed_as: FailedAs = "lowest"
+    """How a rollout without a reward counts in `score` and in comparisons: as the lowest reward, as a given one, or not
+    at all (`exclude`)."""
+    tasks: tuple[str, ...] = ()
+    """A digest of each task's content, by which evaluations are paired. Empty: they are paired in order."""
+    members: Mapping[str, Mapping[str, tuple[int, ...]]] = field(
+        default_factory=dict[str, Mapping[str, tuple[int, ...]]]
+    )
+    """Field of tasks -> value -> positions of the tasks that have it."""
+    cached: int = 0
+    """Rollouts that were not run, because the cache had them."""
+    comparison: Comparison | None = None
+    """With the evaluation that `agl.evaluate(compare=...)` was given."""
+
+    def __post_init__(self) -> None:
+        check_failed_as(self.failed_as)
+
+    @classmethod
+    def of_rollouts(cls, rollouts: Sequence[Rewards], **fields: Any) -> Evaluation:
+        """An evaluation of tasks with several rollouts, from the rewards of each task's rollouts."""
+        rewards = tuple(mean(known(each)) if known(each) else None for each in rollouts)
+        return cls(rewards, rollouts=tuple(map(tuple, rollouts)), **fields)
+
+    # -- one number --------------------------------------------------------------------------------------------------
 
     @property
     def known(self) -> list[float]:
         """The rewards of the tasks that have one."""
-        return [reward for reward in self.rewards if reward is not None]
+        return known(self.rewards)
 
     @property
     def missing(self) -> int:
@@ -47,8 +91,13 @@ class Evaluation:
         return len(self.rewards) - len(self.known)
 
     @property
+    def missing_rollouts(self) -> int:
+        """Rollouts without a reward; each task has one rollout or several."""
+        return sum(reward is None for each in self._rollouts for reward in each)
+
+    @property
     def failed(self) -> int:
-        """Tasks whose rollout failed."""
+        """Rollouts that failed."""
         return self.reasons.get(FAILED, 0)
 
     @property
@@ -61,14 +110,97 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The mean with the lowest possible reward for tasks without one: 0 if rewards lie between 0 and 1, else the
-        lowest one seen. Equals `mean` if every task has a reward. Raises RewardError if none has."""
-        return lowest_means(self.rewards)[0] if self.missing and self.known else self.mean
+        """The mean with rollouts without a reward counted as `failed_as` says. The lowest possible reward is 0 if
+        rewards lie between 0 and 1, else the lowest one seen. Equals `mean` if every rollout has a reward. Raises
+        RewardError if none has."""
+        return comparable_scores([self])[0] if self.missing_rollouts and self.known else self.mean
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% confidence interval of the mean over all tasks, for any rewards that those without one could have had."""
-        return mean_interval(self.rewards)
+        """95% confidence interval of the mean over all tasks, for any rewards that rollouts without one could have had;
+        of the score, where `failed_as` says how these count."""
+        if self.failed_as == "exclude" or not self.known:
+            return mean_interval(self.known)
+        rewards = [reward for each in self._rollouts for reward in known(each)]
+        if not isinstance(self.failed_as, str):
+            return mean_interval([task_mean(each, self.failed_as) for each in self._rollouts])
+        bounds = low, high = reward_bounds(rewards)
+        return (
+            mean_interval([task_mean(each, low) for each in self._rollouts], bounds=bounds)[0],
+            mean_interval([task_mean(each, high) for each in self._rollouts], bounds=bounds)[1],
+        )
+
+    # -- several rollouts --------------------------------------------------------------------------------------------
+
+    @property
+    def repeats(self) -> int:
+        """Rollouts of each task; of that with the fewest, where they differ."""
+        return min(map(len, self._rollouts), default=0)
+
+    def pass_at_k(self, k: int, solved: float = 1.0) -> float:
+        """The probability that at least one of k rollouts of a task has a reward of `solved` or more, over tasks. A
+        rollout without a reward has not solved it, or does not count (`failed_as="exclude"`)."""
+        return self._pass(pass_at_k, k, solved)
+
+    def pass_hat_k(self, k: int, solved: float = 1.0) -> float:
+        """pass^k: the probability that all of k rollouts of a task have a reward of `solved` or more, over tasks."""
+        return self._pass(pass_hat_k, k, solved)
+
+    def null_test(self, alpha: float = 0.05) -> NullTest:
+        """Compare the first half of each task's rollouts with the second: what chance alone makes."""
+        half = self.repeats // 2
+        if not half:
+            raise ConfigError("one rollout of each task cannot be compared with another; use repeats=2 or more")
+        first = [each[:half] for each in self._rollouts]
+        second = [each[half : 2 * half] for each in self._rollouts]
+        return null_test(first, second, self.failed_as, alpha)
+
+    # -- comparisons -------------------------------------------------------------------------------------------------
+
+    def compare(self, before: Evaluation, alpha: float = 0.05) -> Comparison:
+        """The paired gain over an evaluation of the same tasks. Tasks are paired by content where both evaluations know
+        it, else in order. Raises RewardError where there are no pairs."""
+        positions, unpaired = _pair(before, self)
+        first = [before._rollouts[b] for b, _ in positions]
+        second = [self._rollouts[a] for _, a in positions]
+        return compare_tasks(first, second, self.failed_as, alpha, unpaired)
+
+    def beats(self, before: Evaluation, alpha: float = 0.05) -> bool:
+        """Whether a gain over `before` is shown: the p-value is below alpha and the interval of the gain above 0."""
+        found = self.compare(before, alpha)
+        return found.gain > 0 and found.significant
+
+    @property
+    def slices(self) -> Mapping[str, Mapping[str, Evaluation]]:
+        """Field of tasks -> value -> the evaluation of the tasks that have it."""
+        return {
+            name: {value: self._part(positions) for value, positions in values.items()}
+            for name, values in self.members.items()
+        }
+
+    def _part(self, positions: Sequence[int]) -> Evaluation:
+        return Evaluation(
+            rewards=tuple(self.rewards[each] for each in positions),
+            rollouts=tuple(self._rollouts[each] for each in positions),
+            failed_as=self.failed_as,
+            tasks=tuple(self.tasks[each] for each in positions) if self.tasks else (),
+        )
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file, for `load` and `agl.evaluate(compare=path)`."""
+        record = {
+            name: getattr(self, name) for name in ("seconds", "reasons", "failed_as", "tasks", "members", "cached")
+        }
+        write_record(Path(path), {"rollouts": self._rollouts, **record})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Evaluation:
+        """The evaluation in a file of `save`. Raises ConfigError where there is none."""
+        return cls.of_rollouts(**read_record(Path(path)))
+
+    # -- as a number -------------------------------------------------------------------------------------------------
 
     def __float__(self) -> float:
         return self.score
@@ -88,15 +220,72 @@ class Evaluation:
     def _comparable(self) -> float | tuple[float | None, ...]:
         return self.score if self.known else self.rewards
 
+    @property
+    def _rollouts(self) -> tuple[tuple[float | None, ...], ...]:
+        return self.rollouts or tuple((reward,) for reward in self.rewards)
+
+    def _pass(self, estimate: Callable[[int, int, int], float], k: int, solved: float) -> float:
+        if k < 1 or k > self.repeats:
+            raise ConfigError(
+                f"k={k} needs {max(k, 1)} rollouts of each task, and there are {self.repeats}; use repeats="
+            )
+        rollouts: Sequence[Rewards] = self._rollouts
+        if self.failed_as == "exclude":
+            rollouts = [known(each) for each in rollouts if len(known(each)) >= k]
+        if not rollouts:
+            raise RewardError(f"no task has {k} rollouts with a reward; give more repeats, or count failures")
+        missing = -math.inf if isinstance(self.failed_as, str) else self.failed_as
+        counts = [sum((missing if x is None else x) >= solved for x in each) for each in rollouts]
+        return mean([estimate(len(each), count, k) for each, count in zip(rollouts, counts, strict=True)])
+
     def __str__(self) -> str:
         low, high = self.interval
-        if not self.missing:
-            return f"{self.mean:.3f} (95% interval {low:.3f} to {high:.3f}, {len(self.known)} tasks)"
-        why = describe_reasons(self.reasons) or f"{self.missing} missing"
+        each = f", {self.repeats} rollouts each" if self.repeats > 1 else ""
+        if not self.missing_rollouts:
+            return f"{self.mean:.3f} (95% interval {low:.3f} to {high:.3f}, {len(self.known)} tasks{each})"
+        why = describe_reasons(self.reasons) or f"{self.missing_rollouts} missing"
+        those = {"lowest": "those at the lowest reward", "exclude": "those left out"}
+        counted = those.get(str(self.failed_as), f"those at {self.failed_as}")
         return (
-            f"{self.mean:.3f} on {len(self.known)} of {len(self.rewards)} tasks, {why}; {self.score:.3f} with those at"
-            f" the lowest reward (95% interval {low:.3f} to {high:.3f})"
+            f"{self.mean:.3f} on {len(self.known)} of {len(self.rewards)} tasks{each}, {why}; {self.score:.3f} with"
+            f" {counted} (95% interval {low:.3f} to {high:.3f})"
         )
+
+
+def comparable_scores(evaluations: Sequence[Evaluation]) -> list[float]:
+    """The score of each, where the lowest reward is that of all of them: 0 if all rewards lie between 0 and 1, else the
+    lowest one seen. -inf for one without tasks, and for all if there is no reward."""
+    rewards = [x for each in evaluations for rollouts in each._rollouts for x in known(rollouts)]  # pyright: ignore[reportPrivateUsage]
+    if not rewards:
+        return [-math.inf] * len(evaluations)
+    low, _ = reward_bounds(rewards)
+    return [_score(each, low) for each in evaluations]
+
+
+def _score(evaluation: Evaluation, low: float) -> float:
+    if evaluation.failed_as == "exclude":
+        return evaluation.mean if evaluation.known else -math.inf
+    filler = low if isinstance(evaluation.failed_as, str) else evaluation.failed_as
+    rollouts = evaluation.rollouts or [(reward,) for reward in evaluation.rewards]
+    return mean([task_mean(each, filler) for each in rollouts]) if rollouts else -math.inf
+
+
+def _pair(before: Evaluation, after: Evaluation) -> tuple[list[tuple[int, int]], int]:
+    """The positions of the same tasks in both, and how many tasks are in one alone."""
+    if not (before.tasks and after.tasks):
+        if len(before.rewards) != len(after.rewards):
+            raise RewardError(
+                f"{len(before.rewards)} tasks before and {len(after.rewards)} after make no pairs;"
+                " measure the same tasks"
+            )
+        return [(each, each) for each in range(len(after.rewards))], 0
+    places: dict[str, list[int]] = defaultdict(list)
+    for position, task in enumerate(before.tasks):
+        places[task].append(position)
+    pairs = [(places[task].pop(0), place) for place, task in enumerate(after.tasks) if places[task]]
+    if not pairs:
+        raise DatasetError("the two evaluations share no task; measure the same tasks")
+    return pairs, len(before.tasks) + len(after.tasks) - 2 * len(pairs)
 
 
 def compare(before: Evaluation, after: Evaluation) -> Gain:

@@ -60,7 +60,7 @@ def paired_gain(
     pairs = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
     if not pairs:
         raise RewardError("no task has a reward both before and after; nothing can be compared")
-    low, high = _bounds([value for value in (*before, *after) if value is not None], bounds)
+    low, high = reward_bounds([value for value in (*before, *after) if value is not None], bounds)
     span = high - low
     least = [_or(a, low) - _or(b, high) for b, a in zip(before, after, strict=True)]
     most = [_or(a, high) - _or(b, low) for b, a in zip(before, after, strict=True)]
@@ -68,7 +68,10 @@ def paired_gain(
         before=_mean([b for b, _ in pairs]),
         after=_mean([a for _, a in pairs]),
         gain=_mean([a - b for b, a in pairs]),
-        interval=(_interval(least, -span, span, confidence)[0], _interval(most, -span, span, confidence)[1]),
+        interval=(
+            bounded_interval(least, -span, span, confidence)[0],
+            bounded_interval(most, -span, span, confidence)[1],
+        ),
         tasks=len(pairs),
         missing_before=sum(value is None for value in before),
         missing_after=sum(value is None for value in after),
@@ -81,26 +84,18 @@ def mean_interval(values: Sequence[float | None], confidence: float = 0.95, boun
     `bounds`: the lowest and highest possible value. None: 0 and 1 if all values lie in between, else the lowest and
     highest value seen. Raises RewardError if there is no value, or for one that is not finite or out of bounds.
     """
-    low, high = _bounds([value for value in values if value is not None], bounds)
+    low, high = reward_bounds([value for value in values if value is not None], bounds)
     least, most = [_or(value, low) for value in values], [_or(value, high) for value in values]
-    return _interval(least, low, high, confidence)[0], _interval(most, low, high, confidence)[1]
-
-
-def lowest_means(*groups: Sequence[float | None]) -> list[float]:
-    """The mean of each group with the lowest possible reward for None: 0 if the values of all groups lie between 0 and
-    1, else the lowest one seen. -inf for all groups if there is no value."""
-    known = [value for group in groups for value in group if value is not None]
-    if not known:
-        return [-math.inf] * len(groups)
-    low, _ = _bounds(known, None)
-    return [_mean([_or(value, low) for value in group]) if group else -math.inf for group in groups]
+    return bounded_interval(least, low, high, confidence)[0], bounded_interval(most, low, high, confidence)[1]
 
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def _bounds(values: Sequence[float], bounds: Interval | None) -> Interval:
+def reward_bounds(values: Sequence[float], bounds: Interval | None = None) -> Interval:
+    """The lowest and highest reward possible: 0 and 1 if all lie in between, else the lowest and highest seen. Raises
+    RewardError if there is none, or for one that is not finite or out of given bounds."""
     if not values:
         raise RewardError("no reward was measured, so there is no mean; give at least one task that has a reward")
     for value in values:
@@ -120,7 +115,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _interval(values: Sequence[float], low: float, high: float, confidence: float) -> Interval:
+def bounded_interval(values: Sequence[float], low: float, high: float, confidence: float) -> Interval:
+    """The interval of the module's head, for values between low and high."""
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence} is not between 0 and 1; 0.95 is usual")
     padded = [*values, low, high]

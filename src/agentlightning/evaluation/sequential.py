@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
+from agentlightning.evaluation.permutation import DIGITS, add_flipped
 
 Decision = Literal["better", "worse", "continue", "exhausted"]
 """`better` or `worse`: the differences are above or below 0. `exhausted`: all pairs are seen, and neither is shown."""
 
 MOST_SUMS = 256
-DIGITS = 10
-"""To which sums are rounded, in units of the largest difference, so that 0.1 + 0.2 is 0.3."""
 OPEN_ENDED_PAIRS = 100
 """Without a maximum, a quarter of alpha is spent on the first so many pairs."""
 BISECTIONS = 10
@@ -44,9 +42,11 @@ class PairedSequentialTest:
     possible. `max_pairs`: after so many the test ends; the more there may be, the more an early decision needs. Raises
     ConfigError for a maximum that can show nothing.
 
-        >>> test = PairedSequentialTest(max_pairs=60)
-        >>> [test.update(1.0) for _ in range(11)][-1]
-        'better'
+        >>> test = agl.PairedSequentialTest(max_pairs=60)
+        >>> while test.update(1.0) == "continue":
+        ...     pass
+        >>> test.decision, test.pairs
+        ('better', 11)
     """
 
     def __init__(
@@ -105,10 +105,11 @@ class PairedSequentialTest:
         """Confidence interval of the mean difference, at 1 - alpha, wherever the test stops. Takes a second or two
         for a hundred pairs."""
         mean, (low, high) = self.mean, self.bounds
-        return (
-            self._limit(mean, max(low, 0.0) if self.decision == "better" else low),
-            self._limit(mean, min(high, 0.0) if self.decision == "worse" else high),
-        )
+        if self.decision == "better":
+            return self._limit(mean, max(low, 0.0)), self._limit(mean, high)
+        if self.decision == "worse":
+            return self._limit(mean, low), self._limit(mean, min(high, 0.0))
+        return min(0.0, self._limit(mean, low)), max(0.0, self._limit(mean, high))
 
     def _limit(self, inside: float, outside: float) -> float:
         """Where between a gain that the data allow and another the test begins to reject."""
@@ -141,7 +142,7 @@ class _SignFlips:
         self._pairs = 0
         self._crossed = 0.0
         """Probability of the flips that have crossed a boundary."""
-        self._sizes = {0.0: 1.0}
+        self._sizes: dict[float, float] = {0.0: 1.0}
         """Probability of each |sum|."""
 
     def add(self, difference: float) -> bool:
@@ -149,7 +150,7 @@ class _SignFlips:
         self._pairs += 1
         if difference:
             self.observed = round(self.observed + difference, DIGITS)
-            self._sizes = _add_flipped(self._sizes, abs(difference))
+            self._sizes = add_flipped(self._sizes, abs(difference))
             if len(self._sizes) > MOST_SUMS:
                 self._round_sums()
         observed = abs(self.observed)
@@ -174,14 +175,6 @@ class _SignFlips:
             rounded[_to_step(size, step)] += probability
         self._sizes = rounded
         self.observed = math.copysign(_to_step(abs(self.observed), step), self.observed)
-
-
-def _add_flipped(sizes: Mapping[float, float], difference: float) -> dict[float, float]:
-    added: dict[float, float] = defaultdict(float)
-    for size, probability in sizes.items():
-        added[round(size + difference, DIGITS)] += probability / 2
-        added[abs(round(size - difference, DIGITS))] += probability / 2
-    return added
 
 
 def _to_step(value: float, step: float) -> float:

@@ -10,8 +10,7 @@ from typing import Any
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import EvaluationConfig
-from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.evaluation.intervals import lowest_means
+from agentlightning.evaluation.evaluation import Evaluation, comparable_scores
 from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.persistence.tasks import Tasks
@@ -61,7 +60,7 @@ class Measurements:
         """Whether these are as good as the best validation so far, and if so record them. Tasks without a reward count
         as the lowest reward of both."""
         best = [self.state.evaluations.get(f"best-{mode}", []) for mode in results]
-        scores = lowest_means(*(result.rewards for result in results.values()), *best)
+        scores = comparable_scores([*results.values(), *(Evaluation(tuple(rewards)) for rewards in best)])
         score = statistics.fmean(scores[: len(results)])
         best_score = statistics.fmean(scores[len(results) :]) if all(best) else self.state.best_score
         better = not math.isinf(score) and (best_score is None or score >= best_score)
