@@ -12,7 +12,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.recording import recorder as module
+from agentlightning.server.app import Server
 
 Read = Callable[..., list[agl.RolloutRecord]]
 
@@ -104,26 +107,48 @@ def test_a_full_disk_is_one_warning_and_a_counter(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_costs_nothing_but_a_warning_and_gets_everything_when_it_is_back(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
-    served = agl.LightningStore(tmp_path / "served.db")
-    address = hub.serve(served)
-    place, target = address, [f"http://127.0.0.1:{free_port()}"]
-    monkeypatch.setattr(module, "_client", lambda url, token: agl.LightningStoreClient(target[0], patience=0.05))
+    monkeypatch.setattr(module, "RETRY_SECONDS", (0.1,))
+    port = free_port()
+    place = f"http://127.0.0.1:{port}"
     for number in range(3):
         with agl.track_session(number, store=place):
             agl.emit_reward(1.0)
     wait_until(lambda: agl.recording_status().problem)
-    assert not agl.flush_recording(0.6)
+    assert not agl.flush_recording(0.3)
     assert agl.recording_status().waiting
     assert len([r for r in caplog.records if "cannot be recorded" in r.message]) == 1
-    target[0] = address
-    module.recorder_of(place)._store = None
-    assert agl.flush_recording(20)
-    assert [r.status for r in asyncio.run(served.query_rollouts())] == ["succeeded"] * 3
+    with served(tmp_path / "served.db", port):
+        assert agl.flush_recording(30)
+        module.recorder_of(place).close()
+    store = agl.LightningStore(tmp_path / "served.db")
+    assert [r.status for r in asyncio.run(store.query_rollouts())] == ["succeeded"] * 3
     assert (agl.recording_status().sessions_written, agl.recording_status().waiting) == (3, 0)
-    asyncio.run(served.close())
+    asyncio.run(store.close())
+
+
+@contextmanager
+def served(path: Path, port: int) -> Iterator[None]:
+    """A server of a store on this port, in a thread of its own."""
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        store, stop = agl.LightningStore(path), asyncio.Event()
+        async with Server(store, secret="s", port=port):
+            started.set_result((asyncio.get_running_loop(), stop))
+            await stop.wait()
+        await store.close()
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
+    thread.start()
+    loop, stop = started.result(30)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
 
 
 def test_a_store_that_cannot_be_opened_does_not_disturb_the_program(
@@ -199,6 +224,16 @@ def test_a_store_the_user_has_closed_is_opened_again(tmp_path: Path) -> None:
     again = agl.LightningStore(tmp_path / "a.db")
     assert [r.status for r in asyncio.run(again.query_rollouts())] == ["succeeded"]
     asyncio.run(again.close())
+
+
+def test_what_comes_after_the_end_of_recording_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with agl.track_session("in time"):
+        module.recorder_of().close()
+        agl.emit_message("too late")
+    with agl.track_session("too late"):
+        pass
+    assert (agl.recording_status().spans_dropped, agl.recording_status().sessions_lost) == (1, 1)
+    assert len([r for r in caplog.records if "nothing more is recorded" in r.message]) == 1
 
 
 def test_threads_may_record_at_the_same_time(recorded: Read) -> None:

@@ -66,6 +66,8 @@ class Recorder:
         self.server = server
         """(URL, access token) of the server whose store it is, if it is one's."""
         self._open = opener
+        self._given = store
+        """Held, so that no other store gets its identity."""
         self._store = store
         self._owns_store = store is None
         self._reset()
@@ -111,6 +113,9 @@ class Recorder:
         self._append((session, spans))
 
     def _is_full(self) -> bool:
+        if self._stopping:
+            counters.warn("end", f"the process ends: nothing more is recorded in {self.name}")
+            return True
         if len(self._queue) < MOST_WAITING and self._size < MOST_BYTES:
             return False
         counters.warn(
@@ -144,9 +149,14 @@ class Recorder:
         """Whether the caller runs in the thread of this recorder."""
         return self._thread is threading.current_thread()
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt to write has failed."""
+        return self._failures > 0
+
     def ensure_begun(self, session: SessionRecord) -> bool:
         """Wait a moment until the start of a session is in the store. Whether it is."""
-        return session.in_store or (self.flush(BEGIN_SECONDS) and session.in_store)
+        return session.in_store or (not self.is_failing and self.flush(BEGIN_SECONDS) and session.in_store)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was queued so far is in the store, or dropped. False after `timeout` seconds."""
@@ -410,8 +420,12 @@ _installed = threading.Event()
 
 
 def _flush_pending() -> None:
-    if not any(each.is_current_thread for each in list(_recorders.values())):
-        flush_all(PENDING_SECONDS)
+    recorders = list(_recorders.values())
+    if any(each.is_current_thread for each in recorders):
+        return
+    for each in recorders:
+        if not each.is_failing:  # waiting would not help
+            each.flush(PENDING_SECONDS)
 
 
 def _close_all() -> None:
