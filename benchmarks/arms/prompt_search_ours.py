@@ -49,7 +49,8 @@ def search(world: World, given: dict, seed: int) -> None:
             progress=Progress(console=Console(quiet=True)),
         )
         with contextlib.suppress(Reached):
-            trainer.fit(agent, given["train"], given["validation"], held_out_dataset=given["held_out"])
+            result = trainer.fit(agent, given["train"], given["validation"], held_out_dataset=given["held_out"])
+            world.consider(result.best_prompt.template)
 
 
 if __name__ == "__main__":

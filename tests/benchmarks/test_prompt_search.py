@@ -31,7 +31,7 @@ def test_a_seed_that_never_arrives_counts_as_the_whole_budget():
     [((100, 110), (400, 500), True), ((200, 200), (400, 500), False), ((10, None), (8000, None), False)],
 )
 def test_the_limit_is_on_the_best_peer_and_on_seeds_that_are_stuck(capsys, ours, peer, kept):
-    options = argparse.Namespace(seeds=2, budget=8000)
+    options = argparse.Namespace(seeds=2, budget=8000, share=0.95)
     arms = {"ours": results(*ours), "gepa": results(*peer), "agl03": results(7000, 8000)}
     assert prompt_search.report("instructions", arms, options) is kept
     assert "ours / the best of the others" in capsys.readouterr().out

@@ -111,6 +111,27 @@ def test_a_run_is_resumed_with_a_larger_budget_and_buys_nothing_again(server, tm
 
 
 @pytest.mark.slow
+def test_an_interrupted_search_goes_on_where_it_was(server, tmp_path):
+    class Crash(Exception):
+        pass
+
+    def crash(texts, evaluations):
+        if evaluations > 50:
+            raise Crash
+
+    made = trainer(server, tmp_path / "run")
+    made.algorithm.on_favourite = crash
+    with pytest.raises(Crash):
+        fit(made)
+    spent = server.calls["follower"]
+    result = agl.Trainer.resume(tmp_path / "run", reward=reward).fit(write_report)
+    assert server.calls["follower"] - spent <= 120 - 40 + 40, "it began again"
+    assert result.held_out["sampled"].interval[0] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+@pytest.mark.slow
 def test_several_texts_are_optimised_and_others_stay(server, tmp_path):
     prompts = {
         "prompt": agl.PromptTemplate(template=START),

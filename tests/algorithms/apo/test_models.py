@@ -182,3 +182,18 @@ async def test_errors_of_a_client_are_counted_not_raised(model):
         asked = Writer(opened, opened, Spending(SearchBudget()), 3, 100)
         assert await asked.critique(TEXTS, FAILED) is None
         assert asked.skips == {f"critic_{reason}": 1}
+
+
+@pytest.mark.slow
+async def test_a_local_model_writes_and_says_when_a_text_is_too_long_for_it(tmp_path):
+    from agentlightning.testing.models import tiny_checkpoint
+
+    path = tiny_checkpoint(tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        settings = PromptModel(path=str(path), max_tokens=4)
+        opened = await open_model(settings, None, stack, "critic")
+        reply = await opened.complete([{"role": "user", "content": "What is 12 + 30?"}])
+        assert 0 < reply.output_tokens <= 4
+        assert reply.input_tokens > 0
+        with pytest.raises(ModelError, match="leaves no room"):
+            await opened.complete([{"role": "user", "content": "word " * 500}])

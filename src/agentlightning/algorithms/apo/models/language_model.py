@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from agentlightning.algorithms.apo.config import PromptModel
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport, TransportError, open_transport
 
 Message = dict[str, str]
@@ -158,6 +158,8 @@ class LocalModel:
         except TimeoutError as error:
             seconds = settings.timeout_seconds
             raise ModelError("timeout", f"{settings.path} gave no reply within {seconds:g} s") from error
+        except PolicyError as error:
+            raise ModelError("failed", f"{settings.path} gave no reply: {error}") from error
         text = chat.decode(sample.token_ids, skip_special_tokens=True)
         return Completion(text, len(prompt), len(sample.token_ids), sample.finish_reason == "length")
 
