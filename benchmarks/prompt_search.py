@@ -110,9 +110,8 @@ def report(world: str, arms: dict[str, list[dict[str, Any]]], options: argparse.
     for name, results in arms.items():
         calls = sorted(each["calls"] for each in results if each["calls"] is not None)
         spread = f"{calls[0]} to {calls[-1]}" if calls else "never"
-        print(
-            f"  {name:<6} median {median(results, options.budget):>7,.0f}   {spread:<14} reached {len(calls)}   {ends(results)}"
-        )
+        middle = median(results, options.budget)
+        print(f"  {name:<6} median {middle:>7,.0f}   {spread:<14} reached {len(calls)}   {ends(results)}")
     peers = [median(results, options.budget) for name, results in arms.items() if name != "ours"]
     if "ours" not in arms or not peers:
         return True

@@ -45,7 +45,7 @@ class SearchContext:
     """What was proposed, accepted, rejected and skipped, by reason."""
     first: dict[str, str] = field(default_factory=dict[str, str])
     """The first message of each kind of refused edit."""
-    on_favourite: Callable[[Candidate], None] = lambda candidate: None
+    on_favourite: Callable[[Candidate], object] = lambda candidate: None
     """Called with the candidate that would be the result if the search ended now."""
     directory: Path = Path()
     """Where a search may keep files of its own."""
