@@ -52,6 +52,7 @@ def test_everything_is_written_when_the_process_ends(tmp_path: Path, recorded: R
     assert [(r.rollout.input, agl.find_final_reward(r.spans)) for r in recorded()] == [(n, n) for n in range(50)]
 
 
+@pytest.mark.chaos
 def test_what_was_flushed_survives_kill_9(tmp_path: Path, recorded: Read) -> None:
     done = run(
         """
@@ -74,6 +75,7 @@ def test_what_was_flushed_survives_kill_9(tmp_path: Path, recorded: Read) -> Non
     assert opened.rollout.config.unresponsive_seconds
 
 
+@pytest.mark.chaos
 def test_a_full_disk_is_one_warning_and_a_counter(tmp_path: Path) -> None:
     done = run(
         """
@@ -251,6 +253,7 @@ def test_threads_may_record_at_the_same_time(recorded: Read) -> None:
     assert found == {(number, turn): float(turn) for number in range(8) for turn in range(20)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_forked_worker_records_in_the_session_of_its_parent_and_in_its_own(tmp_path: Path, recorded: Read) -> None:
     done = run(
