@@ -29,6 +29,9 @@ Recording: track_session (a rollout made by your own code), Session (one), carry
 The store: LightningStore (opens one, and is what all of them are), InMemoryLightningStore (gone with the process),
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
+Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it makes), Hook (code around each attempt),
+    LitAgentRunner (runs an agent), LightningStoreServer (a store over HTTP), TracerTraceToTriplet, TraceToMessages
+    (spans for algorithms of your own), Triplet (one model call).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
@@ -77,6 +80,11 @@ if TYPE_CHECKING:
         Training,
     )
     from agentlightning.chat.base import ChatFormat
+    from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, Triplet
+    from agentlightning.compat.algorithm import FunctionalAlgorithm, algo
+    from agentlightning.compat.hooks import Hook
+    from agentlightning.compat.runner import LitAgentRunner
+    from agentlightning.compat.store_server import LightningStoreServer
     from agentlightning.config import (
         Branching,
         CurriculumConfig,
@@ -184,6 +192,11 @@ _NAMES = {
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
+    "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
+    "compat.algorithm": "FunctionalAlgorithm algo",
+    "compat.hooks": "Hook",
+    "compat.runner": "LitAgentRunner",
+    "compat.store_server": "LightningStoreServer",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
         "TrainConfig TurnLimit WarmStartConfig"
@@ -274,10 +287,12 @@ __all__ = [
     "Evaluation",
     "EvaluationConfig",
     "FunctionAgent",
+    "FunctionalAlgorithm",
     "Gain",
     "GateConfig",
     "GatewayConfig",
     "GepaSearchConfig",
+    "Hook",
     "InMemoryLightningStore",
     "Instrumentation",
     "JudgedRollout",
@@ -288,7 +303,9 @@ __all__ = [
     "LightningRLConfig",
     "LightningStore",
     "LightningStoreClient",
+    "LightningStoreServer",
     "LitAgent",
+    "LitAgentRunner",
     "Lora",
     "MissingExtraError",
     "MissingRewardError",
@@ -347,6 +364,8 @@ __all__ = [
     "StoreLostError",
     "StoreServerError",
     "TokenTree",
+    "TraceToMessages",
+    "TracerTraceToTriplet",
     "TrainConfig",
     "Trainer",
     "Training",
@@ -355,6 +374,7 @@ __all__ = [
     "TrainingStopped",
     "Trajectory",
     "Transition",
+    "Triplet",
     "TurnLimit",
     "UnfaithfulSampleError",
     "UnknownTokensError",
@@ -362,6 +382,7 @@ __all__ = [
     "WarmStartConfig",
     "Worker",
     "air_rule",
+    "algo",
     "carry_session",
     "configure_recording",
     "emit_annotation",

@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.compat.adapters import check_adapter
+from agentlightning.compat.algorithm import Baseline
+from agentlightning.compat.hooks import Hook, with_hooks
+from agentlightning.compat.tracer import check_tracer
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
@@ -97,7 +102,13 @@ class Trainer:
         seed: int | None = None,
         initial_resources: NamedResources | None = None,
         progress: Progress | None = None,
+        hooks: Hook | Sequence[Hook] | None = None,
+        tracer: Any | None = None,
+        adapter: Any | None = None,
     ) -> None:
+        check_tracer(tracer)
+        check_adapter(adapter)
+        self.hooks = hooks
         self.algorithm = None if algorithm is None else check_algorithm(algorithm)
         self.config = with_arguments(config or TrainConfig(), self.algorithm, model, n_runners, seed)
         prompts, others = split_prompts(initial_resources or {})
@@ -145,6 +156,38 @@ class Trainer:
         training tasks are split off. Ctrl-C ends it with KeyboardInterrupt and leaves the run resumable.
         """
         return run_sync(self.fit_async(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset))
+
+    def dev(
+        self,
+        agent: Any | None = None,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
+    ) -> TrainingResult:
+        """Run the agent once on each task, without training, to see that agent, reward and hooks work. The algorithm is
+        used if it trains no model. The tasks of `val_dataset` (default: the same) are measured before and after."""
+        if self.algorithm is not None and self.algorithm.learns_weights:
+            raise ConfigError(
+                f"dev() runs the agent without training, and {type(self.algorithm).__name__} trains a model; call"
+                " fit(), or make the trainer without an algorithm"
+            )
+        tasks = load_dataset(train_dataset if train_dataset is not None else self.config.data.train or ())
+        config = self.config.model_copy(
+            update={
+                "evaluation": self.config.evaluation.model_copy(update={"every": 0, "modes": ("greedy",)}),
+                "data": self.config.data.model_copy(update={"validation_share": 0.0}),
+            }
+        )
+        trainer = Trainer(
+            config,
+            algorithm=self.algorithm or Baseline(len(tasks)),
+            reward=self.reward,
+            store=self.store,
+            run_dir=self.run_dir,
+            initial_resources=self.initial_resources,
+            progress=self.progress,
+            hooks=self.hooks,
+        )
+        return trainer.fit(agent, tasks, held_out_dataset=load_dataset(val_dataset) if val_dataset else tasks)
 
     async def fit_async(
         self,
@@ -215,7 +258,7 @@ class Trainer:
             )
         agent = agent if agent is not None else self.config.agent
         check_runners(self.config, self.store, agent, self.reward)
-        return agent
+        return with_hooks(agent, self.hooks)
 
     @contextmanager
     def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:

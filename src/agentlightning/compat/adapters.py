@@ -1,0 +1,141 @@
+"""Adapters of 0.x: the spans of an attempt as triplets, or as messages. `adapter(spans)` is `adapter.adapt(spans)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning import span as names
+from agentlightning.assemble import calls, scalar_reward
+from agentlightning.errors import ConfigError
+from agentlightning.span import Span
+from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.training.export.chat_messages import chat_messages
+
+GONE: Final = {
+    "llm_call_match": "model calls are found by their attributes, whatever their spans are called",
+    "repair_hierarchy": "rewards follow the store's order, so that parents need no repair",
+    "exclude_llm_call_in_reward": "calls of reward functions are never recorded as those of the agent",
+    "reward_match": "a reward belongs to the call before it",
+}
+"""Arguments of 0.x without a place here, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Triplet:
+    """One model call: prompt, response and the reward that followed it.
+
+    >>> agl.Triplet({"token_ids": [1]}, {"token_ids": [2]}, reward=1.0).reward
+    1.0
+    """
+
+    prompt: Any
+    """`token_ids` and `messages`."""
+    response: Any
+    """`token_ids`, `logprobs` and `messages`."""
+    reward: float | None = None
+    """The first reward between this call and the next. None: there was none."""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`response_id` and `agent_name`."""
+
+
+class TracerTraceToTriplet:
+    """The model calls of an attempt as triplets, in order; with `agent_match`, a regular expression, only those of the
+    agents whose name it finds. LightningRL does not need it: it reads token trees.
+
+        >>> agl.TracerTraceToTriplet(agent_match="writer").adapt([])
+        []
+    """
+
+    def __init__(self, *, agent_match: str | None = None, **gone: Any) -> None:
+        for name in gone:
+            if name not in GONE:
+                raise TypeError(f"TracerTraceToTriplet() got an unexpected keyword argument {name!r}")
+            raise ConfigError(f"{name} has no place here: {GONE[name]}; leave it out")
+        self.agent_match = agent_match
+
+    def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
+        found = [span for span in calls(source) if self._is_chosen(span)]
+        ends = [*(span.sequence_id for span in found[1:]), None]
+        return [self._triplet(span, end, source) for span, end in zip(found, ends, strict=False)]
+
+    __call__ = adapt
+
+    def _is_chosen(self, span: Span) -> bool:
+        name = str(span.attributes.get(names.AGENT_NAME) or "")
+        return self.agent_match is None or re.search(self.agent_match, name) is not None
+
+    @staticmethod
+    def _triplet(call: Span, end: int | None, source: Sequence[Span]) -> Triplet:
+        attributes = call.attributes
+        rewards = [
+            reward
+            for span in sorted(source, key=lambda each: each.sequence_id)
+            if span.name == names.REWARD and call.sequence_id < span.sequence_id
+            if end is None or span.sequence_id < end
+            if (reward := _number(span)) is not None
+        ]
+        return Triplet(
+            {
+                "token_ids": list(attributes.get(names.PROMPT_TOKEN_IDS) or ()),
+                "messages": chat_messages(_recorded(attributes.get(names.INPUT_MESSAGES))),
+            },
+            {
+                "token_ids": list(attributes.get(names.RESPONSE_TOKEN_IDS) or ()),
+                "logprobs": list(attributes.get(names.LOGPROBS) or ()),
+                "messages": chat_messages(_recorded(attributes.get(names.OUTPUT_MESSAGES))),
+            },
+            rewards[0] if rewards else None,
+            {"response_id": attributes.get(names.RESPONSE_ID), "agent_name": attributes.get(names.AGENT_NAME)},
+        )
+
+
+class TraceToMessages:
+    """The model calls of an attempt as conversations in OpenAI's form: `messages`, and `tools` where there were some.
+    `agl export --to openai-jsonl` writes those of a whole run.
+
+        >>> agl.TraceToMessages().adapt([])
+        []
+    """
+
+    def adapt(self, source: Sequence[Span], /) -> list[dict[str, Any]]:
+        return [self._conversation(span) for span in calls(source)]
+
+    __call__ = adapt
+
+    @staticmethod
+    def _conversation(span: Span) -> dict[str, Any]:
+        before, answer, tools = (
+            _recorded(span.attributes.get(key))
+            for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOOL_DEFINITIONS)
+        )
+        found: dict[str, Any] = {"messages": [*chat_messages(before), *chat_messages(answer)]}
+        return {**found, "tools": tools} if tools else found
+
+
+def _number(span: Span) -> float | None:
+    reward = get_reward_value(span)
+    return None if isinstance(reward, dict) else scalar_reward(reward)
+
+
+def _recorded(value: Any) -> list[dict[str, Any]]:
+    try:
+        found: Any = orjson.loads(value) if isinstance(value, str | bytes) else value
+    except ValueError:
+        return []
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
+
+
+def check_adapter(adapter: Any) -> None:
+    """Raises ConfigError for the `adapter=` of a trainer: algorithms here read the store themselves."""
+    if adapter is not None:
+        raise ConfigError(
+            f"adapter={type(adapter).__name__} has no place in a trainer: algorithms are given token trees, not adapted"
+            " spans. Call the adapter in an algorithm of your own: adapter.adapt(await store.query_spans(rollout_id));"
+            " to learn from one agent's calls, set algorithm.target_agent"
+        )
