@@ -7,7 +7,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.config import RunnerConfig
-from agentlightning.errors import ConfigError, RewardError
+from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.evaluator import evaluate
 from agentlightning.policy import open as opening
 from agentlightning.testing import ScriptedPolicy
@@ -50,6 +50,11 @@ def test_a_model_answers_at_the_temperature_of_the_mode(monkeypatch, tmp_path):
         ({"mode": "best"}, "mode='best' is not one of greedy, sampled"),
         ({"limit": 0}, "limit=0 leaves no task"),
         ({"limit": -1}, "limit=-1 leaves no task"),
+        ({"repeats": 0}, "repeats=0 runs nothing"),
+        ({"concurrency": 0}, "concurrency=0 runs nothing"),
+        ({"failed": "highest"}, "failed='highest' is not 'lowest'"),
+        ({"slices": ["level"]}, "no task has a field 'level' to slice by; their fields are n"),
+        ({"compare": "missing.json"}, "no evaluation can be read from missing.json"),
         ({"model": object()}, "model is a object object"),
     ],
 )
@@ -86,3 +91,86 @@ def test_an_agent_without_a_model_is_measured():
     evaluation = agl.evaluate(agent, [{"n": n} for n in range(4)])
     assert evaluation == 0.5
     assert evaluation.rewards == (0.0, 1.0, 0.0, 1.0)
+
+
+LEVELS = [{"n": n, "level": "easy" if n < 4 else "hard"} for n in range(8)]
+
+
+def count_runs(task):
+    """1.0 for the even ones; fails for the ones that say so. Every run leaves a line in a file."""
+    with open(task["log"], "a") as log:
+        log.write(f"{task['n']}\n")
+    if task.get("fails"):
+        raise ValueError("no luck")
+    return float(task["n"] % 2 == 0)
+
+
+def logged(tmp_path, tasks):
+    log = tmp_path / "runs.log"
+    return log, [{**task, "log": str(log)} for task in tasks]
+
+
+def test_repeats_slices_and_concurrency_arrive(tmp_path):
+    log, tasks = logged(tmp_path, LEVELS)
+    evaluation = agl.evaluate(count_runs, tasks, repeats=2, slices="level", concurrency=2)
+    assert len(log.read_text().splitlines()) == 16
+    assert (evaluation, evaluation.repeats, evaluation.cached) == (0.5, 2, 0)
+    assert evaluation.pass_at_k(2) == evaluation.pass_hat_k(2) == 0.5
+    assert {value: part.tasks for value, part in evaluation.slices["level"].items()} == {
+        "easy": evaluation.tasks[:4],
+        "hard": evaluation.tasks[4:],
+    }
+
+
+def test_the_limit_on_concurrency_is_kept(tmp_path):
+    async def agent(task):
+        import asyncio
+
+        running = tmp_path / task["n"]
+        running.touch()
+        await asyncio.sleep(0.02)
+        seen = len(list(tmp_path.iterdir()))
+        running.unlink()
+        return float(seen)
+
+    evaluation = agl.evaluate(agent, [{"n": str(n)} for n in range(8)], concurrency=1)
+    assert set(evaluation.rewards) == {1.0}
+
+
+def test_an_evaluation_is_compared_with_an_earlier_one_or_its_file(tmp_path):
+    tasks = [{"n": n} for n in range(20)]
+    before = agl.evaluate(lambda task: 0.0, tasks)
+    before.save(tmp_path / "before.json")
+    after = agl.evaluate(lambda task: 1.0, tasks[::-1], compare=tmp_path / "before.json")
+    assert after.beats(before)
+    assert (after.comparison.gain, after.comparison.tasks) == (1.0, 20)
+    with pytest.raises(DatasetError, match="none of these tasks"):
+        agl.evaluate(lambda task: 1.0, [{"n": -1}], compare=before)
+    with pytest.raises(DatasetError, match="has 2 tasks, and there are 1"):
+        agl.evaluate(lambda task: 1.0, [{"n": 1}], compare=agl.Evaluation((1.0, 0.0)))
+
+
+@pytest.mark.parametrize(("failed", "score"), [("lowest", 0.5), ("exclude", 1.0), (0.5, 0.75)])
+def test_failed_rollouts_count_as_chosen(tmp_path, failed, score):
+    _, tasks = logged(tmp_path, [{"n": 2 * n, "fails": n > 1} for n in range(4)])
+    evaluation = agl.evaluate(count_runs, tasks, failed=failed, runner=RunnerConfig(max_attempts=1))
+    assert (evaluation.score, evaluation.failed) == (score, 2)
+
+
+def test_a_cache_runs_nothing_twice_and_what_failed_again(tmp_path):
+    log, tasks = logged(tmp_path, [{"n": 0}, {"n": 1}, {"n": 2, "fails": True}])
+    once = RunnerConfig(max_attempts=1)
+    first = agl.evaluate(count_runs, tasks[:2], cache=tmp_path / "cache", runner=once)
+    again = agl.evaluate(count_runs, tasks, cache=tmp_path / "cache", runner=once)
+    assert (first.cached, again.cached, again.rewards) == (0, 2, (1.0, 0.0, None))
+    assert sorted(log.read_text().split()) == ["0", "1", "2"]
+    more = agl.evaluate(count_runs, tasks, cache=tmp_path / "cache", runner=once, repeats=2)
+    assert more.cached == 2
+    assert sorted(log.read_text().split()) == ["0", "0", "1", "1", "2", "2", "2"]
+    other = agl.evaluate(lambda task: 0.25, tasks[:2], cache=tmp_path / "cache", runner=once)
+    assert (other.cached, other) == (0, 0.25)
+
+
+def test_tasks_that_were_trained_on_are_named():
+    with pytest.raises(DatasetError, match=r"2 evaluation tasks are training tasks, too: rows 1 \(= 3\), 2 \(= 1\)"):
+        agl.evaluate(lambda task: 1.0, [{"n": 3}, {"n": 1}, {"n": 9}], trained_on=[{"n": 1}, {"n": 2}, {"n": 3}])

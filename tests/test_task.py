@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
-from agentlightning.task import Dataset, TaskSampler, load_dataset, split, task_key
+from agentlightning.task import Dataset, TaskSampler, load_dataset, overlaps, split, task_key
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 
@@ -251,3 +251,16 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         TaskSampler([1], 0)
     with pytest.raises(ConfigError, match="step=-1"):
         TaskSampler([1], 1).draw(-1)
+
+
+def test_datasets_that_share_tasks_are_named_with_their_rows():
+    datasets = {"train": [{"a": 1, "b": 2}, {"a": 2}], "validation": [{"a": 3}, {"b": 2, "a": 1}], "test": [{"a": 2}]}
+    found = overlaps(datasets)
+    assert [(each.first, each.second, each.rows) for each in found] == [
+        ("train", "validation", ((1, 2),)),
+        ("train", "test", ((2, 1),)),
+    ]
+    assert str(found[0]) == "1 validation tasks are train tasks, too: rows 2 (= 1)"
+    many = overlaps({"train": list(range(20)), "test": list(range(20))})[0]
+    assert str(many).endswith("8 (= 8) and 12 more")
+    assert overlaps({"train": [1], "test": [2]}) == []

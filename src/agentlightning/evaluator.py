@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunnerConfig
 from agentlightning.engine.base import Engine
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.evaluation.comparison import check_failed_as
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.slices import slice_members
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import LLM, NamedResources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.task import load_dataset
+from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
 from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
+from agentlightning.training.evaluation_cache import EvaluationCache, open_cache
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.util.event_loop import run_sync
@@ -36,17 +40,32 @@ def evaluate(
     mode: Literal["greedy", "sampled"] = "greedy",
     limit: int | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    repeats: int = 1,
+    failed: Literal["lowest", "exclude"] | float = "lowest",
+    slices: str | Sequence[str] = (),
+    compare: Evaluation | str | Path | None = None,
+    cache: str | Path | None = None,
+    concurrency: int | None = None,
+    trained_on: str | Path | Sequence[Any] | None = None,
     runner: RunnerConfig | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """The reward of `agent` on the tasks of `dataset`, one rollout each; compares and prints like its score.
+    """The reward of `agent` on the tasks of `dataset`; compares and prints like its score.
 
     With `model`, a directory that transformers loads, that model answers the agent's model calls, greedily or sampled
     at temperature 1; without one, they are not redirected. `limit`: only the first tasks. `reward_weights`: weights of
-    the named dimensions of a reward. A task whose rollout fails is part of the result.
+    the named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the result;
+    `failed` says how it counts in the score: as the lowest reward, as a given one, or not at all ("exclude").
 
-    Raises ConfigError for arguments that cannot work, RewardError if no task has a reward, and TrainingStopped if more
-    rollouts fail than `runner.max_failed_share` allows.
+    `slices`: fields of tasks, by whose values the result is divided (`Evaluation.slices`). `compare`: an earlier
+    evaluation of these tasks, or its file; the result has a `comparison`. `cache`: a directory in which rollouts are
+    kept, so that the same is not run again; an interrupted evaluation continues there. `concurrency`: rollouts at the
+    same time, in place of `runner.concurrency`. `trained_on`: tasks that the agent has learned from, which must not be
+    among those it is evaluated on.
+
+    Raises ConfigError for arguments that cannot work, DatasetError for tasks that the agent was trained on or that
+    `compare` has none of, RewardError if no task has a reward, and TrainingStopped if more rollouts fail than
+    `runner.max_failed_share` allows.
 
         >>> @agl.rollout
         ... def agent(task):
@@ -56,64 +75,117 @@ def evaluate(
     """
     if mode not in TEMPERATURES:
         raise ConfigError(f"mode={mode!r} is not one of {', '.join(TEMPERATURES)}")
+    for name, value in (("repeats", repeats), ("concurrency", 1 if concurrency is None else concurrency)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} runs nothing; use at least 1")
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} leaves no task; use at least 1, or None for all")
+    check_failed_as(failed)
     if model is not None:
         opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
-    settings = runner or RunnerConfig()
-    work = _evaluate(agent, tasks, model, reward, mode, reward_weights, settings, progress or Progress(enabled=False))
-    result = run_sync(work)
+    _check_unseen(tasks, trained_on)
+    members, keys = slice_members(tasks, [slices] if isinstance(slices, str) else slices), tuple(map(task_key, tasks))
+    before = _previous(compare, keys)
+    config = runner or RunnerConfig()
+    if concurrency is not None:
+        config = config.model_copy(update={"concurrency": concurrency})
+    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config)
+    measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
+    result = replace(measured, failed_as=failed, tasks=keys, members=members)
     _ = result.mean
-    return result
+    return result if before is None else replace(result, comparison=result.compare(before))
 
 
-async def _evaluate(
-    agent: Any,
-    tasks: Sequence[Any],
-    model: str | Path | None,
-    reward: Any | None,
-    mode: str,
-    reward_weights: Mapping[str, float] | None,
-    config: RunnerConfig,
-    progress: Progress,
-) -> Evaluation:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    agent: Any
+    tasks: Sequence[Any]
+    model: str | Path | None
+    reward: Any | None
+    mode: str
+    reward_weights: Mapping[str, float] | None
+    repeats: int
+    cache: str | Path | None
+    config: RunnerConfig
+
+
+def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
+    if trained_on is None:
+        return
+    shared = overlaps({"training": load_dataset(trained_on), "evaluation": tasks})
+    if shared:
+        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
+
+
+def _previous(compare: Evaluation | str | Path | None, keys: Sequence[str]) -> Evaluation | None:
+    """The evaluation to compare with, once it is sure that it has tasks in common: before anything is run."""
+    before = Evaluation.load(compare) if isinstance(compare, str | Path) else compare
+    if before is not None and before.tasks and not set(before.tasks) & set(keys):
+        raise DatasetError("the evaluation to compare with has none of these tasks; measure the same tasks")
+    if before is not None and not before.tasks and len(before.rewards) != len(keys):
+        raise DatasetError(f"the evaluation to compare with has {len(before.rewards)} tasks, and there are {len(keys)}")
+    return before
+
+
+async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
+    config, model = job.config, job.model
     token, secret = credentials()
     if model is not None:
         require_training()
     async with AsyncExitStack() as stack:
         stack.enter_context(progress)
-        store = InMemoryLightningStore()
+        store, cache, ids = InMemoryLightningStore(), None, None
         stack.push_async_callback(store.close)
-        runner = make_runner(config, store, agent, reward, secret, redirect=model is not None)
+        if job.cache is not None:
+            cache = _open_cache(Path(job.cache), job, stack)
+            store, ids = cache.store, cache.rollout_ids(job.tasks, job.repeats)
+        queue, redirect = None if cache is None else cache.queue, model is not None
+        runner = make_runner(config, store, job.agent, job.reward, secret, redirect=redirect, queue=queue)
         listener = await load_agent(runner, stack, policy=model is not None)
         engines = None if model is None else await _open_engines(str(model), stack)
         server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
         resources: NamedResources = {}
         if engines is not None:
-            sampling = {"temperature": TEMPERATURES[mode]}
+            sampling = {"temperature": TEMPERATURES[job.mode]}
             resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
-        resources_id = (await store.add_resources(resources)).resources_id
+        if cache is None:
+            resources_id = (await store.add_resources(resources)).resources_id
+        else:
+            resources_id = (await store.update_resources(cache.resources_id, resources)).resources_id
+        done = set[str]() if cache is None else await cache.begin()
         await runner.start(server.url)
         stack.push_async_callback(runner.stop)
-        progress.phase("evaluating", len(tasks))
+        progress.phase("evaluating", len(job.tasks) * job.repeats)
         collector = RolloutCollector(
             TrajectoryReader(store),
             rollout_config(config),
+            queue=queue,
             max_failed_share=config.max_failed_share,
             advice=EVALUATION_ADVICE,
         )
         work = evaluate_tasks(
             collector,
-            tasks,
+            job.tasks,
             name="evaluation",
             resources_id=resources_id,
-            reward_weights=reward_weights,
+            repeats=job.repeats,
+            rollout_ids=ids,
+            reward_weights=job.reward_weights,
             require_reward=True,
             on_progress=progress.update,
             on_collected=lambda collected: _note_first(collector, collected, progress),
         )
-        return await run_beside(runner, work)
+        result = await run_beside(runner, work)
+        found = [reward for each in result.rollouts for reward in each]
+        known = [rollout_id for rollout_id, reward in zip(ids or (), found, strict=False) if reward is not None]
+        return replace(result, cached=len(done.intersection(known)))
+
+
+def _open_cache(directory: Path, job: _Job, stack: AsyncExitStack) -> EvaluationCache:
+    return open_cache(
+        directory, stack, agent=job.agent, reward=job.reward, model=job.model, mode=job.mode, config=job.config
+    )
 
 
 async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:

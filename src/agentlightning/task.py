@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -54,6 +54,8 @@ ENVIRONMENTS: Final = {
 """By the kind in the address."""
 SHOWN = 60
 """Maximum length of an invalid line in an error message."""
+SHOWN_ROWS = 8
+"""Rows named in a message."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -249,6 +251,36 @@ def _assign(keys: Sequence[str], fractions: Sequence[float], seed: int) -> dict[
         part_of[key] = bisect_right(ends, placed)
         placed += counts[key]
     return part_of
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Rows of two datasets that hold the same tasks."""
+
+    first: str
+    second: str
+    rows: tuple[tuple[int, int], ...]
+    """Row of the first and row of the second, counted from 1, for each task of the second that the first has."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{second} (= {first})" for first, second in self.rows[:SHOWN_ROWS])
+        more = f" and {len(self.rows) - SHOWN_ROWS} more" if len(self.rows) > SHOWN_ROWS else ""
+        return f"{len(self.rows)} {self.second} tasks are {self.first} tasks, too: rows {shown}{more}"
+
+
+def overlaps(datasets: Mapping[str, Sequence[Any]]) -> list[Overlap]:
+    """Which of the named datasets share tasks of equal content, two by two."""
+    found: list[Overlap] = []
+    for place, (name, tasks) in enumerate(datasets.items()):
+        rows: dict[str, int] = {}
+        for row, task in enumerate(tasks, 1):
+            rows.setdefault(task_key(task), row)
+        for other, others in list(datasets.items())[place + 1 :]:
+            keyed = [(rows.get(task_key(task)), row) for row, task in enumerate(others, 1)]
+            shared = tuple((first, row) for first, row in keyed if first is not None)
+            if shared:
+                found.append(Overlap(name, other, shared))
+    return found
 
 
 class TaskSampler:

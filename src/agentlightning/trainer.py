@@ -314,7 +314,8 @@ class Trainer:
     async def _fit(self, algorithm: Algorithm[Any], run: TrainingRun) -> TrainingResult:
         state, measurements = run.state, run.measurements
         random = run.learner is not None and has_random_weights(self.config)
-        run.account.warn(starting_warnings(random_weights=random and algorithm.objective == "reinforcement"))
+        random = random and algorithm.objective == "reinforcement"
+        run.account.warn(starting_warnings(random_weights=random, shared=measurements.tasks.shared()))
         self.progress.phase("measuring the starting policy", measurements.rollouts)
         at_start = state.measures_start(measurements.config.modes)
         before = await measurements.measure_start()

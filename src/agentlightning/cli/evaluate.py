@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from agentlightning.cli.options import Agent, Dataset, Json, Reward
 from agentlightning.cli.output import Output, errors_reported
-
-if TYPE_CHECKING:
-    from agentlightning.evaluation.evaluation import Evaluation
 
 
 def register(app: typer.Typer) -> None:
@@ -29,13 +26,33 @@ def evaluate(
     reward_weights: Annotated[
         str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
     ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
+    failed: Annotated[
+        str, typer.Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
+    ] = "lowest",
+    slices: Annotated[
+        list[str] | None, typer.Option("--slice", help="Also show the result by this field of tasks; repeatable.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Compare with an earlier evaluation of these tasks, a file of --out.")
+    ] = None,
+    aa: Annotated[
+        bool, typer.Option("--aa", help="Run twice, and compare the agent with itself: what differences chance makes.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the evaluation to this JSON file.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep rollouts in this directory, and run none twice; continues there.")
+    ] = None,
+    trained_on: Annotated[
+        str | None, typer.Option(help="Tasks that the agent has learned from: none may be evaluated.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to run at the same time.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval."""
     output = Output(as_json)
     with errors_reported(output):
-        from agentlightning.config import RunnerConfig
+        from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.training.persistence.run_changes import settings_of_run
@@ -58,24 +75,26 @@ def evaluate(
             mode="sampled" if sampled else "greedy",
             limit=limit,
             reward_weights=weights,
-            runner=RunnerConfig(concurrency=concurrency),
+            repeats=2 * repeats if aa else repeats,
+            failed=_failed(failed),
+            slices=slices or (),
+            compare=compare,
+            cache=cache,
+            concurrency=concurrency,
+            trained_on=trained_on,
             progress=Progress(console=output.console),
         )
-        output.finish(_record(result), lambda console: console.print(f"reward {result}"))
+        if out is not None:
+            result.save(out)
+        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa))
 
 
-def _record(result: Evaluation) -> dict[str, Any]:
-    """The result as JSON values, as `--json` prints it."""
-    return {
-        "reward": result.mean,
-        "score": result.score,
-        "interval": list(result.interval),
-        "tasks": len(result.rewards),
-        "measured": len(result.known),
-        "missing": result.missing,
-        "reasons": dict(result.reasons),
-        "seconds": round(result.seconds, 2),
-    }
+def _failed(text: str) -> Any:
+    """`--failed` as `agl.evaluate` takes it, which refuses what is neither a word it knows nor a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _weights(text: str | None) -> dict[str, float] | None:

@@ -1,8 +1,9 @@
-"""Evaluates an agent on tasks: one rollout for each, collected through the store."""
+"""Evaluates an agent on tasks: one rollout or several for each, collected through the store."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentlightning.algorithms.training import Collected
@@ -23,18 +24,23 @@ async def evaluate_tasks(
     *,
     name: str,
     resources_id: str,
+    repeats: int = 1,
+    rollout_ids: Sequence[str] | None = None,
     reward_weights: Mapping[str, float] | None = None,
     max_failed_share: float | None = None,
     require_reward: bool = False,
     on_progress: Callable[[int], None] | None = None,
     on_collected: Callable[[Collected], Awaitable[None]] | None = None,
 ) -> Evaluation:
-    """The reward of each task. Rollout ids begin with `name`: a repeated call continues an interrupted evaluation.
+    """The rewards of each task's rollouts, `repeats` of them. Rollout ids begin with `name`, unless they are given,
+    task by task: a repeated call continues an interrupted evaluation.
 
     Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
     RewardError where rollouts succeed and none has a usable reward.
     """
-    plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
+    plans = _plans(tasks, name, repeats)
+    if rollout_ids is not None:
+        plans = [replace(plan, rollout_id=each) for plan, each in zip(plans, rollout_ids, strict=True)]
     collected = await collector.collect(
         plans,
         resources_id=resources_id,
@@ -47,13 +53,28 @@ async def evaluate_tasks(
     if require_reward and collected.rejected and not collected.trajectories:
         first = collected.rejected[0]
         raise RewardError(
-            f"none of {len(plans)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
+            f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
             f" {first.rollout_id}: {first.message}"
         )
     if on_collected is not None:
         await on_collected(collected)
     rewards = {each.group: team_score(each, reward_weights) for each in collected.trajectories}
-    return Evaluation(tuple(rewards.get(plan.group) for plan in plans), collected.seconds, collected.left_out)
+    found = [rewards.get(plan.group) for plan in plans]
+    return Evaluation.of_rollouts(
+        [found[start : start + repeats] for start in range(0, len(found), repeats)],
+        seconds=collected.seconds,
+        reasons=collected.left_out,
+    )
+
+
+def _plans(tasks: Sequence[Any], name: str, repeats: int) -> list[RolloutPlan]:
+    if repeats == 1:
+        return [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
+    return [
+        RolloutPlan(f"{name}-{index:05d}-{repeat}", task, f"{name}-{index}-{repeat}")
+        for index, task in enumerate(tasks)
+        for repeat in range(repeats)
+    ]
 
 
 def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.task import Overlap
 from agentlightning.training.health.step_record import StepRecord
 
 
-def starting_warnings(*, random_weights: bool) -> dict[str, str]:
-    """What is known before the first rollout: kind -> sentence."""
+def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -> dict[str, str]:
+    """What is known before the first rollout: kind -> sentence. `shared`: tasks that are in several of the run's
+    datasets."""
+    found = {
+        f"overlap_{each.first}_{each.second}": (
+            f"{each}. A measurement on tasks that were learned from, or that chose the checkpoint, promises too much:"
+            f" leave them out of {each.first}"
+        )
+        for each in shared
+    }
     if not random_weights:
-        return {}
-    return {
+        return found
+    return found | {
         "random_weights": (
             'policy.model is "tiny", a small model with random weights: it shows that everything works, and learns next'
             " to nothing from rewards alone. Give a model (--model DIRECTORY), or demonstrations to begin with"

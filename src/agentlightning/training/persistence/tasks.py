@@ -10,7 +10,7 @@ import orjson
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
-from agentlightning.task import load_dataset, split, task_key
+from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
 from agentlightning.training.persistence.run_dir import RunDir, write_atomically
 
 PARTS: Final = ("train", "validation", "held_out")
@@ -18,13 +18,17 @@ PARTS: Final = ("train", "validation", "held_out")
 
 @dataclass(slots=True)
 class Tasks:
-    """The tasks of a run. No two parts share one."""
+    """The tasks of a run. Parts that are split off share none."""
 
     train: list[Any]
     validation: list[Any] = field(default_factory=list[Any])
     """To choose the best checkpoint by."""
     held_out: list[Any] = field(default_factory=list[Any])
     """To measure the gain on."""
+
+    def shared(self) -> list[Overlap]:
+        """The tasks that are in several parts, which only parts that were given can have in common."""
+        return overlaps({"train": self.train, "validation": self.validation, "held_out": self.held_out})
 
 
 def load_tasks(
