@@ -1,0 +1,21 @@
+"""The tasks of a run: parts that were given may share tasks, which is said with their rows."""
+
+from __future__ import annotations
+
+from agentlightning.config import TrainConfig
+from agentlightning.training.health.milestones import starting_warnings
+from agentlightning.training.persistence.tasks import load_tasks
+
+
+def test_given_parts_that_share_tasks_are_warned_about() -> None:
+    tasks = load_tasks(TrainConfig(), [{"n": n} for n in range(9)], [{"n": 20}, {"n": 3}], [{"n": 20}, {"n": 30}])
+    warnings = starting_warnings(random_weights=False, shared=tasks.shared())
+    assert list(warnings) == ["overlap_train_validation", "overlap_validation_held_out"]
+    assert warnings["overlap_train_validation"].startswith("1 validation tasks are train tasks, too: rows 2 (= 4).")
+    assert "leave them out of train" in warnings["overlap_train_validation"]
+
+
+def test_parts_that_are_split_off_share_nothing() -> None:
+    tasks = load_tasks(TrainConfig(), [{"n": n % 20} for n in range(60)], None, None)
+    assert tasks.shared() == []
+    assert starting_warnings(random_weights=False, shared=tasks.shared()) == {}
