@@ -160,6 +160,27 @@ async def test_gepa_searches_with_this_run_and_stops_at_its_budget(context, mode
     assert quality(world, best) > quality(world, Candidate({"prompt": START}))
 
 
+async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(context, model, tmp_path):
+    pytest.importorskip("gepa")
+
+    def made(calls: int) -> GepaSearch:
+        opened = context(PromptWorld(0), search="gepa", budget={"calls": calls})
+        opened.writer.critic = model(opened.evaluator.world.reflect)
+        opened.directory = tmp_path
+        return GepaSearch(opened)
+
+    first = made(150)
+    before = await run(first)
+    again = made(300)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    again.context.spending.load_state_dict(first.context.spending.state_dict())
+    assert again.favourite == before
+    await run(again)
+    assert {text for text, _ in again.context.evaluator.asked} - {START}
+    assert len(again.context.evaluator.asked) <= 300 - 150 + 20, "it began again"
+    assert again.context.counts["accepted"] >= first.context.counts["accepted"]
+
+
 async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, model, tmp_path):
     pytest.importorskip("gepa")
     made = context(PromptWorld(0), search="gepa", budget={"calls": 60})
