@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 import agentlightning as agl
 from agentlightning.algorithms.lightning_rl import LightningRLSettings
+from agentlightning.algorithms.preference import DPOSettings
 from agentlightning.algorithms.sft import SFTConfig, SFTSettings
 from agentlightning.errors import AgentLightningError
 
@@ -25,6 +26,7 @@ RECEIVED = {
     "Gain",
     "Learner",
     "NamedResources",
+    "OfflineResult",
     "Policy",
     "RolloutSource",
     "Runner",
@@ -168,7 +170,8 @@ def test_trainers_and_algorithms_show_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "config"), [(LightningRLSettings, agl.LightningRLConfig), (SFTSettings, SFTConfig)]
+    ("arguments", "config"),
+    [(LightningRLSettings, agl.LightningRLConfig), (SFTSettings, SFTConfig), (DPOSettings, agl.DPOConfig)],
 )
 def test_editors_complete_every_setting_of_an_algorithm(arguments: Any, config: Any) -> None:
     other_names = {"credit_assignment"}  # Of `credit`.

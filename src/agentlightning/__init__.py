@@ -7,8 +7,9 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
     learning), LightningRLConfig (its settings), APO (prompt optimisation), APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
-    (its settings), SFTResult (what it did), Algorithm (the base of your own), Training (the run, as an algorithm sees
-    it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
+    (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), OfflineResult
+    (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
+    of your own), Training (the run, as an algorithm sees it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
     Learner (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores
     an agent), Evaluation (the scores, with an interval), Comparison (of two), NullTest (of an agent with itself),
     PairedSequentialTest (may stop early), rescore (a new reward for stored rollouts), Rescoring (what it did),
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     )
     from agentlightning.algorithms.base import Algorithm
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+    from agentlightning.algorithms.preference import DPO, DPOConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
     from agentlightning.algorithms.training import (
         Collected,
@@ -156,6 +158,7 @@ if TYPE_CHECKING:
     from agentlightning.span import Span, SpanEvent
     from agentlightning.store import InMemoryLightningStore, LightningStore
     from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.store.trajectory_query import TrajectoryQuery
     from agentlightning.store.types import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
     from agentlightning.task import Dataset
     from agentlightning.tracing import (
@@ -179,6 +182,7 @@ if TYPE_CHECKING:
     from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
     from agentlightning.training.governance.audit import AuditRecord, read_audit
+    from agentlightning.training.recorded.result import OfflineResult
     from agentlightning.training.report.result import TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
@@ -189,6 +193,7 @@ _NAMES = {
     "algorithms.apo.algorithm": "APO",
     "algorithms.apo.config": "APOConfig BeamSearchConfig GepaSearchConfig PromptModel SearchBudget",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
+    "algorithms.preference": "DPO DPOConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Training",
     "chat.base": "ChatFormat",
@@ -237,6 +242,7 @@ _NAMES = {
     "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
     "runner.agents.litagent": "FunctionAgent",
     "span": "Span SpanEvent",
+    "store.trajectory_query": "TrajectoryQuery",
     "store": "InMemoryLightningStore LightningStore",
     "store.base": "Pruned Queue Retention RolloutRecord UNSET Unset Worker",
     "store.http.client": "LightningStoreClient",
@@ -250,6 +256,7 @@ _NAMES = {
     "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
     "training.governance.audit": "AuditRecord read_audit",
+    "training.recorded.result": "OfflineResult",
     "training.report.result": "TrainingResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
@@ -260,6 +267,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = [
     "APO",
+    "DPO",
     "LLM",
     "UNSET",
     "APOConfig",
@@ -280,6 +288,7 @@ __all__ = [
     "ContextLengthError",
     "CriticalPath",
     "CurriculumConfig",
+    "DPOConfig",
     "DataConfig",
     "Dataset",
     "DatasetError",
@@ -314,6 +323,7 @@ __all__ = [
     "Node",
     "NotFoundError",
     "NullTest",
+    "OfflineResult",
     "OptimizerConfig",
     "PPOLoss",
     "PairedSequentialTest",
@@ -373,6 +383,7 @@ __all__ = [
     "TrainingSample",
     "TrainingStopped",
     "Trajectory",
+    "TrajectoryQuery",
     "Transition",
     "Triplet",
     "TurnLimit",

@@ -18,7 +18,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.recorded.method import MethodSetting
 from agentlightning.compat.adapters import check_adapter
 from agentlightning.compat.algorithm import Baseline
 from agentlightning.compat.hooks import Hook, with_hooks
@@ -28,6 +30,7 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
+from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import (
@@ -60,6 +63,8 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.persistence.tasks import Tasks, check_disjoint, load_tasks, read_tasks, write_tasks
+from agentlightning.training.recorded.offline import OfflineOptions, learn_offline, with_options
+from agentlightning.training.recorded.result import OfflineResult
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
 from agentlightning.training.run import RunAccount, TrainingRun
@@ -118,6 +123,8 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         self.initial_resources: NamedResources = {**self.config.prompts, **others}
         self.progress = progress or Progress()
+        self._trained: Path | None = None
+        """What `train` has made of the model."""
         self._resumed_from: TrainConfig | None = None
         """The settings of the run that is resumed, before any change."""
 
@@ -218,6 +225,86 @@ class Trainer:
                     return await run_beside(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
+
+    def train(
+        self,
+        num_iterations: int | None = None,
+        *,
+        target_agent: str | None = None,
+        target: str | None = None,
+        agent: Any | None = None,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
+        held_out_dataset: Any | None = None,
+        method: MethodSetting = "auto",
+        success_threshold: float = 0.5,
+        follow: bool = False,
+        follow_timeout: float | None = None,
+        eval_agent: Any | None = None,
+    ) -> OfflineResult | TrainingResult:
+        """Learn from the sessions recorded in the store; with an `agent`, from new rollouts, as `fit` does.
+
+        num_iterations: updates (default: the algorithm's steps). target_agent (alias: target): a regular expression for
+        the whole name of the agents to train; the calls of others are read and carry no loss. method: how LightningRL
+        learns from sessions of another policy, by default as the data allows: "importance" where log-probabilities were
+        recorded, else "awr", or "rejection", which imitates sessions with a reward of `success_threshold` or more.
+        follow: learn from each session once, as they arrive, until nothing came for `follow_timeout` seconds. With an
+        `eval_agent`, its reward on the tasks of `held_out_dataset` is measured before and after.
+
+        A second call goes on with the weights of the first. Raises DatasetError where the store holds nothing that the
+        algorithm can learn from, saying what is missing, and ConfigError for arguments that do not go together.
+        """
+        if target is not None and target_agent not in (None, target):
+            raise ConfigError(f"target_agent={target_agent!r} and target={target!r} are two names of one setting")
+        options = OfflineOptions(
+            num_iterations,
+            target_agent if target_agent is not None else target,
+            method,
+            success_threshold,
+            follow,
+            follow_timeout,
+            eval_agent,
+            held_out_dataset,
+        )
+        if agent is None and self.config.agent is None:
+            if train_dataset is not None or val_dataset is not None:
+                raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
+            return run_sync(self._train_offline(options))
+        self._for_rollouts(options)
+        return self.fit(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset)
+
+    def _for_rollouts(self, options: OfflineOptions) -> None:
+        """Put the options of `train` into the settings of a run with an agent."""
+        given = {name: getattr(options, name) for name in ("method", "follow", "follow_timeout", "eval_agent")}
+        defaults = OfflineOptions()
+        if extra := [name for name, value in given.items() if value != getattr(defaults, name)]:
+            raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
+        if self.algorithm is None:
+            self.algorithm = make_algorithm(self.config.algorithm)
+        self.algorithm = with_options(self.algorithm, options)
+        self.config = with_arguments(self.config, self.algorithm, None, None, None)
+
+    async def _train_offline(self, options: OfflineOptions) -> OfflineResult:
+        require_training()
+        algorithm = self.algorithm if self.algorithm is not None else make_algorithm(self.config.algorithm)
+        store = self.store if self.store is not None else getattr(algorithm, "store", None)
+        async with AsyncExitStack() as stack:
+            if store is None:
+                store = LightningStore()
+                stack.push_async_callback(store.close)
+            stack.enter_context(self.progress)
+            result = await learn_offline(
+                self.config,
+                algorithm,
+                store,
+                self.run_dir,
+                options,
+                model=self._trained,
+                reward=self.reward,
+                progress=self.progress,
+            )
+        self._trained = result.checkpoint
+        return result
 
     def _name_objects(self, agent: Any) -> None:
         """Treat an agent or a reward that is given as a name as a setting."""

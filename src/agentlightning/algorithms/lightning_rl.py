@@ -62,6 +62,7 @@ from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, 
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.proximal import Proximal, check_proximal
+from agentlightning.store.base import LightningStore
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
@@ -287,8 +288,8 @@ class LightningRLSettings(TypedDict, total=False):
 class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
-    `settings` are the fields of `LightningRLConfig`; they replace those of `config`. Raises ConfigError for settings
-    that cannot work.
+    `settings` are the fields of `LightningRLConfig`, over those of `config`; `store` holds the sessions that
+    `Trainer.train` learns from, unless the trainer has one. Raises ConfigError for settings that cannot work.
 
         >>> agl.LightningRL(steps=50, group_size=4).total_steps
         50
@@ -298,7 +299,14 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     __signature__ = SettingsSignature(LightningRLConfig)
 
-    def __init__(self, config: LightningRLConfig | None = None, **settings: Unpack[LightningRLSettings]) -> None:
+    def __init__(
+        self,
+        config: LightningRLConfig | None = None,
+        *,
+        store: LightningStore | None = None,
+        **settings: Unpack[LightningRLSettings],
+    ) -> None:
+        self.store = store
         self.config = settings_from(
             LightningRLConfig, one_credit_setting(settings), base=config, source="from the arguments of LightningRL"
         )

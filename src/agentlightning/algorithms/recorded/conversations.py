@@ -17,10 +17,11 @@ from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory, Transition
 
 
-def load_conversations(dataset: str | Path | Sequence[Any]) -> Sequence[Any]:
-    """The conversations of a list or a file. Raises DatasetError where there is none."""
-    if isinstance(dataset, str | Path):
+def load_conversations(dataset: Any) -> Sequence[Any]:
+    """The conversations of a list, a file, or a Hugging Face dataset. Raises DatasetError where there is none."""
+    if isinstance(dataset, str | Path) or not isinstance(dataset, list | tuple):
         return load_dataset(dataset)
+    dataset = cast("Sequence[Any]", dataset)
     if not dataset:
         raise DatasetError("the dataset holds no conversation; give at least one")
     return dataset
@@ -91,8 +92,24 @@ def _transitions(
         ids += tuple(chat.encode(before[len(text) :]))
         text = through[: _end_of_turn(through, len(before), ends)]
         answer = tuple(chat.encode(text[len(before) :]))
-        yield Transition(name, "", "", position + 1, ids, answer, ())
+        speaker = message.get("name")
+        agent = speaker if isinstance(speaker, str) else None
+        yield Transition(name, "", "", position + 1, ids, answer, (), agent=agent)
         ids += answer
+
+
+def render_turn(
+    messages: Sequence[Message], answer: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens of a prompt and of its answer, with the token that ends the turn. Raises DatasetError where the chat
+    template does not render the answer after its prompt."""
+    ends = [chat.decode([token]) for token in sorted(chat.eos_token_ids)]
+    before = chat.render(list(messages), list(tools) or None, True)
+    through = chat.render([*messages, answer], list(tools) or None, False)
+    if not through.startswith(before):
+        raise DatasetError("the chat template does not render the answer after its prompt")
+    text = through[len(before) : _end_of_turn(through, len(before), ends)]
+    return tuple(chat.encode(before)), tuple(chat.encode(text))
 
 
 def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int:

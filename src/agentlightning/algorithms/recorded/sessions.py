@@ -1,0 +1,303 @@
+"""Sessions: finished rollouts of a store with all that was recorded of their model calls, tokens or text.
+
+A call whose tokens were recorded is learned from as it was sampled. One that an agent reported itself, or that another
+model answered, has messages only: its prompt and answer are rendered by the chat template of the model that learns, so
+that its tokens are known and the probability they were sampled with is not. So are calls with tokens of another
+tokenizer, which the text of their answers gives away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from agentlightning import span as names
+from agentlightning.algorithms.recorded.conversations import render_turn
+from agentlightning.algorithms.recorded.messages import chat_messages, parsed
+from agentlightning.assemble import calls, link_rewards, trajectory
+from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.credit import is_target
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABLE, Rejection, rejection
+from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.rollouts import Rollout
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStore
+from agentlightning.task import task_key
+from agentlightning.trajectory import Reward, Trajectory, Transition
+
+PAGE: Final = 1000
+"""Rollouts in one request to the store."""
+MEASURED: Final = frozenset({"val", "test"})
+"""Modes of rollouts that measured something: they are never learned from."""
+NO_CALLS: Final = "no_calls"
+NO_MESSAGES: Final = "no_messages"
+NO_TARGET_CALLS: Final = "no_target_calls"
+TOO_LONG: Final = "too_long"
+NO_LOGPROBS: Final = "no_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One model call."""
+
+    span_id: str
+    sequence_id: int
+    agent: str | None
+    messages: tuple[Message, ...]
+    """Of the request; empty where they were not recorded."""
+    answer: Message | None
+    tools: tuple[dict[str, Any], ...] = ()
+    transition: Transition | None = None
+    """With its tokens, where they were recorded."""
+    reward: Reward | None = None
+    """The intermediate reward between this call and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One finished rollout."""
+
+    rollout: Rollout
+    trajectory: Trajectory
+    """Its rewards, and the calls with recorded tokens."""
+    calls: tuple[RecordedCall, ...]
+    """All calls that count, in order."""
+
+    @property
+    def group(self) -> str:
+        return self.trajectory.group
+
+    @property
+    def agents(self) -> set[str | None]:
+        return {call.agent for call in self.calls}
+
+    def reward(self, weights: Any = None) -> float | None:
+        """Its reward as one number; None where it has none that is finite."""
+        try:
+            found = team_score(self.trajectory, weights)
+        except RewardError:
+            return None
+        return found if found is not None and math.isfinite(found) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """What a store holds to learn from."""
+
+    usable: tuple[Session, ...]
+    rejected: tuple[Rejection, ...] = ()
+    """Rollouts whose spans cannot be read, or hold no model call."""
+    measured: int = 0
+    """Rollouts of the modes val and test, which are left alone."""
+
+    def check(self) -> None:
+        """Raises DatasetError where nothing can be learned from, with the reasons."""
+        if self.usable:
+            return
+        counts = Counter(each.reason for each in self.rejected)
+        held = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.most_common())
+        if self.measured:
+            held = ", ".join([*([held] if held else []), f"{self.measured} of the modes val and test"])
+        raise DatasetError(
+            "the store has no finished session to learn from" + (f" (left out: {held})" if held else "") + "; record"
+            " some with agl.track_session, or run an agent on tasks with Trainer.fit"
+        )
+
+    def check_target(self, target: str | None) -> None:
+        """Raises DatasetError for an agent that made no call, with the names that were seen."""
+        seen = {agent for session in self.usable for agent in session.agents}
+        if target is None or any(is_target(agent, target) for agent in seen):
+            return
+        named = ", ".join(sorted("calls without a name" if agent is None else repr(agent) for agent in seen))
+        raise DatasetError(
+            f"no call of {len(self.usable)} sessions is of an agent called {target!r}; there are {named}. Change"
+            " target_agent, or name the agent with agl.track_agent"
+        )
+
+
+async def read_sessions(
+    store: LightningStore, *, known: AbstractSet[str] = frozenset(), ids: Sequence[str] | None = None
+) -> Sessions:
+    """The succeeded rollouts of a store in the order of their creation, without those that are `known`; with `ids`, no
+    others."""
+    rollouts = [each async for each in _succeeded(store) if each.rollout_id not in known]
+    if ids is not None:
+        wanted = set(ids)
+        rollouts = [each for each in rollouts if each.rollout_id in wanted]
+    learned = {each.rollout_id: each for each in rollouts if each.mode not in MEASURED}
+    usable: list[Session] = []
+    rejected: list[Rejection] = []
+    if learned:
+        async for rollout_id, spans in store.iter_spans(list(learned)):
+            found = await asyncio.to_thread(session_of, learned[rollout_id], spans)
+            (rejected if isinstance(found, Rejection) else usable).append(found)  # pyright: ignore[reportArgumentType]
+    return Sessions(tuple(usable), tuple(rejected), len(rollouts) - len(learned))
+
+
+async def _succeeded(store: LightningStore) -> AsyncIterator[Rollout]:
+    after: str | None = None
+    while True:
+        page = await store.query_rollouts(status_in=["succeeded"], after=after, limit=PAGE)
+        for rollout in page:
+            yield rollout
+        if len(page) < PAGE:
+            return
+        after = page[-1].rollout_id
+
+
+def group_of(rollout: Rollout) -> str:
+    """The same for the rollouts of one task."""
+    group = rollout.metadata.get("group")
+    return group if isinstance(group, str) else task_key(rollout.input)
+
+
+def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
+    """A rollout with its calls, or why it cannot be read."""
+    attempt_id = spans[-1].attempt_id if spans else ""
+    own = [span for span in spans if span.attempt_id == attempt_id]
+    try:
+        found = trajectory(rollout.rollout_id, attempt_id, own, group_of(rollout))
+        rewards = link_rewards(own).intermediate
+        recorded = tuple(_call(span, found, rewards.get(span.span_id)) for span in calls(own))
+    except (*REJECTING, *UNREADABLE) as error:
+        return rejection(rollout.rollout_id, error)
+    if not recorded:
+        return Rejection(rollout.rollout_id, NO_CALLS, "it made no model call; report them with agl.emit_prompt")
+    return Session(rollout, replace(found, task=rollout.input), recorded)
+
+
+def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
+    attributes = span.attributes
+    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)))
+    agent = attributes.get(names.AGENT_NAME)
+    transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
+    tools = tuple(each for each in parsed(attributes.get(names.TOOL_DEFINITIONS)) if isinstance(each, dict))
+    return RecordedCall(
+        span.span_id,
+        span.sequence_id,
+        agent if isinstance(agent, str) else None,
+        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)))),
+        {**answers[0], "role": "assistant"} if answers else None,
+        tools,
+        transition,
+        reward,
+    )
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedSession:
+    """A session in the tokens of the model that learns."""
+
+    trajectory: Trajectory
+    logprobs: bool
+    """Whether all calls of the agents to train have the log-probabilities they were sampled with."""
+    rendered: int
+    """Calls that were rendered from text."""
+    foreign: int
+    """Among those, calls with tokens of another tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Puts sessions into tokens of one model."""
+
+    chat: ChatFormat
+    context_length: int
+    vocabulary: int | None = None
+    """Token ids are smaller than this. None: unknown."""
+    target: str | None = None
+    """Only agents whose whole name matches must have usable calls."""
+
+    def __call__(self, session: Session) -> TokenizedSession | Rejection:
+        """The session's calls as transitions. Calls of other agents that cannot be put into tokens are left out; where
+        one of the agents to train cannot, the session is."""
+        transitions: list[Transition] = []
+        logprobs, rendered, foreign, own = True, 0, 0, 0
+        for call in session.calls:
+            trained = is_target(call.agent, self.target)
+            known = call.transition if call.transition is not None and self._is_own(call.transition, call) else None
+            found = known or self._rendered(call, session)
+            if isinstance(found, Rejection):
+                if trained:
+                    return found
+                continue
+            transitions.append(found)
+            own += trained
+            if known is None:
+                rendered, foreign = rendered + 1, foreign + (call.transition is not None)
+            if trained and (known is None or known.temperature <= 0):
+                logprobs = False
+        if not own:
+            return Rejection(session.rollout.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {self.target!r}")
+        trajectory = replace(session.trajectory, transitions=tuple(transitions))
+        return TokenizedSession(trajectory, logprobs, rendered, foreign)
+
+    def _is_own(self, transition: Transition, call: RecordedCall) -> bool:
+        """Whether the tokens are of this tokenizer: each has an id in it, and they give the recorded answer."""
+        ids = (*transition.prompt_token_ids, *transition.response_token_ids)
+        if self.vocabulary is not None and max(ids) >= self.vocabulary:
+            return False
+        if call.answer is None:
+            return True
+        text = _squeezed(self.chat.decode(transition.response_token_ids, skip_special_tokens=False))
+        return all(_squeezed(part) in text for part in _texts(call.answer))
+
+    def _rendered(self, call: RecordedCall, session: Session) -> Transition | Rejection:
+        rollout_id = session.rollout.rollout_id
+        if not call.messages or call.answer is None:
+            message = f"of call {call.span_id} neither tokens of this model nor prompt and answer were recorded"
+            return Rejection(rollout_id, NO_MESSAGES, message)
+        try:
+            prompt, answer = render_turn(call.messages, call.answer, call.tools, self.chat)
+        except (ConfigError, DatasetError) as error:
+            return Rejection(rollout_id, NO_MESSAGES, f"call {call.span_id}: {error}")
+        if (length := len(prompt) + len(answer)) > self.context_length:
+            message = f"call {call.span_id} has {length} tokens, the model holds {self.context_length}"
+            return Rejection(rollout_id, TOO_LONG, message)
+        return Transition(
+            rollout_id,
+            session.trajectory.attempt_id,
+            call.span_id,
+            call.sequence_id,
+            prompt,
+            answer,
+            (0.0,) * len(answer),
+            agent=call.agent,
+            reward=call.reward,
+        )
+
+
+def without_probabilities(trajectory: Trajectory) -> Trajectory:
+    """The trajectory for losses that imitate: nothing in it says how its tokens were sampled."""
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "reshaped": (), "kept_sets": None, "versions": ()}
+    calls = (replace(call, **plain, policy_version=None) for call in trajectory.transitions)
+    return replace(trajectory, transitions=tuple(calls))
+
+
+def missing_rewards(sessions: Iterable[Session], weights: Any = None) -> list[Rejection]:
+    """The sessions without a reward that is a finite number."""
+    way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
+    return [
+        Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+        for each in sessions
+        if each.reward(weights) is None
+    ]
+
+
+def _texts(answer: Message) -> list[str]:
+    found = [str(answer.get("content") or "")]
+    found += [str(call["function"]["name"]) for call in answer.get("tool_calls", ())]
+    return [text for text in found if text]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,1 @@
+"""Losses that compare whole sequences: DPO, IPO, KTO, SimPO."""
