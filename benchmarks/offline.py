@@ -38,7 +38,7 @@ RUNNER = RunnerConfig(concurrency=128, timeout_seconds=300)
 
 async def record(model: Path, path: Path, seed: int) -> None:
     """2,000 sessions of the policy, unless they are there."""
-    if path.exists():
+    if await asyncio.to_thread(path.exists):
         return
     store = LightningStore(path.with_suffix(".new"))
     policy = await opening.open_policy(opening.policy_config(PolicyConfig(), str(model), seed=seed))
@@ -51,7 +51,7 @@ async def record(model: Path, path: Path, seed: int) -> None:
     finally:
         await policy.close()
         await store.close()
-    path.with_suffix(".new").rename(path)
+    await asyncio.to_thread(path.with_suffix(".new").rename, path)
 
 
 def optimizer(lr: float) -> OptimizerConfig:

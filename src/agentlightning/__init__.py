@@ -9,11 +9,12 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
     (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), OfflineResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
-    of your own), Training (the run, as an algorithm sees it), RolloutSource (where its rollouts come from), RolloutRequest (a batch of them), Collected (what came back),
-    Learner (the weights), RolloutReport (a rollout as text), Rejection (a rollout that is left out), evaluate (scores
-    an agent), Evaluation (the scores, with an interval), Comparison (of two), NullTest (of an agent with itself),
-    PairedSequentialTest (may stop early), rescore (a new reward for stored rollouts), Rescoring (what it did),
-    read_audit (what each version was learned from), AuditRecord (one of them).
+    of your own), Training (the run, as an algorithm sees it), RolloutSource (where its rollouts come from),
+    RolloutRequest (a batch of them), Collected (what came back), Learner (the weights), RolloutReport (a rollout as
+    text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
+    interval), Comparison (of two), NullTest (of an agent with itself), PairedSequentialTest (may stop early), rescore
+    (a new reward for stored rollouts), Rescoring (what it did), read_audit (what each version was learned from),
+    AuditRecord (one of them).
 Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a model that scores), RankingJudge (a model
     that ranks a group of rollouts), JudgedRollout (one of them).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,

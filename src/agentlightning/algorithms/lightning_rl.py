@@ -62,7 +62,6 @@ from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, 
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.proximal import Proximal, check_proximal
-from agentlightning.store.base import LightningStore
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
@@ -300,11 +299,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
     __signature__ = SettingsSignature(LightningRLConfig)
 
     def __init__(
-        self,
-        config: LightningRLConfig | None = None,
-        *,
-        store: LightningStore | None = None,
-        **settings: Unpack[LightningRLSettings],
+        self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Unpack[LightningRLSettings]
     ) -> None:
         self.store = store
         self.config = settings_from(

@@ -9,6 +9,7 @@ import typer
 
 from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
+from agentlightning.cli.recorded import learn
 
 
 def build() -> typer.Typer:
@@ -22,7 +23,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_program)
-    for verb in (demo, train, evaluate, doctor, run, serve, runner, rescore, store, credit, export):
+    for verb in (demo, train, learn, evaluate, doctor, run, serve, runner, rescore, store, credit, export):
         verb.register(app)
     return app
 

@@ -129,6 +129,8 @@ class _Learning:
             return str(given)
         if self.config.policy.model != TINY:
             return self.config.policy.model
+        if not sessions:
+            raise ConfigError("no model: give model=DIRECTORY to the trainer")
         from agentlightning.models.tiny import make_tiny
 
         records = [
@@ -193,9 +195,10 @@ async def learn_offline(
     tasks = [] if options.held_out_dataset is None else load_dataset(options.held_out_dataset)
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
     progress.phase("reading sessions")
-    sessions = await learning.sessions()
+    sessions = await learning.sessions() if _reads_store(algorithm) else Sessions(())
     target = options.target_agent or getattr(getattr(algorithm, "config", None), "target_agent", None)
-    sessions.check_target(target)
+    if sessions.usable:
+        sessions.check_target(target)
     path = await learning.model(model, sessions.usable)
     plan = await _plan(learning, algorithm, sessions, target, path)
     async with AsyncExitStack() as stack:
@@ -245,6 +248,11 @@ async def learn_offline(
     )
     (run_dir / "result.json").write_bytes(orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
     return result
+
+
+def _reads_store(algorithm: Algorithm[Any]) -> bool:
+    """Whether it learns from the store's sessions, and not from a dataset of its own."""
+    return not (isinstance(algorithm, SFTAlgorithm) and algorithm.has_dataset)
 
 
 async def _run(algorithm: Algorithm[Any], run: RecordedTraining, policy: Policy) -> None:
@@ -415,10 +423,11 @@ def with_options(algorithm: Any, options: OfflineOptions) -> Any:
     given = {field: getattr(options, name) for name, field in CHANGED.items() if getattr(options, name) is not None}
     if not given:
         return algorithm
-    config = getattr(algorithm, "config", None)
+    config: Any = getattr(algorithm, "config", None)
+    known: Mapping[str, Any] = getattr(type(config), "model_fields", {})
     for name, field in CHANGED.items():
-        if field in given and field not in type(config).model_fields:
-            raise ConfigError(f"{name}={given[field]!r} : {type(algorithm).__name__} has no setting {field}")
+        if field in given and field not in known:
+            raise ConfigError(f"{name}={given[field]!r}: {type(algorithm).__name__} has no setting {field}")
     settings = settings_from(type(config), given, base=config, source="given to train")
     found = copy.copy(algorithm)
     if isinstance(algorithm, LightningRL):

@@ -1,0 +1,1 @@
+"""The verbs that learn from recorded data."""
