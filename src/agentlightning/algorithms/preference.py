@@ -94,12 +94,6 @@ class DPOConfig(BaseModel):
             raise ValueError(f"{target!r} is no regular expression: {error}") from error
         return target
 
-    @property
-    def preference(self) -> PreferenceLoss:
-        """The loss."""
-        assert isinstance(self.loss, PreferenceLoss)
-        return self.loss
-
 
 class DPOSettings(TypedDict, total=False):
     """The fields of `DPOConfig` as arguments, for editors and type checkers; a section may be a table."""
@@ -140,6 +134,11 @@ class DPO(Algorithm[DPOConfig]):
     def total_steps(self) -> int:
         return self.config.steps
 
+    @property
+    def _loss(self) -> PreferenceLoss:
+        assert isinstance(self.config.loss, PreferenceLoss)
+        return self.config.loss
+
     async def run(self, training: Training) -> None:
         while training.step < self.total_steps:
             await self._step(training)
@@ -158,7 +157,7 @@ class DPO(Algorithm[DPOConfig]):
         if compared:
             samples, own = await self._samples(training, compared)
             metrics |= own
-            metrics |= await training.update(samples, loss=config.preference)
+            metrics |= await training.update(samples, loss=self._loss)
         await training.finish_step(collected, metrics)
 
     def rejections(self, trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
@@ -185,7 +184,7 @@ class DPO(Algorithm[DPOConfig]):
         counts: Counter[str] = Counter()
         for group in group_trajectories(without_probabilities(each) for each in trajectories):
             scored = [(each, float(team_score(each, config.reward_weights) or 0.0)) for each in group]
-            if not config.preference.paired:
+            if not self._loss.paired:
                 found += [
                     Comparison.of_one(each, reward >= config.success_threshold, target) for each, reward in scored
                 ]
@@ -228,7 +227,7 @@ class DPO(Algorithm[DPOConfig]):
         self, training: Training, compared: Sequence[Comparison]
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """The samples with their margins under the present weights."""
-        loss, trees = self.config.preference, [each.tree for each in compared]
+        loss, trees = self._loss, [each.tree for each in compared]
         own = (await learner_of(training).score(trees, {"logprobs"}))["logprobs"]
         reference = None
         if loss.reference:
