@@ -40,7 +40,7 @@ import inspect
 import os
 import pkgutil
 from abc import ABC
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -58,7 +58,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import pending
-from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.store.trajectory_query import TrajectoryQueries
 from agentlightning.store.types import (
     UNSET,
     FilterLogic,
@@ -110,7 +110,7 @@ class _OpeningSignature:
         return inspect.Signature([url], return_annotation="LightningStore")
 
 
-class LightningStore(ABC):
+class LightningStore(TrajectoryQueries, ABC):
     """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
     `LightningStore(url)` opens a durable store embedded in this process. url: a path, `sqlite:///PATH`,
@@ -388,25 +388,6 @@ class LightningStore(ABC):
     @abstractmethod
     def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
         """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
-
-    def get_successful_trajectories(
-        self,
-        *,
-        threshold: float = 0.5,
-        best_of: int | None = None,
-        deduplicate: bool = True,
-        pass_rate: tuple[float, float] | None = None,
-        self_verified: bool = False,
-        reward_weights: Mapping[str, float] | None = None,
-    ) -> TrajectoryQuery:
-        """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
-        the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that
-        cannot be met.
-
-        >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).threshold
-        0.9
-        """
-        return TrajectoryQuery(self, threshold, best_of, deduplicate, pass_rate, self_verified, reward_weights)
 
     # -- resources -------------------------------------------------------------------------------------------------
 

@@ -42,3 +42,26 @@ class TrajectoryQuery:
             raise ConfigError(f"pass_rate={self.pass_rate} are no bounds of a share; give (low, high) from 0 to 1")
         if self.threshold != self.threshold:
             raise ConfigError("threshold=nan is no reward; give a number")
+
+
+class TrajectoryQueries:
+    """What a store offers to algorithms that imitate."""
+
+    def get_successful_trajectories(
+        self,
+        *,
+        threshold: float = 0.5,
+        best_of: int | None = None,
+        deduplicate: bool = True,
+        pass_rate: tuple[float, float] | None = None,
+        self_verified: bool = False,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> TrajectoryQuery:
+        """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
+        the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that
+        cannot be met.
+
+        >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).threshold
+        0.9
+        """
+        return TrajectoryQuery(self, threshold, best_of, deduplicate, pass_rate, self_verified, reward_weights)
