@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.lora.files import CONFIG, read_adapter_config
+from agentlightning.models.lora.files import AGENTS, CONFIG, read_adapter_config
 
 PREFIX = "base_model.model."
 
@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 def merge(adapter: Path, directory: Path) -> None:
     """Write the merged model and its tokenizer. Raises PolicyError for adapters of single agents, of which a model can
     hold one, and for weights that do not fit."""
-    if not (adapter / CONFIG).is_file():
+    if not (adapter / CONFIG).is_file() or (adapter / AGENTS).exists():
         raise PolicyError(
             f"{adapter} holds adapters of single agents, which are no one model; serve them with `agl serve --model"
             f" {adapter}`, or train with one shared adapter"
