@@ -18,7 +18,7 @@ def test_losses_are_found_by_name_or_configuration() -> None:
     assert token_losses(NLLLoss()) == (NLLLoss(),)
     assert token_losses(MappingProxyType({"type": "nll"})) == (NLLLoss(),)
     for wrong in ("pppo", {"type": "ppo", "clip": 0.1}, {"type": "ppo", "clip_low": 2.0}):
-        with pytest.raises(ConfigError, match="known types: cispo, distill, dppo, entropy, gspo"):
+        with pytest.raises(ConfigError, match="known types: awr, cispo, distill, dpo, dppo, entropy, gspo"):
             token_losses(wrong)
 
 
@@ -44,4 +44,5 @@ def test_a_setting_is_a_loss_a_name_or_a_list_of_them() -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_loss_that_reads_advantages_leaves_out_what_has_none(name: str) -> None:
     (loss,) = token_losses(name)
-    assert loss.trains_zero_advantage == ("advantages" not in loss.needs or loss.spans_rollout)
+    imitates = name == "awr"  # an average answer has the weight 1
+    assert loss.trains_zero_advantage == (imitates or "advantages" not in loss.needs or loss.spans_rollout)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.losses import LOSSES, token_losses
+from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater
@@ -72,7 +73,7 @@ def samples(groups: Sequence[Sequence[Trajectory]]) -> list[TrainingSample]:
         return [np.array([-3.0 - ((t + offset) % 11) / 5 for t in ids], np.float32) for ids in nodes]
 
     made = training_samples(groups)[0]
-    names = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs")
+    names = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", MARGIN, FACTOR, COUNT)
     return [replace(s, columns={**s.columns, **{name: column(s, name) for name in names}}) for s in made]
 
 

@@ -23,7 +23,7 @@ from agentlightning.errors import (
 )
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
-from agentlightning.store import InMemoryLightningStore, LightningStore
+from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreClient
 from agentlightning.store.sql.store import SqlStore
 
 # -- where -----------------------------------------------------------------------------------------------------------
@@ -53,7 +53,6 @@ async def test_what_was_stored_is_there_when_opened_again(tmp_path: Path, form: 
 @pytest.mark.parametrize(
     ("url", "advice"),
     [
-        ("http://host:4747", "LightningStoreClient"),
         ("redis://host", "sqlite:///PATH"),
         ("", "empty"),
     ],
@@ -95,9 +94,15 @@ def test_a_file_that_is_no_database_is_not_held_open(tmp_path: Path, monkeypatch
             connection.execute("SELECT 1")
 
 
-def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is a directory"):
-        LightningStore(tmp_path)
+async def test_a_directory_holds_its_store_in_store_db(tmp_path: Path) -> None:
+    await LightningStore(tmp_path).close()
+    assert (tmp_path / "store.db").is_file()
+
+
+async def test_the_url_of_a_server_opens_its_store(tmp_path: Path) -> None:
+    store = LightningStore("http://127.0.0.1:4747")
+    assert isinstance(store, LightningStoreClient)
+    await store.close()
 
 
 async def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path) -> None:

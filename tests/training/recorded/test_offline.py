@@ -72,6 +72,16 @@ def test_text_alone_is_learned_by_regression(store: Any, fill: Any, tiny: Path, 
     assert (result.method, result.rendered_calls, result.foreign_calls) == ("awr", 12, 0)
 
 
+def test_supervised_learning_without_a_dataset_imitates_the_successes_of_the_store(
+    store: Any, fill: Any, tiny: Path, chat: HFChatFormat, tmp_path: Path
+) -> None:
+    fill(store)
+    algorithm = agl.SFTAlgorithm(steps=8, optimizer=FAST)
+    result = offline(trainer(store, tiny, tmp_path, algorithm=algorithm).train())
+    assert (result.algorithm, result.steps, result.sessions) == ("sft", 8, 3)  # one of equal answers to a task
+    assert preference(result.checkpoint, chat) > preference(tiny, chat) + 0.1
+
+
 def test_equal_rewards_leave_the_successes_to_imitate(store: Any, add: Any, tiny: Path, tmp_path: Path) -> None:
     for _ in range(4):
         asyncio.run(add(store, "question", "yes", 1.0))

@@ -147,7 +147,7 @@ class _Learning:
             opening.policy_config(
                 self.config.policy,
                 model,
-                optimizer=algorithm.optimizer or self.config.algorithm.optimizer,
+                optimizer=algorithm.optimizer or getattr(self.config.algorithm, "optimizer", None),
                 steps=algorithm.optimizer_steps,
                 objective=objective,
                 seed=self.config.run.seed,
@@ -320,7 +320,9 @@ def _plan_sft(
 ) -> _Plan:
     found = algorithm
     if not algorithm.has_dataset:
-        found = algorithm.on(learning.store.get_successful_trajectories(threshold=learning.options.success_threshold))
+        found = algorithm.on(
+            dataset=learning.store.get_successful_trajectories(threshold=learning.options.success_threshold)
+        )
     prepared = with_options(found, learning.options)
     return _Plan(prepared, "supervised", (), tokenizer)
 

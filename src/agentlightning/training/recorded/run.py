@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, Rejection
 from agentlightning.errors import ConfigError
@@ -97,6 +97,34 @@ class RecordedTraining:
     @property
     def resources(self) -> NamedResources:
         return {}
+
+    @property
+    def train_tasks(self) -> Sequence[Any]:
+        """None: what is learned from are sessions."""
+        return ()
+
+    @property
+    def validation_tasks(self) -> Sequence[Any]:
+        return ()
+
+    @property
+    def held_out_tasks(self) -> int:
+        return 0
+
+    @property
+    def directory(self) -> Path:
+        return self.run_dir
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
+    def warn(self, name: str, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+        raise ConfigError(
+            f"recorded sessions come with no agent to try {sorted(resources)} with; give train(agent=...)"
+        )
 
     async def publish(self, resources: NamedResources) -> None:
         raise ConfigError(f"recorded sessions use no resources, so {sorted(resources)} cannot be replaced")
