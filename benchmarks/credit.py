@@ -9,8 +9,12 @@ rules train its own recipe through `Trainer`, from the same warm start. A run th
 rollouts it was given, marked `>`.
 
 Figures are medians over seeds with a bootstrap interval, and ratios to `group_relative` with a bootstrap over seeds.
-Before anything is trained, `compare_credit` ranks the rules on 96 groups of 8 rollouts of the first starting policy;
-the rank correlation (Spearman) says how well that predicts the order of the rollouts.
+`--critic` gives the rules that can use one (`hierarchical`, `value`) a value head, trained beside the policy; the goals
+are then those of `hierarchical` with it.
+
+Before anything is trained, `compare_credit` ranks the rules on 768 rollouts of the first starting policy, in groups as
+large as those of training and in the same order of tasks, so that what rules remember of tasks counts as it will; the
+rank correlation (Spearman) says how well that predicts the order of the rollouts.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from tasks.sql import TextToSql
 
 from agentlightning.credit.base import rule_names
 from agentlightning.evaluation.credit_comparison import compare_credit
+from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Trajectory
 
 UNIFORM = "group_relative"
@@ -53,8 +58,11 @@ RECIPES = {
 CALCULATOR = "calculator"
 GOALS = {"corridor 1": 1 / 3, "corridor 3": 1 / 3, "corridor 5": 1 / 3, "sql": 1 / 2, CALCULATOR: None}
 """The most that `hierarchical` may need, as a share of what `group_relative` needs; None: not significantly more."""
-GROUPS = 96
-"""Of 8 rollouts each, for the prediction."""
+PREDICTED_FROM = 768
+"""Rollouts of the starting policy for the prediction."""
+CRITIC = ValueHeadConfig(type="mlp", lr=0.01)
+WITH_CRITIC = ("hierarchical", "value")
+"""Rules that `--critic` gives one."""
 Found = dict[str, list[Any]]
 """By rule, a run for each seed."""
 
@@ -67,20 +75,27 @@ def known(rules: Iterable[str]) -> list[str]:
     return [rule for rule in chosen if rule not in missing]
 
 
-def measure(task: str, recipe: Recipe, rules: Sequence[str], seeds: int) -> Found:
+def critic_of(rule: str, critic: bool) -> dict[str, Any]:
+    """The settings of `learn` for a rule with a critic; empty for one without."""
+    if not critic or rule not in WITH_CRITIC:
+        return {}
+    return {"value_head": CRITIC, "loss": ["ppo", {"type": "value", "clip": None}]}
+
+
+def measure(task: str, recipe: Recipe, rules: Sequence[str], seeds: int, critic: bool = False) -> Found:
     found: Found = {rule: [] for rule in rules}
     for seed in range(seeds):
         start = make_start(recipe, seed)
         for rule in rules:
-            found[rule].append(asyncio.run(learn(start, rule, target=TARGET)))
+            found[rule].append(asyncio.run(learn(start, rule, target=TARGET, **critic_of(rule, critic))))
             note(task, seed, rule, found[rule][-1])
     return found
 
 
 def predict(recipe: Recipe, rules: Sequence[str]) -> dict[str, float]:
     """Rollouts to signal-to-noise 1 by rule, of the starting policy."""
-    start = make_start(replace(recipe, group_size=8), 0)
-    groups = record(start, GROUPS)
+    start = make_start(recipe, 0)
+    groups = record(start, PREDICTED_FROM // recipe.group_size)
     asyncio.run(start.policy.local.close())
     return signals(groups, rules)
 
@@ -199,6 +214,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="another learning rate for the corridor and SQL")
     parser.add_argument("--group-size", type=int, help="rollouts of a task and step on the corridor and SQL")
     parser.add_argument(
+        "--critic", action="store_true", help=f"a value head for {' and '.join(WITH_CRITIC)} on the corridor and SQL"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="the corridor with 1 decisive step, 400 rollouts, two seeds"
     )
     parser.add_argument("--json", action="store_true")
@@ -210,6 +228,8 @@ def main() -> None:
         changes |= {"group_size": options.group_size, "evaluate_every": max(1, 24 // options.group_size)}
     recipes = {task: replace(recipe, **changes) for task, recipe in RECIPES.items()}
     rules = known(dict.fromkeys([UNIFORM, *options.rules]))
+    if "value" in rules and (not options.critic or CALCULATOR in tasks):
+        parser.error('the rule "value" needs --critic, and --tasks without the calculator')
     torch.set_num_threads(1)
     results = {}
     for task in tasks:
@@ -219,7 +239,7 @@ def main() -> None:
                 results[task] = summary(task, found, predicted)
         else:
             predicted = predict(recipes[task], rules)
-            results[task] = summary(task, measure(task, recipes[task], rules, seeds), predicted)
+            results[task] = summary(task, measure(task, recipes[task], rules, seeds, options.critic), predicted)
         if not options.json:
             show(task, results[task])
     if options.json:

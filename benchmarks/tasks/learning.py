@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from agentlightning.assemble import token_tree
 from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_trajectories, training_samples
+from agentlightning.credit.base import CallColumns
+from agentlightning.credit.columns import by_call
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Trajectory
 from tasks.base import Environment
 from tasks.rollouts import play
@@ -78,10 +82,12 @@ async def learn(
     target: float = 0.8,
     loss: Any = "ppo",
     lr: float | None = None,
+    value_head: ValueHeadConfig | None = None,
 ) -> Learned:
-    """Train until the reward on held-out tasks, sampled, is `target` of the optimum."""
+    """Train until the reward on held-out tasks, sampled, is `target` of the optimum. With `value_head`, which the loss
+    has to train, the rule is given its values."""
     recipe, policy, environment = start.recipe, start.policy, start.recipe.environment
-    policy.start(start.weights, OptimizerConfig(lr=recipe.lr if lr is None else lr), start.seed)
+    policy.start(start.weights, OptimizerConfig(lr=recipe.lr if lr is None else lr), start.seed, value_head)
     rule, context = credit_rule(rule), CreditContext()
     tasks = environment.tasks("train", recipe.train_tasks, start.seed)
     learned, began = Learned(0, False), time.perf_counter()
@@ -89,6 +95,8 @@ async def learn(
     while learned.rollouts < recipe.most_rollouts and not learned.arrived:
         chosen = [tasks[(step * recipe.tasks_per_step + i) % len(tasks)] for i in range(recipe.tasks_per_step)]
         groups = group_trajectories(play(environment, policy, chosen, recipe.group_size, batch=step))
+        if value_head is not None:
+            context = CreditContext(context.memory, await _values(policy, groups))
         samples, _ = training_samples(groups, rule, context=context)
         if samples:
             await policy.local.train(samples, loss=loss)
@@ -101,6 +109,12 @@ async def learn(
     await policy.local.close()
     learned.seconds = time.perf_counter() - began
     return learned
+
+
+async def _values(policy: WordPolicy, groups: Sequence[Sequence[Trajectory]]) -> CallColumns:
+    """What the value head predicts, before anything is learned from these groups."""
+    trees = [token_tree(group) for group in groups]
+    return {"values": by_call(trees, (await policy.local.score(trees, {"values"}))["values"])}
 
 
 def sampled_reward(start: Start) -> float:

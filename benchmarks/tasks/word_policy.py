@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from tasks.base import Call, Environment
 
 END, ENDED = ".", 0
@@ -95,10 +96,16 @@ class WordPolicy:
         self._version = -1
         self.model = word_model(self.tokenizer, seed, hidden, layers)
 
-    def start(self, weights: Mapping[str, torch.Tensor], optimizer: OptimizerConfig, seed: int) -> None:
-        """Begin a training run from these weights."""
+    def start(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        optimizer: OptimizerConfig,
+        seed: int,
+        value_head: ValueHeadConfig | None = None,
+    ) -> None:
+        """Begin a training run from these weights, with a new value head if one is asked for."""
         self.model.load_state_dict(weights)
-        config = LocalPolicyConfig(model="words", device="cpu", optimizer=optimizer)
+        config = LocalPolicyConfig(model="words", device="cpu", optimizer=optimizer, value_head=value_head, seed=seed)
         self.local = LocalPolicy(config, self.model, self.tokenizer)
         self.generator = torch.Generator().manual_seed(seed)
         self._known.clear()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 try:
-    from tasks.learning import Learned
+    from tasks.learning import Learned, learn, make_start
 
     import credit
 finally:
@@ -64,6 +66,29 @@ def test_a_run_that_has_not_arrived_is_marked(capsys: pytest.CaptureFixture[str]
 def test_rules_that_this_version_lacks_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert credit.known(["group_relative", "no_such_rule"]) == ["group_relative"]
     assert "no_such_rule" in capsys.readouterr().err
+
+
+def test_a_critic_is_given_to_the_rules_that_use_one_and_only_where_it_is_asked_for() -> None:
+    assert credit.critic_of("hierarchical", False) == {}
+    assert credit.critic_of("group_relative", True) == {}
+    given = credit.critic_of("hierarchical", True)
+    assert given["value_head"].type == "mlp"
+    assert [each if isinstance(each, str) else each["type"] for each in given["loss"]] == ["ppo", "value"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_a_critic_differs_from_one_without_by_what_the_rule_makes_of_its_values() -> None:
+    recipe = replace(credit.RECIPES["sql"], imitation_steps=5, most_rollouts=48, evaluate_every=4)
+    start = make_start(recipe, 0)
+
+    def rewards(rule: str, critic: bool) -> list[float]:
+        return asyncio.run(learn(start, rule, **credit.critic_of(rule, critic))).rewards
+
+    head = credit.critic_of("hierarchical", True)["value_head"]
+    uniform = asyncio.run(learn(start, "group_relative", value_head=head)).rewards
+    assert uniform == rewards("group_relative", False), "a head that nothing uses changes nothing"
+    assert rewards("hierarchical", True) != rewards("hierarchical", False)
 
 
 @pytest.mark.slow
