@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +26,24 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("agentlightning")
+
+
+CHECKOUT_STORE = Path(__file__).parents[1] / ".agentlightning"
+
+
+def _stored() -> dict[str, int]:
+    """The files of the store in the checkout, which a user may have, and when they were last written."""
+    return {file.name: file.stat().st_mtime_ns for file in CHECKOUT_STORE.glob("*")}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_checkout_alone() -> Iterator[None]:
+    """A test that opens the default store works in a directory of its own (`monkeypatch.chdir(tmp_path)`)."""
+    before = _stored()
+    yield
+    assert _stored() == before, (
+        f"this test, or one beside it, has written to {CHECKOUT_STORE}; give it a store or chdir"
+    )
 
 
 @pytest.fixture(scope="session")

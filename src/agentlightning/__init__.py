@@ -32,8 +32,8 @@ The store: LightningStore (opens one, and is what all of them are), InMemoryLigh
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
 Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it makes), Hook (code around each attempt),
-    LitAgentRunner (runs an agent), LightningStoreServer (a store over HTTP), TracerTraceToTriplet, TraceToMessages
-    (spans for algorithms of your own), Triplet (one model call).
+    LitAgentRunner (runs an agent), LightningStoreServer (a store over HTTP), OtelTracer (the spans of a block),
+    TracerTraceToTriplet, TraceToMessages (spans for algorithms of your own), Triplet (one model call).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from agentlightning.compat.hooks import Hook
     from agentlightning.compat.runner import LitAgentRunner
     from agentlightning.compat.store_server import LightningStoreServer
+    from agentlightning.compat.tracer import OtelTracer
     from agentlightning.config import (
         Branching,
         CurriculumConfig,
@@ -203,6 +204,7 @@ _NAMES = {
     "compat.hooks": "Hook",
     "compat.runner": "LitAgentRunner",
     "compat.store_server": "LightningStoreServer",
+    "compat.tracer": "OtelTracer",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
         "TrainConfig TurnLimit WarmStartConfig"
@@ -326,6 +328,7 @@ __all__ = [
     "NullTest",
     "OfflineResult",
     "OptimizerConfig",
+    "OtelTracer",
     "PPOLoss",
     "PairedSequentialTest",
     "Policy",

@@ -21,8 +21,7 @@ from typing import Any
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.recorded.method import MethodSetting
-from agentlightning.compat.adapters import check_adapter
-from agentlightning.compat.algorithm import Baseline
+from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.hooks import Hook, with_hooks
 from agentlightning.compat.tracer import check_tracer
 from agentlightning.config import TrainConfig
@@ -30,7 +29,6 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
-from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import (
@@ -63,7 +61,9 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.training.persistence.tasks import Tasks, check_disjoint, load_tasks, read_tasks, write_tasks
-from agentlightning.training.recorded.offline import OfflineOptions, learn_offline, with_options
+from agentlightning.training.recorded.job import check_live, is_offline, offline_job
+from agentlightning.training.recorded.offline import learn_offline
+from agentlightning.training.recorded.options import OfflineOptions, with_options
 from agentlightning.training.recorded.result import OfflineResult
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
@@ -112,9 +112,8 @@ class Trainer:
         adapter: Any | None = None,
     ) -> None:
         check_tracer(tracer)
-        check_adapter(adapter)
         self.hooks = hooks
-        self.algorithm = None if algorithm is None else check_algorithm(algorithm)
+        self.algorithm = with_adapter(None if algorithm is None else check_algorithm(algorithm), adapter)
         self.config = with_arguments(config or TrainConfig(), self.algorithm, model, n_runners, seed)
         prompts, others = split_prompts(initial_resources or {})
         self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
@@ -135,7 +134,8 @@ class Trainer:
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, changes: Mapping[str, Any] | Sequence[str] = (), **options: Any) -> Trainer:
-        """A trainer that continues the run in `run_dir`; then call `fit` (with the agent, where it was a live object).
+        """A trainer that continues the run in `run_dir`; then call `fit`, with the agent where it was a live object, or
+        `train` for a run on recorded data.
 
         `changes` of settings, as `{"algorithm.steps": 200}` or as on the command line, are recorded in the run; a
         finished run continues with more steps. After a change of the agent, the reward or `algorithm.reward_weights`
@@ -205,6 +205,7 @@ class Trainer:
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
         """`fit`, for callers that have an event loop."""
+        check_live(self.algorithm)
         if self.algorithm is None or self.algorithm.learns_weights:
             require_training()
         self._name_objects(agent)
@@ -251,8 +252,9 @@ class Trainer:
         follow: learn from each session once, as they arrive, until nothing came for `follow_timeout` seconds. With an
         `eval_agent`, its reward on the tasks of `held_out_dataset` is measured before and after.
 
-        A second call goes on with the weights of the first. Raises DatasetError where the store holds nothing that the
-        algorithm can learn from, saying what is missing, and ConfigError for arguments that do not go together.
+        A second call goes on with the weights of the first, `Trainer.resume(run_dir).train()` with a run that was
+        killed. Raises DatasetError where the store holds nothing that the algorithm can learn from, saying what is
+        missing, and ConfigError for arguments that do not go together.
         """
         if target is not None and target_agent not in (None, target):
             raise ConfigError(f"target_agent={target_agent!r} and target={target!r} are two names of one setting")
@@ -266,7 +268,10 @@ class Trainer:
             eval_agent,
             held_out_dataset,
         )
-        if agent is None and self.config.agent is None:
+        offline = is_offline(self.run_dir) if self._resumed_from else agent is None and self.config.agent is None
+        if offline and agent is not None:
+            raise ConfigError(f"{self.run_dir} learns from recorded data, without an agent; leave it out")
+        if offline:
             if train_dataset is not None or val_dataset is not None:
                 raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
             return run_sync(self._train_offline(options))
@@ -286,23 +291,21 @@ class Trainer:
 
     async def _train_offline(self, options: OfflineOptions) -> OfflineResult:
         require_training()
-        algorithm = self.algorithm if self.algorithm is not None else make_algorithm(self.config.algorithm)
-        store = self.store if self.store is not None else getattr(algorithm, "store", None)
-        async with AsyncExitStack() as stack:
-            if store is None:
-                store = LightningStore()
-                stack.push_async_callback(store.close)
-            stack.enter_context(self.progress)
-            result = await learn_offline(
-                self.config,
-                algorithm,
-                store,
-                self.run_dir,
-                options,
-                model=self._trained,
-                reward=self.reward,
-                progress=self.progress,
-            )
+        self.config = with_absolute_paths(self.config)
+        job = offline_job(
+            self.config,
+            self.algorithm,
+            self.store,
+            options,
+            self.run_dir,
+            self.progress,
+            trained=self._trained,
+            reward=self.reward,
+            resumes=self._resumed_from is not None and self._trained is None,
+        )
+        with self.progress:
+            async with job as opened:
+                result = await learn_offline(opened)
         self._trained = result.checkpoint
         return result
 

@@ -1,8 +1,10 @@
 """Every code block of the documentation runs, in order, as a reader would run it."""
 
 import re
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -25,12 +27,25 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, file or None, body) for language, file, body in FENCE.findall(page.read_text())]
 
 
-LONG = {"evaluation", "first-training", "prompts", "store", "serving", "your-own-agent", "gateway", "rest"}
+LONG = {"evaluation", "first-training", "offline", "prompts", "store", "serving", "your-own-agent", "gateway", "rest"}
 """Pages whose blocks take seconds: with the slow tests, which CI runs for the docs."""
 
 
 def as_parameter(page: Path) -> object:
     return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+
+
+PORT = re.compile(r"(?<=--port |\.0\.0\.1:)47\d\d\b")
+"""Of the servers that a page starts."""
+
+
+def at_free_ports(page: Path) -> list[Block]:
+    """The blocks of a page with ports that nobody uses, so that two runs on one machine do not meet."""
+    text = "".join(block.body for block in blocks(page))
+    with ExitStack() as stack:
+        taken = {port: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for port in PORT.findall(text)}
+        free = {port: str(each.getsockname()[1]) for port, each in taken.items()}
+    return [block._replace(body=PORT.sub(lambda found: free[found[0]], block.body)) for block in blocks(page)]
 
 
 def run(block: Block, namespace: dict) -> None:
@@ -52,7 +67,7 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     namespace: dict = {"__name__": "__documentation__"}
-    for block in blocks(page):
+    for block in at_free_ports(page):
         run(block, namespace)
 
 

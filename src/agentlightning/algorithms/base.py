@@ -131,4 +131,8 @@ def make_algorithm(config: BaseModel) -> Algorithm[Any]:
 
 def class_name(algorithm: Algorithm[Any]) -> str:
     """`module:Class` of an algorithm."""
-    return f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
+    return class_path(type(algorithm))
+
+
+def class_path(kind: type[Algorithm[Any]]) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -1,6 +1,6 @@
 """DPO: learns from which of two sessions of a task went better, or of two branches of one (arXiv:2305.18290).
 
-Pairs are made of rewards (`algorithms.recorded.pairs`). The loss of a pair is a function of its margin,
+Pairs are made of rewards (`algorithms.recorded.pairs`), or given. The loss of a pair is a function of its margin,
 
     m = sum over what is preferred of (log p - log p_ref)  -  the same sum over the other
 
@@ -30,7 +30,7 @@ from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
-from agentlightning.errors import DatasetError, RewardError
+from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.policy.losses import DPOLoss, Loss, LossSetting, PreferenceLoss
 from agentlightning.policy.losses.base import REF_LOGPROBS
 from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
@@ -115,9 +115,12 @@ class DPOSettings(TypedDict, total=False):
 
 
 class DPO(Algorithm[DPOConfig]):
-    """Learns from preferences between sessions of one task, recorded or new.
+    """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
-    `settings` are the fields of `DPOConfig`, over those of `config`. Raises ConfigError for settings that cannot work.
+    data: in place of sessions: a JSONL, JSON or Parquet file, a list or a Hugging Face dataset of `{"prompt": ...,
+        "chosen": ..., "rejected": ...}`, messages or texts, with `tools` where tools are used: the format of TRL, and
+        of `agl export --to dpo-jsonl`.
+    settings: the fields of `DPOConfig`, over those of `config`. Raises ConfigError for settings that cannot work.
 
         >>> agl.DPO(steps=50, loss="ipo").total_steps
         50
@@ -127,8 +130,16 @@ class DPO(Algorithm[DPOConfig]):
 
     __signature__ = SettingsSignature(DPOConfig)
 
-    def __init__(self, config: DPOConfig | None = None, **settings: Unpack[DPOSettings]) -> None:
+    def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Unpack[DPOSettings]) -> None:
         self.config = settings_from(DPOConfig, settings, base=config, source="from the arguments of DPO")
+        self.data = data
+        if data is not None and self.config.pairs != "sessions":
+            raise ConfigError(f"pairs={self.config.pairs!r} is for recorded sessions; data has its own pairs")
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether it was given pairs to learn from."""
+        return self.data is not None
 
     @property
     def total_steps(self) -> int:

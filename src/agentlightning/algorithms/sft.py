@@ -19,16 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.demonstrations import Demonstrations, load_demonstrations, to_examples
-from agentlightning.algorithms.recorded.validation import Validation
+from agentlightning.algorithms.recorded.validation import Validated, Validation
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
+from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.lora_config import Lora
@@ -240,7 +241,9 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         finally:
             await policy.close()
 
-    async def _learn(self, learner: _PolicyLoop | _TrainingLoop) -> SFTResult:
+    async def _learn(self, learner: SupervisedLoop) -> SFTResult:
+        """Do the steps after `learner.first_step`."""
+        await self._load()
         steps, found, target = self.total_steps, self._demonstrations, self.config.target_agent
         into = partial(to_examples, target=target, chat=learner.chat, context_length=learner.context_length)
         examples, left_out = await asyncio.to_thread(into, found.training)
@@ -259,6 +262,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
                 tokens += int(sum(map(len, sample.weights)))
                 if step % self.config.validate_every == 0 or step == steps:
                     metrics = {**metrics, **await validation.measure(step)}
+                await learner.finish(step, metrics)
                 if self.on_step is not None:
                     self.on_step(step, metrics)
             await validation.restore_best()
@@ -271,7 +275,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             tuple(losses),
             self.output,
             {**found.left_out, **left_out},
-            validation.losses,
+            dict(validation.losses),
             validation.best_step,
         )
 
@@ -288,6 +292,32 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         return open_trainable(config, model)
 
 
+async def learn(algorithm: SFTAlgorithm, learner: SupervisedLoop) -> SFTResult:
+    """Do the steps after `learner.first_step`, for a run that keeps the weights itself."""
+    return await algorithm._learn(learner)  # pyright: ignore[reportPrivateUsage]
+
+
+class SupervisedLoop(Validated, Protocol):
+    """The weights that supervised learning trains, and what happens after each step."""
+
+    chat: ChatFormat
+    context_length: int
+    first_step: int
+    """The number of steps that are done."""
+
+    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
+        """One optimiser step, and its metrics."""
+        ...
+
+    async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after each step, with the validation loss where it was measured."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the weights as transformers loads them."""
+        ...
+
+
 class _PolicyLoop:
     """Updates a policy outside a trainer."""
 
@@ -295,9 +325,13 @@ class _PolicyLoop:
         self.policy = policy
         self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
         self.keeps_best = True
+        self.best_directory: Path | None = None
+        self.validation_losses: dict[int, float] = {}
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
         return await self.policy.train([sample], **options)
+
+    async def finish(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await self.policy.score(trees, {"logprobs"}))["logprobs"]
@@ -319,11 +353,14 @@ class _TrainingLoop:
         self.training = training
         self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
         self.keeps_best = False
+        self.best_directory: Path | None = None
+        self.validation_losses: dict[int, float] = {}
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
-        metrics = await self.training.update([sample], **options)
+        return await self.training.update([sample], **options)
+
+    async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         await self.training.finish_step(Collected(()), metrics)
-        return metrics
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await learner_of(self.training).score(trees, {"logprobs"}))["logprobs"]

@@ -84,9 +84,22 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
     """How to resume the run, if there is one to resume."""
     if run_dir is None:
         return ""
+    if advice := _offline_advice(run_dir):
+        return advice
     try:
         orjson.loads((run_dir / "state.json").read_bytes())
     except (OSError, ValueError):
         return ""
     other = " (with --agent or --reward for another one)" if agent_failed else ""
     return f"\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
+
+
+def _offline_advice(run_dir: Path) -> str:
+    """The same for a run on recorded data."""
+    if not (run_dir / "offline.json").exists():
+        return ""
+    from agentlightning.training.recorded.position import learned_by
+
+    verb = learned_by(run_dir)
+    way = f"agl {verb} --resume {run_dir}" if verb else f"Trainer.resume({str(run_dir)!r}).train()"
+    return f"\nNothing is lost since the last checkpoint: continue with  {way}"

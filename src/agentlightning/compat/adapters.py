@@ -132,10 +132,11 @@ def _recorded(value: Any) -> list[dict[str, Any]]:
 
 
 def check_adapter(adapter: Any) -> None:
-    """Raises ConfigError for the `adapter=` of a trainer: algorithms here read the store themselves."""
+    """Raises ConfigError for the `adapter=` of a trainer whose algorithm is no function: those read token trees."""
     if adapter is not None:
         raise ConfigError(
-            f"adapter={type(adapter).__name__} has no place in a trainer: algorithms are given token trees, not adapted"
-            " spans. Call the adapter in an algorithm of your own: adapter.adapt(await store.query_spans(rollout_id));"
-            " to learn from one agent's calls, set algorithm.target_agent"
+            f"adapter={type(adapter).__name__} has no place in this trainer: it is given to a function that @agl.algo"
+            " decorates, and other algorithms are given token trees. Leave it out, or call it in an algorithm of your"
+            " own: adapter.adapt(await store.query_spans(rollout_id)); to learn from one agent's calls, set"
+            " algorithm.target_agent"
         )

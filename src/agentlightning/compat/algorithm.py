@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.compat.adapters import TracerTraceToTriplet
+from agentlightning.compat.adapters import TracerTraceToTriplet, check_adapter
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
@@ -42,6 +43,7 @@ class FunctionalAlgorithm(Algorithm[Any]):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.adapter: Any = TracerTraceToTriplet()
         parameters = inspect.signature(function).parameters.values()
         self.wanted = [each.name for each in parameters if each.name in ARGUMENTS]
         unknown = [each.name for each in parameters if each.name not in ARGUMENTS and each.default is each.empty]
@@ -69,7 +71,7 @@ class FunctionalAlgorithm(Algorithm[Any]):
             "train_dataset": tasks.train,
             "val_dataset": tasks.validation,
             "initial_resources": dict(training.resources),
-            "adapter": TracerTraceToTriplet(),
+            "adapter": self.adapter,
         }
         arguments = {name: values[name] for name in self.wanted}
         if inspect.iscoroutinefunction(self.function):
@@ -84,8 +86,9 @@ class FunctionalAlgorithm(Algorithm[Any]):
 
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
     """Make an algorithm of a function, sync or async, for `Trainer(algorithm=...)`. By the names of its parameters it
-    gets `store`, `train_dataset`, `val_dataset`, `initial_resources` and `adapter` (a `TracerTraceToTriplet`). The
-    resources that it publishes last are the result. A subclass of `agl.Algorithm` also resumes, validates and learns.
+    gets `store`, `train_dataset`, `val_dataset`, `initial_resources` and `adapter`: the trainer's, else a
+    `TracerTraceToTriplet`. The resources that it publishes last are the result. A subclass of `agl.Algorithm` also
+    resumes, validates and learns.
 
     Raises ConfigError for a parameter without a value.
 
@@ -97,6 +100,20 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
         1
     """
     return FunctionalAlgorithm(function)
+
+
+def with_adapter(algorithm: Algorithm[Any] | None, adapter: Any) -> Algorithm[Any] | None:
+    """The algorithm with the `adapter=` of a trainer. Raises ConfigError where it would not be used."""
+    if adapter is None:
+        return algorithm
+    if not isinstance(algorithm, FunctionalAlgorithm) or "adapter" not in algorithm.wanted:
+        check_adapter(adapter)
+        return algorithm
+    if not callable(getattr(adapter, "adapt", None)):
+        raise ConfigError(f"adapter={adapter!r} has no method adapt(spans); give agl.TracerTraceToTriplet()")
+    found = copy.copy(algorithm)
+    found.adapter = adapter
+    return found
 
 
 class Baseline(Algorithm[Any]):

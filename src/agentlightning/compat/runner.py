@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.compat.hooks import Hook, with_hooks
-from agentlightning.compat.tracer import check_tracer
+from agentlightning.compat.tracer import OtelTracer, check_tracer
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import PRIVATE_QUEUE, Rollout, RolloutConfig, RolloutMode
@@ -20,7 +21,8 @@ class LitAgentRunner:
     """Runs one agent on rollouts of a store: `init(agent)`, `init_worker(0, store)`, then `step(task)` or `iter()`.
 
     Model calls are not redirected; the agent makes them where its resources or its environment say. `tracer` may be an
-    `OtelTracer` or None. Raises ConfigError for another one, and where a method is called too early.
+    `OtelTracer`, whose last trace is then that of the last step, or None. Raises ConfigError for another one, and where
+    a method is called too early.
 
         >>> runner = agl.LitAgentRunner(max_rollouts=3)
         >>> runner.init(lambda task: 1.0)
@@ -28,7 +30,7 @@ class LitAgentRunner:
 
     def __init__(self, tracer: Any = None, max_rollouts: int | None = None, *, poll_interval: float = 0.5) -> None:
         check_tracer(tracer)
-        self.max_rollouts, self.poll_interval = max_rollouts, poll_interval
+        self.tracer, self.max_rollouts, self.poll_interval = tracer, max_rollouts, poll_interval
         self.worker_id: int | None = None
         self._agent: Any = None
         self._store: LightningStoreBase | None = None
@@ -49,6 +51,24 @@ class LitAgentRunner:
         """Forget the agent."""
         self._agent = None
 
+    @contextmanager
+    def run_context(
+        self,
+        *,
+        agent: Any,
+        store: LightningStoreBase,
+        hooks: Hook | Sequence[Hook] | None = None,
+        worker_id: int | None = None,
+    ) -> Generator[LitAgentRunner]:
+        """`init` and `init_worker` for a block."""
+        self.init(agent, hooks=hooks)
+        self.init_worker(worker_id or 0, store)
+        try:
+            yield self
+        finally:
+            self.teardown_worker(worker_id or 0)
+            self.teardown()
+
     async def iter(self) -> None:
         """Run queued rollouts until `max_rollouts` have run; without it, until the task is cancelled."""
         async with self._runner(max_rollouts=self.max_rollouts) as runner:
@@ -67,6 +87,8 @@ class LitAgentRunner:
         rollout = await store.get_rollout_by_id(queued.rollout_id)
         attempt = await store.get_latest_attempt(queued.rollout_id)
         assert rollout is not None
+        if isinstance(self.tracer, OtelTracer):
+            self.tracer.remember(await store.query_spans(queued.rollout_id))
         if rollout.status != "succeeded":
             error: Any = {} if attempt is None else attempt.metadata.get("error") or {}
             raise AgentError(

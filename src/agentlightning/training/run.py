@@ -276,7 +276,7 @@ class TrainingRun:
             await self._finish_reaction(reaction)
         elif decision is not None:
             await self._finish_decision(decision)
-        elif state.step % self.config.checkpoint_every == 0 or state.step == self.total_steps:
+        elif state.step % (self.config.checkpoint_every or 1) == 0 or state.step == self.total_steps:
             await self.checkpoint()
         self.account.progress.update(state.step, **record.progress())
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def preference(directory: Path, chat: HFChatFormat) -> float:
 
 def trainer(store: Any, tiny: Path, tmp_path: Path, **settings: Any) -> agl.Trainer:
     algorithm = settings.pop("algorithm", None) or agl.LightningRL(tasks_per_step=3, optimizer=FAST, **settings)
-    return agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=tmp_path / "run")
+    return agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=Path(mkdtemp(dir=tmp_path)) / "run")
 
 
 def offline(result: Any) -> agl.OfflineResult:

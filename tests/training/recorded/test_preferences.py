@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def preference(directory: Any, chat: HFChatFormat) -> float:
 
 
 def learned(store: Any, algorithm: Any, tiny: Path, tmp_path: Path, steps: int | None = 8) -> agl.OfflineResult:
-    result = agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=tmp_path / "run").train(steps)
+    run_dir = Path(mkdtemp(dir=tmp_path)) / "run"
+    result = agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=run_dir).train(steps)
     assert isinstance(result, agl.OfflineResult)
     return result
 
@@ -273,11 +275,16 @@ def test_agl_sft_passes_every_option_on(
     assert (query.deduplicate, query.self_verified) == (False, True)
 
 
-def test_agl_sft_learns_from_a_file(tiny: Path, tmp_path: Path) -> None:
+def test_agl_sft_learns_from_a_file_into_an_adapter_and_makes_no_store(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in conversations(["yes", "no"])))
     words = ["sft", "steps=1", "--model", str(tiny), "--dataset", str(path), "--run-dir", str(tmp_path / "cli")]
-    done = CliRunner().invoke(build(), [*words, "--json"])
+    done = CliRunner().invoke(build(), [*words, "lora.r=2", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["sessions"] == 2
+    assert list((tmp_path / "cli" / "checkpoint").rglob("adapter_config.json"))
+    assert not (tmp_path / ".agentlightning").exists()
     assert "give --dataset FILE or --store STORE" in CliRunner().invoke(build(), words[:4]).output

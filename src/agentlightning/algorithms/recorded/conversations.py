@@ -38,7 +38,7 @@ def _trajectory(record: Any, number: int, chat: ChatFormat, context_length: int)
         transitions = record.transitions
     else:
         messages, tools = _conversation(record, name)
-        transitions = tuple(_transitions(messages, tools, chat, name))
+        transitions = tuple(message_transitions(messages, tools, chat, name))
     longest = max((len(call.prompt_token_ids) + len(call.response_token_ids) for call in transitions), default=0)
     if longest == 0:
         raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
@@ -74,10 +74,11 @@ def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str,
     return cast("list[Message]", turns), tools
 
 
-def _transitions(
+def message_transitions(
     messages: list[Message], tools: list[dict[str, Any]] | None, chat: ChatFormat, name: str
 ) -> Iterator[Transition]:
-    """One transition for each assistant turn: the tokens before it as the prompt, its own as the response."""
+    """One transition for each assistant turn: the tokens before it as the prompt, its own as the response; its
+    `sequence_id` is the place of the turn among the messages, from 1. `name` is what a DatasetError calls them."""
     ends = [chat.decode([token]) for token in sorted(chat.eos_token_ids)]
     text, ids = "", tuple[int, ...]()
     for position, message in enumerate(messages):

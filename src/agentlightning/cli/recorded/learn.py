@@ -1,8 +1,10 @@
-"""`agl sft` and `agl dpo`: learn from demonstrations, or from preferences between recorded sessions."""
+"""`agl sft` and `agl dpo`: learn from demonstrations, or from preferences, recorded or in a file."""
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +18,10 @@ from agentlightning.cli.output import Output, errors_reported
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
     from agentlightning.training.recorded.result import OfflineResult
+    from agentlightning.training.report.result import TrainingResult
 
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
-Model = Annotated[str, typer.Option(help="A directory (or hub name) that transformers loads.")]
+Model = Annotated[str | None, typer.Option(help="A directory (or hub name) that transformers loads.")]
 RunDir = Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
@@ -26,6 +29,10 @@ EvalAgent = Annotated[
     str | None, typer.Option(help="module:name of an agent to measure on --held-out before and after.")
 ]
 HeldOut = Annotated[str | None, typer.Option(help="Tasks to measure on: a JSONL, JSON or Parquet file.")]
+Resume = Annotated[
+    Path | None, typer.Option(help="Continue the run in this directory, with the settings and the data it has.")
+]
+CheckpointEvery = Annotated[int | None, typer.Option(min=1, help="Updates between checkpoints (default: 20).")]
 StoreFile = Annotated[str | None, typer.Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")]
 
 
@@ -36,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 def sft(
     settings: Settings = None,
-    model: Model = ...,  # pyright: ignore[reportArgumentType]
+    model: Model = None,
     dataset: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON or Parquet file.")] = None,
     store: StoreFile = None,
     validation: Annotated[str | None, typer.Option(help="Conversations to measure the loss on.")] = None,
@@ -56,6 +63,8 @@ def sft(
     reward: Reward = None,
     seed: Seed = 0,
     run_dir: RunDir = None,
+    checkpoint_every: CheckpointEvery = None,
+    resume: Resume = None,
     as_json: Json = False,
 ) -> None:
     """Supervised learning on conversations, or on the successful sessions of a store.
@@ -63,16 +72,20 @@ def sft(
     Settings are those of agl.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
     """
     output = Output(as_json)
-    directory = run_dir or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
+    directory = resume or run_dir or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
+    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
+        if resume is not None:
+            given = {"settings": settings, "--model": model, "--dataset": dataset, "--run-dir": run_dir}
+            _finish(_resumed("sft", resume, given, options, _open(store), output), output)
+            return
         if (dataset is None) == (store is None):
             raise ConfigError("give --dataset FILE or --store STORE: one of them is what is learned from")
-        target = [] if target_agent is None else [f"target_agent={target_agent!r}".replace("'", '"')]
-        config = load_settings(SFTConfig, overrides=[f"seed={seed}", *target, *(settings or [])])
+        config = load_settings(SFTConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
         opened = _open(store)
         records: Any = dataset
         if opened is not None:
@@ -84,13 +97,15 @@ def sft(
                 self_verified=self_verified,
             )
         algorithm = SFTAlgorithm(dataset=records, validation=validation, output=output_dir, config=config)
-        result = _train(algorithm, model, opened, directory, seed, reward, eval_agent, held_out, output)
-        output.finish(result.as_json(), lambda console: show(result, console))
+        _finish(_train(algorithm, model, opened, options, output), output)
 
 
 def dpo(
     settings: Settings = None,
-    model: Model = ...,  # pyright: ignore[reportArgumentType]
+    model: Model = None,
+    data: Annotated[
+        str | None, typer.Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON or Parquet file.")
+    ] = None,
     store: StoreFile = None,
     target_agent: Target = None,
     eval_agent: EvalAgent = None,
@@ -98,22 +113,46 @@ def dpo(
     reward: Reward = None,
     seed: Seed = 0,
     run_dir: RunDir = None,
+    checkpoint_every: CheckpointEvery = None,
+    resume: Resume = None,
     as_json: Json = False,
 ) -> None:
-    """Learn from preferences between recorded sessions of one task: DPO, IPO, KTO or SimPO.
+    """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
     """
     output = Output(as_json)
-    directory = run_dir or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
+    directory = resume or run_dir or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
+    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.preference import DPO, DPOConfig
+        from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
-        target = [] if target_agent is None else [f"target_agent={target_agent!r}".replace("'", '"')]
-        config = load_settings(DPOConfig, overrides=[f"seed={seed}", *target, *(settings or [])])
-        result = _train(DPO(config), model, _open(store), directory, seed, reward, eval_agent, held_out, output)
-        output.finish(result.as_json(), lambda console: show(result, console))
+        if resume is not None:
+            given = {"settings": settings, "--model": model, "--data": data, "--run-dir": run_dir}
+            _finish(_resumed("dpo", resume, given, options, _open(store), output), output)
+            return
+        if data is not None and store is not None:
+            raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
+        config = load_settings(DPOConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
+        _finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What both verbs give to the trainer."""
+
+    run_dir: Path
+    seed: int
+    reward: str | None
+    eval_agent: str | None
+    held_out: str | None
+    checkpoint_every: int | None
+
+
+def _target(agent: str | None) -> list[str]:
+    return [] if agent is None else [f"target_agent={json.dumps(agent)}"]
 
 
 def _open(store: str | None) -> LightningStore | None:
@@ -129,27 +168,63 @@ def _open(store: str | None) -> LightningStore | None:
 
 
 def _train(
-    algorithm: Any,
-    model: str,
-    store: LightningStore | None,
-    run_dir: Path,
-    seed: int,
-    reward: str | None,
-    eval_agent: str | None,
-    held_out: str | None,
-    output: Output,
+    algorithm: Any, model: str | None, store: LightningStore | None, options: _Options, output: Output
 ) -> OfflineResult:
+    from agentlightning.config import RunConfig, TrainConfig
+    from agentlightning.errors import ConfigError
     from agentlightning.trainer import Trainer
-    from agentlightning.training.recorded.result import OfflineResult
     from agentlightning.util.progress import Progress
 
-    progress = Progress(console=output.console)
+    if model is None:
+        raise ConfigError("--model is missing: give the directory of a model that transformers loads")
+    every = options.checkpoint_every
+    config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
     trainer = Trainer(
-        algorithm=algorithm, model=model, store=store, run_dir=run_dir, seed=seed, reward=reward, progress=progress
+        config,
+        algorithm=algorithm,
+        model=model,
+        store=store,
+        run_dir=options.run_dir,
+        seed=options.seed,
+        reward=options.reward,
+        progress=Progress(console=output.console),
     )
-    result = trainer.train(eval_agent=eval_agent, held_out_dataset=held_out)
+    return _learned(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out))
+
+
+def _resumed(
+    verb: str,
+    run_dir: Path,
+    given: dict[str, Any],
+    options: _Options,
+    store: LightningStore | None,
+    output: Output,
+) -> OfflineResult:
+    """Continue a run of this verb. Raises ConfigError for arguments that a run keeps."""
+    from agentlightning.errors import ConfigError
+    from agentlightning.trainer import Trainer
+    from agentlightning.training.recorded.position import learned_by
+    from agentlightning.util.progress import Progress
+
+    if kept := [name for name, value in given.items() if value]:
+        raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
+    made = learned_by(run_dir)
+    if made not in (None, verb):
+        raise ConfigError(f"{run_dir} is a run of `agl {made}`; continue it with  agl {made} --resume {run_dir}")
+    progress = Progress(console=output.console)
+    trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=progress)
+    return _learned(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out))
+
+
+def _learned(result: OfflineResult | TrainingResult) -> OfflineResult:
+    from agentlightning.training.recorded.result import OfflineResult
+
     assert isinstance(result, OfflineResult)
     return result
+
+
+def _finish(result: OfflineResult, output: Output) -> None:
+    output.finish(result.as_json(), lambda console: show(result, console))
 
 
 def show(result: OfflineResult, console: Console) -> None:

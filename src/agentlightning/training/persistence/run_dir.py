@@ -35,6 +35,8 @@ from agentlightning.util.file_lock import lock_file
 ALGORITHM_FILE: Final = "algorithm.json"
 """In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
 STATE_VERSION = 1
+OFFLINE_FILE: Final = "offline.json"
+"""In place of state.json: the position of a run on recorded data (`training.recorded.position`)."""
 
 
 class KeptCheckpoint(TypedDict):
@@ -209,6 +211,11 @@ class RunDir:
     @classmethod
     def create(cls, path: Path) -> RunDir:
         """A new run. Raises ConfigError where one is already, or nothing can be written."""
+        if (path / OFFLINE_FILE).exists():
+            raise ConfigError(
+                f"{path} already holds a run on recorded data; continue it with Trainer.resume({str(path)!r}).train(),"
+                f" or --resume {path}, or use another --run-dir"
+            )
         if (path / "state.json").exists():
             raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run-dir")
         made = [each for each in (path, *path.parents) if not each.exists()]
@@ -218,10 +225,15 @@ class RunDir:
             return cls(path, _lock(path), earlier, made)
 
     @classmethod
-    def open(cls, path: Path) -> RunDir:
-        """An existing run. Raises ResumeError where there is none."""
-        if not (path / "state.json").exists():
-            raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
+    def open(cls, path: Path, state: str = "state.json") -> RunDir:
+        """An existing run, whose position is in the file `state`. Raises ResumeError where there is none."""
+        if state != OFFLINE_FILE and (path / OFFLINE_FILE).exists():
+            raise ResumeError(
+                f"{path} learns from recorded data, without an agent; continue it with Trainer.resume({str(path)!r})"
+                f".train(), `agl sft --resume {path}` or `agl dpo --resume {path}`"
+            )
+        if not (path / state).exists():
+            raise ResumeError(f"{path} holds no run to resume: {path / state} does not exist")
         with _writable(path):
             run_dir = cls(path, _lock(path))
             for folder in (path, path / "checkpoints"):

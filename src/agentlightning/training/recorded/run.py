@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,9 @@ SUMMED: Final = (
 )
 """Counts of a step that are summed over a run."""
 
+Checkpoint = Callable[["RecordedTraining"], Awaitable[None]]
+"""Writes the weights and the position of a run."""
+
 
 @asynccontextmanager
 async def nobody_samples() -> AsyncGenerator[bool]:
@@ -51,7 +54,7 @@ def learner_of(policy: Policy, token_budget: int) -> PolicyLearner:
 
 @dataclass(slots=True)
 class RecordedTraining:
-    """Implements `algorithms.training.Training` without an agent, tasks and checkpoints of each step."""
+    """Implements `algorithms.training.Training` without an agent and tasks."""
 
     rollouts: RolloutSource
     learner: PolicyLearner
@@ -72,6 +75,11 @@ class RecordedTraining:
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     """And what that left out, by reason."""
     notes: list[str] = field(default_factory=list[str])
+    validation_losses: dict[int, float] = field(default_factory=dict[int, float])
+    checkpoint_every: int = 1
+    checkpoint: Checkpoint | None = None
+    first_line: int = 0
+    """Steps of earlier runs in the same directory, which its metrics count too."""
 
     def say(self, text: str) -> None:
         """Show something once, and keep it for the result."""
@@ -167,14 +175,23 @@ class RecordedTraining:
         raise ConfigError("recorded sessions come with no agent to evaluate; give eval_agent and held_out_dataset")
 
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
-        await asyncio.to_thread(self.finished, metrics)
+        await self.finish(metrics)
 
-    def finished(self, metrics: Mapping[str, float]) -> None:
-        """Count a step, and write its metrics."""
+    async def finish(self, metrics: Mapping[str, float]) -> None:
+        """Count a step, write its metrics and, where it is time, a checkpoint."""
+        await asyncio.to_thread(self._count, metrics)
+        last = self.step >= self.total_steps
+        if self.checkpoint is not None and (last or self.step % self.checkpoint_every == 0):
+            await self.checkpoint(self)
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
         self.step += 1
         self.metrics = {name: float(value) for name, value in metrics.items()}
         self.counts.update({name: int(metrics[name]) for name in SUMMED if math.isfinite(metrics.get(name, math.nan))})
-        line = {"step": self.step, **{name: value for name, value in self.metrics.items() if math.isfinite(value)}}
+        line = {
+            "step": self.first_line + self.step,
+            **{name: value for name, value in self.metrics.items() if math.isfinite(value)},
+        }
         with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         shown = {name: self.metrics[name] for name in ("loss", "reward", "margin") if name in self.metrics}

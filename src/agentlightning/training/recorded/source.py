@@ -9,9 +9,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.algorithms.recorded.sessions import Session, TokenizedSession, Tokenizer, read_sessions
 from agentlightning.algorithms.training import Collected, RolloutRequest
@@ -36,11 +36,20 @@ class SessionSource:
     seed: int = 0
     pools_singles: bool = True
     """Whether sessions of tasks with one session share groups; else each is a group of its own."""
+    resumed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The position that an earlier process has reached."""
     _waiting: list[tuple[Trajectory, ...]] = field(default_factory=list[tuple[Trajectory, ...]])
     _epoch: int = 0
 
+    @property
+    def position(self) -> dict[str, Any]:
+        """The number of epochs begun, and of groups of the last one that are left."""
+        return {"epoch": self._epoch, "left": len(self._waiting)}
+
     async def next(self, request: RolloutRequest) -> Collected:
         """The next `tasks` groups of at most `group_size` sessions. Each epoch has every session once."""
+        if self.resumed:
+            self._go_on(request.group_size)
         chosen: list[tuple[Trajectory, ...]] = []
         while len(chosen) < request.tasks:
             if not self._waiting:
@@ -52,6 +61,14 @@ class SessionSource:
             chosen += self._waiting[:take]
             del self._waiting[:take]
         return await _checked([each for group in chosen for each in group], request)
+
+    def _go_on(self, group_size: int) -> None:
+        epoch, left = int(self.resumed["epoch"]), int(self.resumed["left"])
+        if epoch:
+            self._epoch = epoch - 1
+            groups = self._shuffled(group_size)
+            self._epoch, self._waiting = epoch, groups[len(groups) - left :]
+        self.resumed = {}
 
     def _shuffled(self, group_size: int) -> list[tuple[Trajectory, ...]]:
         rng = random.Random(f"{self.seed}/{self._epoch}")
@@ -75,7 +92,13 @@ class ArrivingSource:
     timeout: float | None = None
     """Seconds without a new session after which training ends. None: it waits on."""
     seed: int = 0
+    learned: list[str] = field(default_factory=list[str])
+    """Rollouts that were given to the algorithm."""
     _waiting: list[Trajectory] = field(default_factory=list[Trajectory])
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return {"learned": list(self.learned)}
 
     def __post_init__(self) -> None:
         self._waiting = list(self.first)
@@ -94,6 +117,7 @@ class ArrivingSource:
             else:
                 await asyncio.sleep(POLL_SECONDS)
         batch, self._waiting = self._waiting[:wanted], self._waiting[wanted:]
+        self.learned += [each.rollout_id for each in batch]
         groups = chunks(batch, request.group_size, random.Random(self.seed))
         collected = await _checked([each for group in groups for each in group], request)
         return replace(collected, seconds=time.monotonic() - started)

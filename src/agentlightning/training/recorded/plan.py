@@ -1,0 +1,237 @@
+"""How recorded data is learned from: the algorithm that fits it, and the data in the tokens of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.lightning_rl import LightningRL
+from agentlightning.algorithms.preference import DPO
+from agentlightning.algorithms.recorded.filters import successful
+from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, choose, for_recorded
+from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.recorded.sessions import (
+    NO_LOGPROBS,
+    Session,
+    Sessions,
+    TokenizedSession,
+    Tokenizer,
+    missing_rewards,
+    without_probabilities,
+)
+from agentlightning.algorithms.sft import SFTAlgorithm
+from agentlightning.config import TrainConfig
+from agentlightning.credit import is_target
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.rejection import Rejection
+from agentlightning.errors import DatasetError
+from agentlightning.policy.optimizer_config import Objective
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.training.recorded.options import OfflineOptions, with_options
+from agentlightning.training.recorded.source import describe, tokenized
+from agentlightning.trajectory import Trajectory
+
+Prepare = Callable[[Sequence[Session]], tuple[list[Trajectory], list[Rejection]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is learned, and how."""
+
+    algorithm: Algorithm[Any]
+    objective: Objective
+    trajectories: Sequence[Trajectory]
+    method: Method | None = None
+    rejected: Sequence[Rejection] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sessions that were not chosen, by reason."""
+    rendered: int = 0
+    foreign: int = 0
+    sessions: int = 0
+    """What was learned from, where it is not the trajectories. 0: these."""
+    notes: tuple[str, ...] = ()
+    prepare: Prepare | None = None
+    """Puts sessions that arrive later into the same form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Makes the plan of one call of `train`."""
+
+    config: TrainConfig
+    store: LightningStoreBase
+    options: OfflineOptions
+    target: str | None
+    model: str
+    """A directory, or a hub name."""
+
+    async def plan(self, algorithm: Algorithm[Any], sessions: Sessions) -> Plan:
+        """Raises DatasetError where nothing can be learned from, saying what is missing."""
+        tokenizer = await self._tokenizer()
+        if isinstance(algorithm, SFTAlgorithm):
+            return await asyncio.to_thread(self._supervised, algorithm, sessions)
+        if isinstance(algorithm, DPO) and algorithm.has_dataset:
+            return await asyncio.to_thread(self._pairs, algorithm, tokenizer)
+        found, rejected = await asyncio.to_thread(tokenized, sessions.usable, tokenizer)
+        weights = algorithm.reward_weights
+        unscored = missing_rewards([s for s in sessions.usable if s.rollout.rollout_id not in ids(rejected)], weights)
+        found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
+        rejected = [*rejected, *unscored]
+        if isinstance(algorithm, LightningRL):
+            return await asyncio.to_thread(self._reinforcement, algorithm, found, rejected, tokenizer)
+        prepared = with_options(algorithm, self.options)
+        trajectories = [without_probabilities(each.trajectory) for each in found]
+        if isinstance(prepared, DPO):
+            await asyncio.to_thread(prepared.check_data, trajectories, self.target)
+        rendered, foreign = sum(e.rendered for e in found), sum(e.foreign for e in found)
+        notes = (f"{algorithm.name}: {len(found)} sessions",)
+        return Plan(
+            prepared, prepared.objective, trajectories, None, rejected, {}, rendered, foreign, len(found), notes
+        )
+
+    async def _tokenizer(self) -> Tokenizer:
+        from agentlightning.chat.hf import load_chat_format
+        from agentlightning.models.limits import model_limits
+
+        policy = self.config.policy
+        chat = await load_chat_format(self.model, policy.tool_calls)
+        vocabulary, context = await asyncio.to_thread(model_limits, self.model)
+        return Tokenizer(chat, min(context, policy.max_context or context), vocabulary, self.target)
+
+    def _supervised(self, algorithm: SFTAlgorithm, sessions: Sessions) -> Plan:
+        query = query_of(algorithm, self.store, self.options)
+        left_out: dict[str, int] = {}
+        if query is not None:
+            found, left_out = successful(sessions.usable, query)
+            algorithm = algorithm.on(dataset=found)
+        return Plan(with_options(algorithm, self.options), "supervised", (), left_out=left_out)
+
+    def _pairs(self, algorithm: DPO, tokenizer: Tokenizer) -> Plan:
+        records = load_preferences(algorithm.data)
+        trajectories, rejected = to_preferences(records, tokenizer.chat, tokenizer.context_length, self.target)
+        if not trajectories:
+            counted = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in describe(rejected).items())
+            raise DatasetError(
+                f"none of {len(records)} preference pairs can be learned from ({counted}). The first:"
+                f" {rejected[0].rollout_id}: {rejected[0].message}"
+            )
+        prepared = with_options(algorithm, self.options)
+        prepared.check_data(trajectories, self.target)
+        pairs = len(trajectories) // 2
+        notes = (f"{algorithm.name}: {pairs} preference pairs",)
+        return Plan(prepared, prepared.objective, trajectories, rejected=rejected, sessions=pairs, notes=notes)
+
+    def _reinforcement(
+        self,
+        algorithm: LightningRL,
+        found: Sequence[TokenizedSession],
+        rejected: Sequence[Rejection],
+        tokenizer: Tokenizer,
+    ) -> Plan:
+        options, weights = self.options, algorithm.config.reward_weights
+        sampled = [each.trajectory for each in found if each.logprobs]
+        refused = {each.rollout_id: each for each in algorithm.rejections(sampled, self.target)} if sampled else {}
+        groups: dict[str, list[float]] = {}
+        for each in found:
+            groups.setdefault(each.trajectory.group, []).append(_score(each.trajectory, weights))
+        pooled = [group for group in groups.values() if len(group) > 1]
+        singles = [group[0] for group in groups.values() if len(group) == 1]
+        pooled += [singles] if singles else []
+        known = len(sampled) - len(refused)
+        counts = DataCounts.of(pooled, known, options.success_threshold)
+        method = self._method(counts, known)
+        notes = [
+            f"LightningRL learns by {NAMES[method]}: {counts.sessions} sessions of {len(groups)} tasks, {known} of them"
+            f" with log-probabilities, {counts.successful} with a reward of {options.success_threshold:g} or more"
+        ]
+        if singles:
+            notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
+        usable, further = _usable(found, method, refused)
+        rendered, foreign = sum(each.rendered for each in usable), sum(each.foreign for each in usable)
+        if foreign:
+            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        trajectories = [_trajectory(each, method) for each in usable]
+        rejected = [*rejected, *further]
+        if method == "rejection":
+            wins = [each for each in trajectories if _score(each, weights) >= options.success_threshold]
+            made = self._rejection_sampling(algorithm, wins)
+            return Plan(made, "supervised", wins, method, rejected, {}, rendered, foreign, len(wins), tuple(notes))
+        prepared = for_recorded(algorithm, method, options.target_agent, options.num_iterations)
+        objective: Objective = "reinforcement" if method == "importance" else "supervised"
+        prepare = _preparing(tokenizer, prepared, method)
+        size = len(trajectories)
+        return Plan(
+            prepared, objective, trajectories, method, rejected, {}, rendered, foreign, size, tuple(notes), prepare
+        )
+
+    def _method(self, counts: DataCounts, known: int) -> Method:
+        options = self.options
+        if options.follow and options.method == "auto" and counts.sessions:
+            return "importance" if known * 2 >= counts.sessions else "awr"
+        return choose(options.method, counts, options.success_threshold)
+
+    def _rejection_sampling(self, algorithm: LightningRL, wins: Sequence[Trajectory]) -> SFTAlgorithm:
+        """Supervised learning on the successful sessions, as many at a time as a step of the algorithm has."""
+        config = algorithm.config
+        own = [_of_target(each, self.target) for each in wins]
+        return SFTAlgorithm(
+            dataset=[each for each in own if each.transitions],
+            steps=self.options.num_iterations or config.steps,
+            batch_size=config.tasks_per_step,
+            seed=self.config.run.seed,
+            optimizer=config.optimizer,
+        )
+
+
+def query_of(algorithm: Algorithm[Any], store: LightningStoreBase, options: OfflineOptions) -> TrajectoryQuery | None:
+    """Which sessions supervised learning imitates; None where it has conversations of its own."""
+    if not isinstance(algorithm, SFTAlgorithm):
+        return None
+    if isinstance(algorithm.dataset, TrajectoryQuery):
+        return algorithm.dataset
+    return None if algorithm.has_dataset else store.get_successful_trajectories(threshold=options.success_threshold)
+
+
+def ids(rejected: Sequence[Rejection]) -> set[str]:
+    return {each.rollout_id for each in rejected}
+
+
+def _preparing(tokenizer: Tokenizer, algorithm: LightningRL, method: Method) -> Prepare:
+    def prepare(arrived: Sequence[Session]) -> tuple[list[Trajectory], list[Rejection]]:
+        found, rejected = tokenized(arrived, tokenizer)
+        unscored = missing_rewards(arrived, algorithm.reward_weights)
+        found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
+        usable, further = _usable(found, method, {})
+        return [_trajectory(each, method) for each in usable], [*rejected, *unscored, *further]
+
+    return prepare
+
+
+def _usable(
+    found: Sequence[TokenizedSession], method: Method, refused: Mapping[str, Rejection]
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """The sessions that a method can learn from, and the others."""
+    if method != "importance":
+        return list(found), []
+    usable = [each for each in found if each.logprobs and each.trajectory.rollout_id not in refused]
+    message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
+    without = [Rejection(each.trajectory.rollout_id, NO_LOGPROBS, message) for each in found if not each.logprobs]
+    return usable, [*without, *refused.values()]
+
+
+def _trajectory(session: TokenizedSession, method: Method) -> Trajectory:
+    return session.trajectory if method == "importance" else without_probabilities(session.trajectory)
+
+
+def _of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
+
+
+def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float:
+    found = team_score(trajectory, weights)
+    assert found is not None  # Sessions without a reward were left out.
+    return found

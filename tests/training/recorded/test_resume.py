@@ -1,0 +1,216 @@
+"""Promises of a run on recorded data that was interrupted: it goes on where it was, and ends as if it had not been."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning.cli.main import build
+from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.training.recorded.run import RecordedTraining
+
+FAST = OptimizerConfig(lr=3e-3)
+STEPS = 6
+
+
+class Killed(Exception):
+    """In place of kill -9, which the chaos tests send."""
+
+
+@pytest.fixture
+def kill(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ends the run within the next step after this many, when its metrics are written and its checkpoint is not."""
+
+    def after(steps: int) -> None:
+        count = RecordedTraining._count
+
+        def counted(run: RecordedTraining, metrics: Any) -> None:
+            count(run, metrics)
+            if run.step > steps:
+                monkeypatch.setattr(RecordedTraining, "_count", count)
+                raise Killed
+
+        monkeypatch.setattr(RecordedTraining, "_count", counted)
+
+    return after
+
+
+def conversations(answers: list[str]) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+
+
+def algorithm_of(kind: str, folder: Path) -> Any:
+    if kind == "sft":
+        path = folder / "conversations.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in conversations(["yes", "no", "perhaps"] * 3)))
+        return agl.SFTAlgorithm(
+            dataset=path, validation=path, validate_every=1, batch_size=2, steps=STEPS, optimizer=FAST
+        )
+    if kind == "dpo":
+        return agl.DPO(steps=STEPS, tasks_per_step=2, optimizer=FAST)
+    return agl.LightningRL(steps=STEPS, tasks_per_step=2, group_size=2, optimizer=FAST)
+
+
+def weights(result: agl.OfflineResult) -> dict[str, torch.Tensor]:
+    return load_file(result.checkpoint / "model.safetensors")
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo", pytest.param("sft", marks=pytest.mark.slow)])
+def test_an_interrupted_run_ends_with_the_weights_of_one_that_was_not(
+    kind: str, kill: Any, store: Any, fill: Any, add: Any, tiny: Path, tmp_path: Path
+) -> None:
+    fill(store, tokens=True)
+    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=2))
+    made: dict[str, Any] = {"model": tiny, "store": store}
+
+    def trainer(name: str) -> agl.Trainer:
+        return agl.Trainer(config, algorithm=algorithm_of(kind, tmp_path), run_dir=tmp_path / name, **made)
+
+    whole: Any = trainer("whole").train()
+    kill(3)
+    with pytest.raises(Killed):
+        trainer("cut").train()
+    assert [line["step"] for line in lines(tmp_path / "cut")] == [1, 2, 3, 4]
+    asyncio.run(add(store, "question 0", "maybe", 1.0, tokens=True))  # A session of later changes nothing.
+    resumed: Any = agl.Trainer.resume(tmp_path / "cut").train()
+    left, right = weights(whole), weights(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert resumed.steps == STEPS
+    timeless = [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines(tmp_path / "cut")
+    ]
+    assert timeless == [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines(tmp_path / "whole")
+    ]
+    for name in ("counts", "left_out", "notes", "sessions", "method"):
+        assert getattr(resumed, name) == getattr(whole, name)
+    assert [entry.name for entry in (tmp_path / "cut" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
+
+
+def test_a_finished_run_goes_on_with_more_steps(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store)
+    made: Any = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=tmp_path / "run")
+    assert made.train(2).steps == 2
+    resumed: Any = agl.Trainer.resume(tmp_path / "run").train(4)
+    assert (resumed.steps, [line["step"] for line in lines(tmp_path / "run")]) == (4, [1, 2, 3, 4])
+
+
+def test_the_reward_before_is_not_measured_again(kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store)
+    calls = tmp_path / "calls"
+
+    @agl.rollout
+    def agent(task: Any) -> float:
+        with calls.open("a") as file:
+            file.write("once\n")
+        return float(task["value"])
+
+    tasks = [{"value": 0.25}]
+    measured: dict[str, Any] = {"eval_agent": agent, "held_out_dataset": tasks}
+    kill(0)
+    made = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=tmp_path / "run")
+    with pytest.raises(Killed):
+        made.train(1, **measured)
+    assert len(calls.read_text().splitlines()) == 2
+    with pytest.raises(ResumeError, match=r"eval_agent given as an object.*train\(eval_agent=...\), or --eval-agent"):
+        agl.Trainer.resume(tmp_path / "run").train()
+    resumed: Any = agl.Trainer.resume(tmp_path / "run").train(eval_agent=agent)
+    assert len(calls.read_text().splitlines()) == 4
+    assert resumed.held_out["greedy"].before == 0.25
+
+
+def test_what_a_resumed_run_cannot_bring_back_is_named(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    sft = agl.SFTAlgorithm(dataset=conversations(["yes"]), steps=2, optimizer=FAST)
+    kill(0)
+    with pytest.raises(Killed):
+        agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
+    with pytest.raises(ResumeError, match=r"dataset given as objects.*algorithm=\.\.\."):
+        agl.Trainer.resume(run_dir).train()
+    with pytest.raises(ResumeError, match=r"trained by .*SFTAlgorithm, not by .*DPO"):
+        agl.Trainer.resume(run_dir, algorithm=agl.DPO()).train()
+    with pytest.raises(ConfigError, match="without an agent"):
+        agl.Trainer.resume(run_dir, algorithm=sft).train(agent=print)
+    with pytest.raises(ResumeError, match=r"learns from recorded data.*agl sft --resume"):
+        agl.Trainer.resume(run_dir, algorithm=sft).fit(print)
+    with pytest.raises(ConfigError, match="target_agent: a resumed run keeps this"):
+        agl.Trainer.resume(run_dir, algorithm=sft).train(target_agent="writer")
+    with pytest.raises(ConfigError, match=r"already holds a run on recorded data; continue it"):
+        agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
+    result: Any = agl.Trainer.resume(run_dir, algorithm=sft).train()
+    assert (result.steps, result.sessions) == (2, 1)
+
+
+def test_sessions_that_are_gone_are_counted(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path, capfd: Any
+) -> None:
+    fill(store)
+    kill(0)
+    made = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=tmp_path / "run")
+    with pytest.raises(Killed):
+        made.train(1)
+    other = agl.LightningStore(tmp_path / "other.db")
+    fill(other, 1)
+    agl.Trainer.resume(tmp_path / "run", store=store).train()
+    position = json.loads((tmp_path / "run" / "offline.json").read_text())
+    assert (position["step"], len(position["rollouts"])) == (1, 12)
+    (tmp_path / "run" / "offline.json").write_text(
+        json.dumps({**position, "rollouts": [*position["rollouts"], "ro-9"]})
+    )
+    agl.Trainer.resume(tmp_path / "run", store=store).train(2)
+    assert "1 sessions of this run are no longer in the store" in capfd.readouterr().err
+
+
+def test_an_interrupted_run_that_follows_learns_from_no_session_twice(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
+) -> None:
+    fill(store, 2, tokens=True)
+    learning = agl.LightningRL(tasks_per_step=1, group_size=2, optimizer=FAST)
+    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    kill(1)
+    with pytest.raises(Killed):
+        agl.Trainer(config, store=store, algorithm=learning, model=tiny, run_dir=tmp_path / "run").train(
+            9, follow=True, follow_timeout=0.1
+        )
+    resumed: Any = agl.Trainer.resume(tmp_path / "run").train()
+    assert resumed.steps == 4, "8 sessions, two at a time"
+    position = json.loads((tmp_path / "run" / "offline.json").read_text())
+    assert len(position["source"]["learned"]) == len(set(position["source"]["learned"])) == 8
+
+
+def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store)
+    run = str(tmp_path / "run")
+    sft = ["sft", "steps=3", "--checkpoint-every", "1", "--model", str(tiny)]
+    kill(1)
+    done = CliRunner().invoke(build(), [*sft, "--store", str(tmp_path / "sessions.db"), "--run-dir", run])
+    assert isinstance(done.exception, Killed)
+    resumed = CliRunner().invoke(build(), ["sft", "--resume", run, "--json"])
+    assert resumed.exit_code == 0, resumed.output
+    assert json.loads(resumed.stdout)["steps"] == 3
+    wrong = CliRunner().invoke(build(), ["dpo", "--resume", run])
+    assert "continue it with  agl sft --resume" in wrong.output
+    both = CliRunner().invoke(build(), ["sft", "steps=5", "--resume", run])
+    assert "--resume uses the run's own settings" in both.output
+    missing = CliRunner().invoke(build(), ["sft", "--dataset", "data.jsonl"])
+    assert "--model is missing" in missing.output
+    nothing = CliRunner().invoke(build(), ["dpo", "--resume", str(tmp_path / "none")])
+    assert "holds no run" in nothing.output
