@@ -49,11 +49,13 @@ def run_without_extras(program: str) -> str:
     return subprocess.run(given, text=True, capture_output=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_every_public_name_can_be_had_without_an_extra():
     program = "import agentlightning as agl\nfor name in agl.__all__: getattr(agl, name)\nprint('all')"
     assert run_without_extras(program).strip() == "all"
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_runs_without_an_extra():
     readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
     [example] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
@@ -69,6 +71,7 @@ NEEDING_TRAIN = [
 ]
 
 
+@pytest.mark.slow
 def test_what_needs_an_extra_says_which(tmp_path: Path):
     program = f"""
 import agentlightning as agl, os

@@ -197,6 +197,7 @@ async def test_a_run_trains_adapters_that_a_server_samples_from(tmp_path: Path) 
     await job.store.close()
 
 
+@pytest.mark.slow
 async def test_a_run_trains_several_agents_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, three_agents)
     result = await job.fit(3, agents=AGENTS)

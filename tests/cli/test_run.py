@@ -137,6 +137,7 @@ def running():
                 yield stat.parent.name
 
 
+@pytest.mark.slow
 def test_what_a_python_program_emits_is_recorded_and_the_token_is_out_of_reach(clean):
     look = "pathlib.Path(f'/proc/{os.getppid()}/environ').read_bytes()"
     program = f"import os, pathlib, agentlightning as agl\nagl.emit_reward(0.5)\nprint(b'secret-token' in {look})"
@@ -310,6 +311,7 @@ def test_what_cannot_work_is_said_before_anything_runs(invoke, clean, arguments,
     assert not Path(".agentlightning").exists()
 
 
+@pytest.mark.slow
 def test_streams_signals_and_exit_code_are_the_commands_own(clean):
     script = """
 import signal, sys

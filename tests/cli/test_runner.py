@@ -52,6 +52,7 @@ async def is_running(client, rollout):
 # -- the usual life --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_it_runs_what_is_queued_and_drains_when_told_to_stop(start, server, tmp_path):
     _, url, client = server
     quick = await enqueue(client, *({"reward": i} for i in range(6)))

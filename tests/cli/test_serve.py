@@ -84,6 +84,7 @@ def test_a_size_that_is_none_is_refused(invoke):
 # -- its life --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start, tmp_path):
     options = ("--port", "0", "--db", "s.db", "--max-body", "100KB", "--json")
     program = start("serve", *options, AGL_TOKEN="open-sesame")

@@ -27,7 +27,18 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, file or None, body) for language, file, body in FENCE.findall(page.read_text())]
 
 
-LONG = {"evaluation", "first-training", "offline", "prompts", "store", "serving", "your-own-agent", "gateway", "rest"}
+LONG = {
+    "evaluation",
+    "first-training",
+    "offline",
+    "prompts",
+    "store",
+    "serving",
+    "updates",
+    "your-own-agent",
+    "gateway",
+    "rest",
+}
 """Pages whose blocks take seconds: with the slow tests, which CI runs for the docs."""
 
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).with_name("prompt_selection.py")
 
 
+@pytest.mark.slow
 def test_the_better_of_two_prompts_is_published_measured_and_kept(tmp_path):
     run_dir = tmp_path / "run"
     done = subprocess.run([sys.executable, PROGRAM, run_dir], capture_output=True, text=True, timeout=100)

@@ -64,6 +64,7 @@ def collector():
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
     agent = (job.directory / "agent.py").read_text()

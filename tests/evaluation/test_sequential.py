@@ -57,7 +57,7 @@ def test_over_all_flips_of_the_differences_at_most_alpha_decide(sizes: list[floa
 
 
 @given(st.lists(VALUES, min_size=6, max_size=20))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_interval_p_value_and_decision_agree(differences: list[float]) -> None:
     test = run(PairedSequentialTest(max_pairs=20), differences)
     low, high = test.interval

@@ -196,7 +196,11 @@ async def assert_trainable(learning: Learning, version: int) -> None:
     assert figures["tokens_trained"] > 0
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{k}={v}" for k, v in mode.items()))
+QUICK = [mode for mode in MODES if mode.get("in_flight") is not False]
+"""The slow test below has all of them."""
+
+
+@pytest.mark.parametrize("mode", QUICK, ids=lambda mode: "-".join(f"{k}={v}" for k, v in mode.items()))
 async def test_no_call_fails_for_an_update_and_every_token_names_its_weights(learning, mode):
     await stress(learning, mode, agents=4, updates=2, calls=3)
 

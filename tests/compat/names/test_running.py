@@ -88,6 +88,7 @@ async def test_a_store_server_serves_clients(store: Any) -> None:
     await server.stop()
 
 
+@pytest.mark.slow
 def test_dev_runs_the_agent_once_on_each_task_and_trains_nothing(tmp_path: Path) -> None:
     trainer = agl.Trainer(run_dir=tmp_path / "run", n_runners=1, hooks=Notes(str(tmp_path / "notes")))
     result = trainer.dev(agent, TASKS)

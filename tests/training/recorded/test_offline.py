@@ -207,6 +207,7 @@ def test_arguments_that_cannot_work_are_refused(
         trainer(store, tiny, tmp_path).train(**arguments)
 
 
+@pytest.mark.slow
 def test_following_learns_from_each_session_once_as_they_arrive(
     store: Any, fill: Any, tiny: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_following_learns_from_each_session_once_as_they_arrive(
     assert any("no session arrived" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_the_gain_is_measured_on_held_out_tasks(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
 

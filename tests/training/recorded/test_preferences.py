@@ -42,8 +42,14 @@ def learned(store: Any, algorithm: Any, tiny: Path, tmp_path: Path, steps: int |
     return result
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "simpo"])
-@pytest.mark.parametrize("pairs", ["sessions", "branches"])
+@pytest.mark.parametrize(
+    ("loss", "pairs"),
+    [
+        *(("dpo", "sessions"), ("kto", "branches")),
+        *(pytest.param(loss, "sessions", marks=pytest.mark.slow) for loss in ("ipo", "kto", "simpo")),
+        *(pytest.param(loss, "branches", marks=pytest.mark.slow) for loss in ("dpo", "ipo", "simpo")),
+    ],
+)
 def test_every_preference_loss_prefers_what_was_rewarded(
     loss: str, pairs: Any, store: Any, fill: Any, tiny: Path, chat: HFChatFormat, tmp_path: Path
 ) -> None:
@@ -63,6 +69,7 @@ def test_the_margin_is_zero_where_the_policy_is_the_reference(
     assert result.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_another_reference_moves_the_margin(
     store: Any, fill: Any, tiny: Path, tmp_path: Path, chat: HFChatFormat
 ) -> None:

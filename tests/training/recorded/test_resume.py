@@ -71,7 +71,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["rl", "dpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["rl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "sft"))])
 def test_an_interrupted_run_ends_with_the_weights_of_one_that_was_not(
     kind: str, kill: Any, store: Any, fill: Any, add: Any, tiny: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +111,7 @@ def test_a_finished_run_goes_on_with_more_steps(store: Any, fill: Any, tiny: Pat
     assert (resumed.steps, [line["step"] for line in lines(tmp_path / "run")]) == (4, [1, 2, 3, 4])
 
 
+@pytest.mark.slow
 def test_the_reward_before_is_not_measured_again(kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     calls = tmp_path / "calls"
@@ -179,6 +180,7 @@ def test_sessions_that_are_gone_are_counted(
     assert "1 sessions of this run are no longer in the store" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_that_follows_learns_from_no_session_twice(
     kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
 ) -> None:
