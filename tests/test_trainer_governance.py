@@ -196,6 +196,20 @@ async def test_a_resumed_run_keeps_its_promoted_version(job: Job) -> None:
     assert job.prompt == "say {word}, please"
 
 
+async def test_an_algorithm_that_ends_before_its_last_step_is_judged_where_it_ends(job: Job) -> None:
+    class Ends(Publishes):
+        total_steps = 50
+
+        async def run(self, training: agl.Training) -> None:
+            for template in self.prompts[training.step :]:
+                await training.publish({"prompt": agl.PromptTemplate(template=template)})
+                await training.finish_step(agl.Collected(()), {})
+
+    result = await job.fit(Ends(["say {word}, please", "{word}!"]), gate=agl.GateConfig(every=10))
+    assert (result.steps, result.gate_rejections) == (2, 1)
+    assert job.prompt == "{word}, please", "the start, which was promoted last"
+
+
 # -- the audit log -----------------------------------------------------------------------------------------------------
 
 

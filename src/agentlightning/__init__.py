@@ -5,7 +5,9 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
     on the rollouts of a store), RunnerStatistics (what it did).
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
-    learning), LightningRLConfig (its settings), APO (prompt optimisation), APOConfig (its settings), PromptModel (of
+    learning), LightningRLConfig (its settings), Sequential (several algorithms in one run), SequentialConfig (its
+    settings), Stage (one of them), StageResult (what it gained), Cost (tokens and money), APO (prompt optimisation),
+    APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
     (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), OfflineResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.base import Algorithm
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.preference import DPO, DPOConfig
+    from agentlightning.algorithms.sequential.algorithm import Sequential
+    from agentlightning.algorithms.sequential.config import SequentialConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
     from agentlightning.algorithms.training import (
         Collected,
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
         RolloutReport,
         RolloutRequest,
         RolloutSource,
+        Stage,
         Training,
     )
     from agentlightning.chat.base import ChatFormat
@@ -185,7 +190,9 @@ if TYPE_CHECKING:
     from agentlightning.trainer import Trainer
     from agentlightning.training.governance.audit import AuditRecord, read_audit
     from agentlightning.training.recorded.result import OfflineResult
+    from agentlightning.training.report.cost import Cost
     from agentlightning.training.report.result import TrainingResult
+    from agentlightning.training.report.stage_result import StageResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress
@@ -195,9 +202,11 @@ _NAMES = {
     "algorithms.apo.algorithm": "APO",
     "algorithms.apo.config": "APOConfig BeamSearchConfig GepaSearchConfig PromptModel SearchBudget",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
+    "algorithms.sequential.algorithm": "Sequential",
+    "algorithms.sequential.config": "SequentialConfig",
     "algorithms.preference": "DPO DPOConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
-    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Training",
+    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training",
     "chat.base": "ChatFormat",
     "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
     "compat.algorithm": "FunctionalAlgorithm algo",
@@ -260,7 +269,9 @@ _NAMES = {
     "trainer": "Trainer",
     "training.governance.audit": "AuditRecord read_audit",
     "training.recorded.result": "OfflineResult",
+    "training.report.cost": "Cost",
     "training.report.result": "TrainingResult",
+    "training.report.stage_result": "StageResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
     "util.progress": "Progress",
@@ -289,6 +300,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "ContextLengthError",
+    "Cost",
     "CriticalPath",
     "CurriculumConfig",
     "DPOConfig",
@@ -366,10 +378,14 @@ __all__ = [
     "SFTConfig",
     "SFTResult",
     "SearchBudget",
+    "Sequential",
+    "SequentialConfig",
     "ServerError",
     "Session",
     "Span",
     "SpanEvent",
+    "Stage",
+    "StageResult",
     "Step",
     "StoreAuthError",
     "StoreClosedError",

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.sequential.config import SequentialConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
@@ -320,10 +321,11 @@ class TrainConfig(Section):
     """The model that learns."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised learning first."""
-    algorithm: Annotated[LightningRLConfig | APOConfig, Field(discriminator="type")] = Field(
+    algorithm: Annotated[LightningRLConfig | APOConfig | SequentialConfig, Field(discriminator="type")] = Field(
         default_factory=LightningRLConfig
     )
-    """The algorithm: type "lightning_rl" (reinforcement learning) or "apo" (prompt optimisation)."""
+    """The algorithm: type "lightning_rl" (reinforcement learning), "apo" (prompt optimisation), or "sequential" (a list
+    of these, one after the other)."""
     prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
     """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
@@ -359,11 +361,12 @@ class TrainConfig(Section):
 
     def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
-        if not isinstance(self.algorithm, LightningRLConfig):
-            return
-        check_value_head(self.algorithm.loss, self.policy.value_head)
-        if self.curriculum.branching is not None:
-            self.curriculum.branching.check_group_size(self.algorithm.group_size)
+        stages = self.algorithm.stages if isinstance(self.algorithm, SequentialConfig) else (self.algorithm,)
+        for stage in stages:
+            if isinstance(stage, LightningRLConfig):
+                check_value_head(stage.loss, self.policy.value_head)
+                if self.curriculum.branching is not None:
+                    self.curriculum.branching.check_group_size(stage.group_size)
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:

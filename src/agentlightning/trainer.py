@@ -206,7 +206,7 @@ class Trainer:
     ) -> TrainingResult:
         """`fit`, for callers that have an event loop."""
         check_live(self.algorithm)
-        if self.algorithm is None or self.algorithm.learns_weights:
+        if (self.algorithm or make_algorithm(self.config.algorithm)).learns_weights:
             require_training()
         self._name_objects(agent)
         with self.progress:
@@ -411,12 +411,13 @@ class Trainer:
         before = await measurements.measure_start()
         if at_start:
             await self._load_checkpoint(run)
-        self.progress.phase("training", run.total_steps, done=run.step)
-        if run.step >= run.total_steps:
-            self.progress.note(f"all {run.step} steps are done; with more (algorithm.steps=N) the run continues")
+        self.progress.phase("training", run.total_steps, done=state.step)
+        if state.step >= run.total_steps:
+            self.progress.note(f"all {state.step} steps are done; with more (algorithm.steps=N) the run continues")
         run.account.read_records()
         await run.begin()
         await algorithm.run(run)
+        await run.judge()
         await run.load_best()
         self.progress.phase("measuring the trained policy", measurements.rollouts)
         after = await measurements.measure_trained()

@@ -45,9 +45,9 @@ class Algorithm(ABC, Generic[C]):
     config: C
     """Its settings, where it has any; frozen, unknown keys are refused."""
     name: ClassVar[str] = "algorithm"
-    learns_weights: ClassVar[bool] = True
+    learns_weights: bool = True
     """Whether it trains a model. If not (prompt optimisation), the run opens no policy and needs no torch."""
-    selects_result: ClassVar[bool] = False
+    selects_result: bool = False
     """Whether it chooses its result on the validation tasks itself. The run then validates at no step and measures the
     held-out tasks in one mode, and no task may be in two splits."""
     objective: ClassVar[Objective] = "reinforcement"
@@ -127,6 +127,11 @@ def make_algorithm(config: BaseModel) -> Algorithm[Any]:
         raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(sorted(_ALGORITHMS))}")
     make: Any = _ALGORITHMS[name]
     return make(config)
+
+
+def is_registered(algorithm: Algorithm[Any]) -> bool:
+    """Whether `make_algorithm` brings it back from its settings."""
+    return _ALGORITHMS.get(algorithm.name) is type(algorithm)
 
 
 def class_name(algorithm: Algorithm[Any]) -> str:

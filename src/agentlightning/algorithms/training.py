@@ -109,6 +109,33 @@ class RolloutReport:
     spans: tuple[Span, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One algorithm of several in a run, as the run needs to know it.
+
+    >>> agl.Stage(0, of=2, name="apo", steps=30).number
+    1
+    """
+
+    place: int
+    """From 0, over all rounds."""
+    of: int
+    """The number of stages of the run."""
+    name: str
+    """That of its algorithm."""
+    steps: int
+    """The most steps that it does."""
+    learns_weights: bool = True
+    selects_result: bool = False
+    """Whether it chooses its result on the validation tasks itself; the run then does not validate it."""
+    settings: str = ""
+    """Tells its settings from others; empty where it has none."""
+
+    @property
+    def number(self) -> int:
+        return self.place + 1
+
+
 class RolloutSource(Protocol):
     """Where an algorithm's rollouts come from: run for each step, run ahead of it, or recorded earlier."""
 
@@ -166,7 +193,8 @@ class Training(Protocol):
 
     @property
     def step(self) -> int:
-        """The number of finished steps: 0 in a new run, more in a resumed one."""
+        """The number of finished steps: 0 in a new run, more in a resumed one. In a run of several stages, those of the
+        present stage."""
         ...
 
     @property
@@ -277,6 +305,11 @@ class Training(Protocol):
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
         """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
         may hold any numbers; `training.health.step_record.StepRecord` lists those that the run's warnings use."""
+        ...
+
+    async def begin_stage(self, stage: Stage) -> bool:
+        """Begin a stage of several, or continue it in a resumed run; the one before is finished. False: the stage was
+        finished in an earlier session. Raises ResumeError where the run had another algorithm at its place."""
         ...
 
     async def save(self, directory: Path) -> None:

@@ -94,7 +94,9 @@ class ScriptedPolicy(ScriptedEngine):
 
 def _write(directory: Path, weights: bytes) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / WEIGHTS).write_bytes(weights)
+    new = directory / f".{WEIGHTS}"
+    new.write_bytes(weights)
+    new.replace(directory / WEIGHTS)  # A checkpoint may share its file with another.
 
 
 def scripted_weights(directory: Path) -> dict[str, int]:

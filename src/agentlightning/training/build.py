@@ -139,7 +139,8 @@ def make_training_run(
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state)
-    source = make_source(config, account, tasks, publisher, learner, algorithm)
+    stream = make_source(config, account, tasks, publisher, learner, algorithm)
+    source: RolloutSource = stream
     if config.group_reward is not None:
         judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
         source = GroupRewardSource(source, judge, collector.store)
@@ -157,11 +158,12 @@ def make_training_run(
             publisher,
             state,
             tasks,
-            config.evaluation.model_copy(update={"every": 0}) if algorithm.selects_result else config.evaluation,
+            config.evaluation,
             algorithm.reward_weights,
             on_collected=account.name_left_out,
             on_progress=account.progress.update,
             write_state=account.write_state,
+            validates=not algorithm.selects_result,
         ),
         checkpoints=checkpoints,
         recovery=Recovery(config.run, state, checkpoints),
@@ -170,6 +172,8 @@ def make_training_run(
         audit=audit,
         watch=watch,
         gate=make_gate(config, algorithm, tasks, collector, checkpoints, audit),
+        stop_rollouts_at=stream.stop_at,
+        uses_providers=bool(config.gateway.providers),
     )
 
 
@@ -226,7 +230,7 @@ def make_source(
     publisher: ResourcePublisher,
     learner: PolicyLearner | None,
     algorithm: Algorithm[Any],
-) -> RolloutSource:
+) -> RolloutStream:
     """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
     `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
@@ -247,7 +251,7 @@ def make_source(
         turn_limit=config.curriculum.turns,
         branching=config.curriculum.branching,
         limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
-        on_progress=lambda done, total: account.progress.update(account.state.step, rollouts=f"{done}/{total}"),
+        on_progress=lambda done, total: account.progress.update(account.state.stage_step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )
 

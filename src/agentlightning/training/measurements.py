@@ -31,6 +31,8 @@ class Measurements:
     on_collected: Callable[[Collected], Awaitable[None]]
     on_progress: Callable[[int], None]
     write_state: Callable[[], None]
+    validates: bool = True
+    """False: the algorithm chooses its result on the validation tasks itself."""
 
     @property
     def validation(self) -> Sequence[Any]:
@@ -49,7 +51,9 @@ class Measurements:
 
     def validation_is_due(self, total_steps: int) -> bool:
         every, step = self.config.every, self.state.step
-        return every > 0 and (step % every == 0 or step == total_steps) and bool(self.tasks.validation)
+        return (
+            self.validates and every > 0 and (step % every == 0 or step == total_steps) and bool(self.tasks.validation)
+        )
 
     async def validate(self) -> dict[str, Evaluation]:
         """The reward of the validation tasks, by mode."""
@@ -75,6 +79,10 @@ class Measurements:
         """Held-out reward of the starting policy. Raises TrainingStopped where more rollouts fail than the run allows,
         and RewardError where there is no reward at all."""
         return await self._measure("before", "before", strict=True)
+
+    async def measure_stage(self, place: int) -> dict[str, Evaluation]:
+        """Held-out reward of what a stage has left."""
+        return await self._measure(f"stage-{place}", f"stage-{place:02d}", strict=False)
 
     async def measure_trained(self) -> dict[str, Evaluation]:
         """Held-out reward of the present weights, the best or the last ones; again where a run that was finished has

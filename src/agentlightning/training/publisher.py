@@ -39,24 +39,32 @@ class ResourcePublisher:
             max_calls=max_calls,
         )
 
-    async def write_trial(self, label: str, resources: NamedResources) -> str:
-        """Write the present resources with some replaced. Returns their id, which begins with `label` and is the same
-        for the same resources."""
+    def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
+        """The policy as `llm`, and each of its adapters; empty where the run trains none."""
+        if self._policy is None:
+            return {}
+        found: NamedResources = {"llm": self._llm(self._policy, sampling, max_calls)}
+        for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
+            found[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)
+        return found
+
+    async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
+        """Write the present resources with some replaced, and the policy. Returns their id, which begins with `label`
+        and is the same for the same resources, wherever the policy is served."""
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
+        given |= self._policy_resources(sampling, None)
         if await self._store.get_resources_by_id(resources_id) is None:
             await self._store.add_resources(given, resources_id)
+        elif self._policy is not None:
+            await self._store.update_resources(resources_id, given)
         return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
-        resources = dict(self.resources)
-        if self._policy is not None:
-            resources["llm"] = self._llm(self._policy, sampling, max_calls)
-            for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
-                resources[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)
+        resources = {**self.resources, **self._policy_resources(sampling, max_calls)}
         if await self._store.get_resources_by_id(resources_id) is None:
             await self._store.add_resources(resources, resources_id)
         else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
 from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
@@ -22,6 +22,7 @@ from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources, PromptTemplate, named_resources
+from agentlightning.training.evaluate_tasks import TEMPERATURES
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import Decision, PromotionGate
 from agentlightning.training.governance.reward_watch import RewardWatch
@@ -37,6 +38,7 @@ from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.sources.versions import age
+from agentlightning.training.stages import check_order, record_of, updated_before
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
 
@@ -137,12 +139,17 @@ class TrainingRun:
     checkpoints: Checkpoints
     recovery: Recovery
     total_steps: int
+    """The last step; in a run of several stages, that of the present one."""
     audit: AuditLog
     watch: RewardWatch | None = None
     gate: PromotionGate | None = None
     target_agent: str | None = None
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """The prompt templates that the run began with."""
+    stop_rollouts_at: Callable[[int], None] = lambda step: None
+    """No rollouts are started for this step or later ones."""
+    uses_providers: bool = False
+    """Whether agents may call models of others, at their prices."""
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
 
@@ -152,7 +159,7 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        return self.state.step
+        return self.state.stage_step
 
     @property
     def chat(self) -> ChatFormat:
@@ -203,10 +210,10 @@ class TrainingRun:
         if run_dir.start.exists():
             return run_dir.start
         if not run_dir.reference.exists():
-            if self.step:
+            if updated_before(self.state):
                 raise ConfigError(
                     f"the weights that the run started from were not kept: no setting needed them in its first "
-                    f"{self.step} steps. Set algorithm.reference to the directory of a model"
+                    f"{self.state.step} steps. Set algorithm.reference to the directory of a model"
                 )
             await self._learner().save(run_dir.reference)
         return run_dir.reference
@@ -238,8 +245,9 @@ class TrainingRun:
         self.account.warn({name: text})
 
     async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
-        label = f"{self.state.run_id}-evaluation-{self.step:06d}{self.state.suffix}"
-        resources_id = await self.checkpoints.publisher.write_trial(label, resources)
+        label = f"{self.state.run_id}-evaluation-{self.state.step:06d}{self.state.suffix}"
+        sampling = {"temperature": TEMPERATURES[self.measurements.config.modes[0]]}
+        resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
         weights = self.measurements.reward_weights
         collected, reports = await run_trials(self.account.collector, label, tasks, resources_id, weights)
         await self.account.count(collected)
@@ -249,7 +257,7 @@ class TrainingRun:
         self.checkpoints.publisher.publish(resources)
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
-        label = f"evaluation-{self.step:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
+        label = f"evaluation-{self.state.step:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
         chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(label, "greedy", chosen)
@@ -278,7 +286,7 @@ class TrainingRun:
             await self._finish_decision(decision)
         elif state.step % (self.config.checkpoint_every or 1) == 0 or state.step == self.total_steps:
             await self.checkpoint()
-        self.account.progress.update(state.step, **record.progress())
+        self.account.progress.update(self.step, **record.progress())
 
     async def _finish_reaction(self, reaction: Reaction) -> None:
         await self.checkpoint()
@@ -300,6 +308,43 @@ class TrainingRun:
             raise self.gate.stopped(decision)
         self.account.progress.note(self.gate.describe(decision))
 
+    async def judge(self) -> None:
+        """Have the gate decide about the present version, unless it has."""
+        if self.gate is not None and not self.gate.has_judged:
+            await self._finish_decision(await self.gate.decide())
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    async def begin_stage(self, stage: Stage) -> bool:
+        state = self.state
+        check_order(stage, state.stages, self.warn)
+        if stage.number < len(state.stages):
+            return False
+        if stage.number > len(state.stages):
+            if state.stages:
+                await self._finish_stage(stage)
+            state.begin_stage(record_of(stage, state))
+            await self._keep_start()
+        self.total_steps = state.first_step + stage.steps
+        self.stop_rollouts_at(self.total_steps)
+        self.measurements.validates = not stage.selects_result
+        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", stage.steps, done=self.step)
+        return True
+
+    async def _keep_start(self) -> None:
+        """Record that a stage has begun, with a checkpoint of what it begins with."""
+        if self.state.first_step:
+            await self.checkpoint()
+            self.recovery.keep_only(str(self.state.checkpoint))
+        self.account.write_state()
+
+    async def _finish_stage(self, following: Stage) -> None:
+        """Leave the next stage the promoted version, or the best one by validation, and measure it."""
+        await self.judge()
+        await self.load_best()
+        self.account.progress.phase(f"measuring after stage {following.place}", self.measurements.rollouts)
+        await self.measurements.measure_stage(following.place - 1)
+
     def _write_audit(self, collected: Collected, line: Mapping[str, Any]) -> None:
         publisher = self.checkpoints.publisher
         resources = named_resources.dump_python(publisher.resources, mode="json") if publisher.published else None
@@ -314,7 +359,7 @@ class TrainingRun:
 
     async def checkpoint(self) -> None:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
-        self.state.checkpoint = await self.checkpoints.write(self.step)
+        self.state.checkpoint = await self.checkpoints.write(self.state.step)
         self.state.checkpoint_version = None if self.learner is None else self.learner.policy_version
         self.recovery.keep()
         self.account.write_state()
@@ -326,14 +371,14 @@ class TrainingRun:
         promoted = self.state.promoted
         if self.gate is not None and promoted is not None:
             self.state.best_step, self.state.best_checkpoint = promoted["step"], promoted["directory"]
-        if self.state.best_checkpoint is not None and self.state.best_step != self.step:
+        if self.state.best_checkpoint is not None and self.state.best_step != self.state.step:
             await self.checkpoints.rollback(self.state.best_checkpoint)
 
     async def _validate(self) -> dict[str, float]:
         results = await self.measurements.validate()
         if self.measurements.is_best(results):
-            self.state.best_step = self.step
-            self.state.best_checkpoint = await self.checkpoints.write(self.step)
+            self.state.best_step = self.state.step
+            self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
         return {
             **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},
             **{f"missing_validation_{mode}": result.missing for mode, result in results.items() if result.missing},
@@ -346,6 +391,7 @@ def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float
     return {
         "step": state.step,
         **({"revision": state.revision} if state.revision else {}),
+        **({"stage": len(state.stages)} if state.stages else {}),
         **metrics,
         "rollouts": state.rollouts,
         "failed": len(collected.failed),

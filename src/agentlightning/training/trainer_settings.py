@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.sequential.config import SequentialConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
@@ -27,7 +30,7 @@ def with_arguments(
     """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
     changes: dict[str, Any] = {}
     settings = getattr(algorithm, "config", None)
-    if isinstance(settings, LightningRLConfig | APOConfig):
+    if isinstance(settings, LightningRLConfig | APOConfig | SequentialConfig):
         changes["algorithm"] = settings
     model = _model_of(model, algorithm)
     if model is not None:
@@ -38,7 +41,8 @@ def with_arguments(
     if seed is not None:
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
-    if (algorithm or make_algorithm(found.algorithm)).selects_result:
+    run_by = algorithm or make_algorithm(found.algorithm)
+    if run_by.selects_result and not run_by.learns_weights:
         found = _in_one_mode(found)
     found.check_sections()
     return found
@@ -71,9 +75,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
         "policy": config.policy.model_copy(update=policy),
     }
-    models = {name: getattr(config.algorithm, name, None) for name in ("reference", "teacher")}
-    if found := {name: str(Path(given).resolve()) for name, given in models.items() if given is not None}:
-        changes["algorithm"] = config.algorithm.model_copy(update=found)
+    changes["algorithm"] = _with_absolute_models(config.algorithm)
     if config.gate is not None and config.gate.tasks is not None and Path(config.gate.tasks).exists():
         tasks = str(Path(config.gate.tasks).resolve())
         changes["gate"] = config.gate.model_copy(update={"tasks": tasks})
@@ -81,6 +83,19 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         path = str(Path(demonstrations).resolve())
         changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
     return config.model_copy(update=changes)
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def _with_absolute_models(settings: C) -> C:
+    """The settings of an algorithm, and of its stages."""
+    if isinstance(settings, SequentialConfig):
+        return settings.model_copy(update={"stages": tuple(map(_with_absolute_models, settings.stages))})
+    models = {name: getattr(settings, name, None) for name in ("reference", "teacher")}
+    return settings.model_copy(
+        update={name: str(Path(given).resolve()) for name, given in models.items() if given is not None}
+    )
 
 
 def check_algorithm(algorithm: object) -> Algorithm[Any]:

@@ -181,6 +181,9 @@ def _merge(into: Table, table: Mapping[str, Any]) -> None:
     for key, value in table.items():
         if isinstance(value, dict):
             inner = into.get(key)
+            if isinstance(inner, list) and all(each.isdecimal() for each in cast(Table, value)):
+                _merge_items(cast(list[Any], inner), cast(Table, value), key)
+                continue
             if not isinstance(inner, dict):
                 inner = into[key] = {}
             _merge(cast(Table, inner), cast(Table, value))
@@ -188,10 +191,25 @@ def _merge(into: Table, table: Mapping[str, Any]) -> None:
             into[key] = value
 
 
+def _merge_items(into: list[Any], items: Table, name: str) -> None:
+    """Change items of a list by their place: `stages.1.steps=50`."""
+    for place, value in items.items():
+        if int(place) >= len(into):
+            raise ConfigError(f"there is no {name}.{place}: {name} has {len(into)} items, counted from 0")
+        if isinstance(value, dict) and isinstance(into[int(place)], dict):
+            _merge(cast(Table, into[int(place)]), cast(Table, value))
+        else:
+            into[int(place)] = value
+
+
 def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
     for key, value in table.items():
         if isinstance(value, dict):
             _read_none(cast(Table, value), known, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            for item in cast(list[Any], value):
+                if isinstance(item, dict):
+                    _read_none(cast(Table, item), known, f"{prefix}{key}.{_ITEM}.")
         elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
             table[key] = None
 
@@ -440,7 +458,7 @@ def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Itera
 
 
 def _plain(value: Any, dumped: Any) -> Any:
-    """The value as TOML can hold it; models in a list or table without fields that are None or have their default."""
+    """The value as TOML can hold it; models in a list or table without fields that have their default."""
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
         models = cast(tuple[BaseModel, ...], value)
         return [_set_fields(model) for model in models]
@@ -451,9 +469,14 @@ def _plain(value: Any, dumped: Any) -> Any:
 
 
 def _set_fields(model: BaseModel) -> dict[str, Any]:
-    """The settings that are not at their default, and `type`, which says whose settings they are."""
-    values = model.model_dump(exclude_none=True, exclude_defaults=True)
-    return {"type": getattr(model, "type"), **values} if "type" in type(model).model_fields else values  # noqa: B009
+    """The settings that are not at their default, and `type`, which says whose settings they are. With a preset, all of
+    them: it fills in what is not there."""
+    whole, found = getattr(model, "preset", None) is not None, dict[str, Any]()
+    for name, dumped in model.model_dump().items():
+        value, field = getattr(model, name), type(model).model_fields[name]
+        if whole or name == "type" or value != field.get_default(call_default_factory=True):
+            found[name] = _set_fields(value) if isinstance(value, BaseModel) else _plain(value, dumped)
+    return found
 
 
 def _comment(field: FieldInfo) -> Iterator[str]:

@@ -90,8 +90,8 @@ class APO(Algorithm[APOConfig]):
     """
 
     name: ClassVar[str] = "apo"
-    learns_weights: ClassVar[bool] = False
-    selects_result: ClassVar[bool] = True
+    learns_weights = False
+    selects_result = True
 
     __signature__ = SettingsSignature(APOConfig)
 

@@ -20,6 +20,13 @@ def print_result(result: TrainingResult, console: Console) -> None:
         )
         if gain.missing_before or gain.missing_after:
             console.print(f"  {_missing(result, mode, gain)}")
+    for number, stage in enumerate(result.stages, 1):
+        for mode, gain in stage.held_out.items():
+            low, high = gain.interval
+            console.print(
+                f"  stage {number}, {stage.name}, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
+                f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f})"
+            )
     failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
     if result.rejected_rollouts:
         failed += f", left out: {describe_reasons(result.rejected_rollouts)}"

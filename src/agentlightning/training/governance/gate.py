@@ -121,17 +121,23 @@ class PromotionGate:
                 " gate.reward, or the reward of the run"
             )
         state.guard_scores = {"start": scores, "promoted": scores}
-        state.promoted = await self._checkpoint()
+        state.promoted, state.judged_step = await self._checkpoint(), state.step
         await self._record("promoted", "the run starts from it", {"guard": sum(known) / len(known)})
 
     def is_due(self, total_steps: int) -> bool:
         return self.state.step % self.config.every == 0 or self.state.step == total_steps
+
+    @property
+    def has_judged(self) -> bool:
+        """Whether it has decided about the present step."""
+        return self.state.judged_step == self.state.step
 
     async def decide(self) -> Decision:
         """Promote the present version, or return to the promoted one."""
         state = self.state
         assert state.promoted is not None
         scores = await self._measure()
+        state.judged_step = state.step
         gains = {
             name: difference(state.guard_scores[name], scores, self.config.confidence) for name in ("promoted", "start")
         }

@@ -57,8 +57,8 @@ class SignHistory:
 
 
 def signs_of(records: Records) -> list[Sign]:
-    """What is wrong as of the last of these steps. Steps before a change of what rewards mean, or from before a return
-    to an earlier checkpoint, are not judged together with it."""
+    """What is wrong as of the last of these steps. Steps before a change of what rewards mean, of an earlier stage, or
+    from before a return to an earlier checkpoint are not judged together with it."""
     present = comparable(records)
     if len(present) > FIRST_STEPS + LAST_STEPS:
         present = [*present[:FIRST_STEPS], *present[-LAST_STEPS:]]
@@ -74,7 +74,8 @@ def comparable(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def _continues(before: StepRecord, record: StepRecord) -> bool:
-    return before.revision == record.revision and not before.is_last_of_history
+    same = (before.revision, before.stage) == (record.revision, record.stage)
+    return same and not before.is_last_of_history
 
 
 def sign_history(records: Sequence[StepRecord]) -> list[SignHistory]:

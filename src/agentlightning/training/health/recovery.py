@@ -52,7 +52,11 @@ class Recovery:
     async def begin(self) -> None:
         """Before the first step of a process: there is always a checkpoint to return to."""
         if self.keeps_checkpoints and self.state.healthy is None:
-            directory = await self.checkpoints.write(self.state.step)
+            self.keep_only(await self.checkpoints.write(self.state.step))
+
+    def keep_only(self, directory: str) -> None:
+        """Return to no checkpoint before this one, with which a stage begins."""
+        if self.keeps_checkpoints:
             self.state.healthy = self.state.candidate = self._kept(directory)
 
     async def react(self, signs: Sequence[Sign]) -> Reaction | None:

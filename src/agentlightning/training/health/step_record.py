@@ -38,6 +38,8 @@ class StepRecord:
     step: int = 0
     revision: int = 0
     """The number of changes of what rewards mean, before this step."""
+    stage: int = 0
+    """The number of its stage, in a run of several algorithms."""
 
     reward: float | None = None
     """Mean reward of the batch."""

@@ -4,7 +4,10 @@ the resources it published."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,14 +16,45 @@ import orjson
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.errors import PolicyError, ResumeError
 from agentlightning.policy.base import Policy
-from agentlightning.resources import LLM, NamedResources, named_resources
+from agentlightning.resources import LLM, NamedResources, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_dir import ALGORITHM_FILE, RunDir, RunState, write_atomically
 from agentlightning.training.publisher import ResourcePublisher
 
 RESOURCES_FILE: Final = "resources.json"
-"""In a checkpoint: the resources that the algorithm has published, if any."""
+"""In a checkpoint: the resources that the algorithm has published, if any, and the run's prompts."""
+
+
+@dataclass(slots=True)
+class SavedWeights:
+    """The weights that were saved last."""
+
+    version: int | None = None
+    directories: set[Path] = field(default_factory=set[Path])
+    """That hold them."""
+
+    def begin(self, version: int, directory: Path) -> None:
+        """These weights were saved there."""
+        self.version, self.directories = version, {directory}
+
+    def link(self, version: int, directory: Path) -> bool:
+        """Make `directory` a checkpoint of the same weights by hard links, which take no space. False where it has to
+        be saved: other weights, no older checkpoint, or a file system without links."""
+        saved = {each for each in self.directories if version == self.version and each.exists()}
+        if directory in saved:
+            return True
+        if not saved or directory.exists():
+            return False
+        without = shutil.ignore_patterns(RESOURCES_FILE, ALGORITHM_FILE)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
+            try:
+                shutil.copytree(min(saved), Path(beside) / "new", copy_function=os.link, ignore=without)
+            except (OSError, shutil.Error):
+                return False
+            (Path(beside) / "new").rename(directory)
+        self.directories.add(directory)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +66,16 @@ class Checkpoints:
     publisher: ResourcePublisher
     algorithm: Algorithm[Any] | None = None
     state: RunState | None = None
+    saved: SavedWeights = field(default_factory=SavedWeights)
 
     async def write(self, step: int) -> str:
         """A checkpoint of the present weights and resources. Returns its directory, relative to the run's."""
         directory = self.run_dir.checkpoint(step)
         if self.learner is not None:
-            await self.learner.policy.save(directory, training_state=True)
+            version = self.learner.policy_version
+            if not await asyncio.to_thread(self.saved.link, version, directory):
+                await self.learner.policy.save(directory, training_state=True)
+                self.saved.begin(version, directory)
         await self._write_resources(directory)
         await self._write_algorithm(directory)
         return str(directory.relative_to(self.run_dir.path))
@@ -77,12 +115,14 @@ class Checkpoints:
 
     async def _write_algorithm(self, directory: Path) -> None:
         learned = {} if self.algorithm is None else self.algorithm.state_dict()
-        if learned:
+        if not learned:
+            (directory / ALGORITHM_FILE).unlink(missing_ok=True)
+        else:
             content = orjson.dumps({"revision": self._revision, "state": learned})
             await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:
-        if self.publisher.published or self.learner is None:
+        if self.publisher.published or self.learner is None or prompts_in(self.publisher.resources):
             content = named_resources.dump_json(self.publisher.resources, indent=2)
             await asyncio.to_thread(_write, directory / RESOURCES_FILE, content)
 

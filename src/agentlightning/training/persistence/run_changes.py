@@ -6,10 +6,11 @@ learns and for how long may change.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import orjson
 from pydantic import BaseModel
@@ -93,6 +94,9 @@ CHANGEABLE = (
 MEASURED = ("agent", "reward", "algorithm.reward_weights")
 """Settings that decide what a reward means: measurements before and after such a change cannot be compared."""
 
+STAGE: Final = re.compile(r"^algorithm\.stages\.\d+\.")
+"""The beginning of a setting of one of several algorithms, which may change as that of a single one may."""
+
 Changes = Mapping[str, tuple[Any, Any]]
 """Name of a setting -> (old value, new value)."""
 
@@ -123,7 +127,7 @@ def changed_settings(before: BaseModel, after: BaseModel) -> Changes:
 
 def check_changes(changes: Changes) -> None:
     """Raises ConfigError, with the names, for settings that a run cannot change."""
-    fixed = [name for name in changes if not any(name == each or name.startswith(f"{each}.") for each in CHANGEABLE)]
+    fixed = [name for name in changes if not _is_among(name, CHANGEABLE)]
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)}: a resumed run keeps this, as its earlier steps would not fit any more; start a new"
@@ -134,7 +138,13 @@ def check_changes(changes: Changes) -> None:
 
 def changes_rewards(changes: Changes) -> bool:
     """Whether rewards after the changes mean something else than those before."""
-    return any(name == each or name.startswith(f"{each}.") for name in changes for each in MEASURED)
+    return any(_is_among(name, MEASURED) for name in changes)
+
+
+def _is_among(name: str, settings: Sequence[str]) -> bool:
+    """Whether a setting is one of these, or in a section of these."""
+    name = STAGE.sub("algorithm.", name)
+    return any(name == each or name.startswith(f"{each}.") for each in settings)
 
 
 def overrides(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
@@ -163,5 +173,8 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, inner in cast(dict[str, Any], value).items():
             yield from _leaves(inner, f"{prefix}.{key}" if prefix else key)
+    elif prefix == "algorithm.stages":
+        for place, stage in enumerate(cast("list[Any]", value)):
+            yield from _leaves(stage, f"{prefix}.{place}")
     else:
         yield prefix, value

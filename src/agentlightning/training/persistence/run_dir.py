@@ -49,6 +49,20 @@ class KeptCheckpoint(TypedDict):
     """Of the weights in it."""
 
 
+class StageRecord(TypedDict):
+    """A stage that has begun, of a run of several algorithms."""
+
+    name: str
+    """That of its algorithm."""
+    first_step: int
+    """The steps of the run before it."""
+    rollouts: int
+    """The rollouts of the run before it."""
+    learns_weights: bool
+    settings: str
+    """Tells its settings from others."""
+
+
 @dataclass(slots=True)
 class RunState:
     """The position of a run, as `state.json` holds it."""
@@ -98,8 +112,12 @@ class RunState:
     """The version that has passed the gate last, where there is one (`gate`)."""
     guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
+    judged_step: int | None = None
+    """The step whose version the gate has judged last."""
     gate_rejections: int = 0
     """The number of versions that the gate refused."""
+    stages: list[StageRecord] = field(default_factory=list[StageRecord])
+    """Those that have begun, in a run of several algorithms; the last one is the present one."""
     recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
     """The rewards of the last steps, where drift is watched (`guard`)."""
     best_step: int | None = None
@@ -122,6 +140,23 @@ class RunState:
         """The end of rollout ids, which tells the revisions of a run apart."""
         return f"-changed{self.revision}" if self.revision else ""
 
+    @property
+    def first_step(self) -> int:
+        """The finished steps of earlier stages."""
+        return self.stages[-1]["first_step"] if self.stages else 0
+
+    @property
+    def stage_step(self) -> int:
+        """The finished steps of the present stage; of the run, where it has one algorithm."""
+        return self.step - self.first_step
+
+    def begin_stage(self, record: StageRecord) -> None:
+        """Begin a stage: its best checkpoint is chosen among its own steps, and its rewards have no past."""
+        self.stages.append(record)
+        self.best_step = self.best_score = self.best_checkpoint = None
+        self.evaluations = {name: each for name, each in self.evaluations.items() if not name.startswith("best-")}
+        self.recent_rewards.clear()
+
     def step_name(self, step: int) -> str:
         """The name of a training step's resources, and the beginning of its rollouts' ids."""
         return f"{self.run_id}-train-{step:06d}"
@@ -135,7 +170,7 @@ class RunState:
         self.revision += 1
         self.evaluations.clear()
         self.reasons.clear()
-        self.measured_step = self.best_step = self.best_score = self.best_checkpoint = None
+        self.measured_step = self.best_step = self.best_score = self.best_checkpoint = self.judged_step = None
         self.guard_scores.clear()
         self.recent_rewards.clear()
         self.promoted = None
@@ -159,6 +194,7 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         f"guard-{state.step:06d}",
         f"guard-{state.step + 1:06d}",
         "before-",
+        "stage-",
         "after-",
     )
     return (*(f"{state.run_id}-{purpose}" for purpose in steps), *_replayable(run_dir, state))
@@ -170,6 +206,7 @@ def _replayable(run_dir: Path, state: RunState) -> list[str]:
         return []
     try:
         learned = orjson.loads((run_dir / state.checkpoint / ALGORITHM_FILE).read_bytes())["state"]
+        learned = learned.get("state", learned)  # Of the present stage, where there are several.
         return [str(each) for ids in learned.get("replay", {}).values() for each in ids]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []

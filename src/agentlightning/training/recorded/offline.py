@@ -16,6 +16,7 @@ from agentlightning.algorithms.base import Algorithm, class_name
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.recorded.sessions import Session, Sessions, read_sessions
+from agentlightning.algorithms.sequential.algorithm import Sequential
 from agentlightning.algorithms.sft import SFTAlgorithm, learn
 from agentlightning.config import TrainConfig
 from agentlightning.credit.rejection import Rejection
@@ -81,6 +82,11 @@ class OfflineJob:
             raise ConfigError(
                 f"{type(algorithm).__name__} trains no weights, so recorded sessions teach it nothing; give an agent"
                 " and tasks: train(agent=..., train_dataset=...)"
+            )
+        if isinstance(algorithm, Sequential):
+            raise ConfigError(
+                "Sequential runs an agent in each of its stages; give train(agent=..., train_dataset=...), or one"
+                " algorithm to learn from recorded sessions"
             )
         if options.num_iterations is not None and options.num_iterations < 1:
             raise ConfigError(f"num_iterations={options.num_iterations} trains nothing; use at least 1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, Rejection
 from agentlightning.errors import ConfigError
@@ -133,6 +133,9 @@ class RecordedTraining:
         raise ConfigError(
             f"recorded sessions come with no agent to try {sorted(resources)} with; give train(agent=...)"
         )
+
+    async def begin_stage(self, stage: Stage) -> bool:
+        raise ConfigError(f"recorded sessions are learned from by one algorithm, not by stages like {stage.name!r}")
 
     async def publish(self, resources: NamedResources) -> None:
         raise ConfigError(f"recorded sessions use no resources, so {sorted(resources)} cannot be replaced")

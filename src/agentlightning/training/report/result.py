@@ -11,6 +11,8 @@ from typing import Any, Literal
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.resources import PromptTemplate
+from agentlightning.training.report.cost import Cost
+from agentlightning.training.report.stage_result import StageResult, gain_as_json
 from agentlightning.util.event_loop import run_sync
 
 
@@ -49,6 +51,10 @@ class TrainingResult:
     """The prompt templates that the run began with, by name."""
     prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """Those it ended with."""
+    stages: tuple[StageResult, ...] = ()
+    """What each stage has gained, in a run of several algorithms (`agl.Sequential`)."""
+    cost: Cost = field(default_factory=Cost)
+    """Tokens, and money where prices are set."""
 
     @property
     def best_prompt(self) -> PromptTemplate:
@@ -76,8 +82,9 @@ class TrainingResult:
     def report(
         self, *, format: Literal["markdown", "html"] = "markdown", examples: int = 3, store: Any | None = None
     ) -> str:
-        """The result as text: held-out reward before and after with its interval, tasks won and lost, what it cost, and
-        transcripts of `examples` tasks of either kind before and after. `store`: that of the run, where it was given
+        """The result as text: held-out reward before and after with its interval, the gain of each stage where there
+        are several, tasks won and lost, what it cost in tokens and, where prices are set, in money, and transcripts of
+        `examples` tasks of either kind before and after. `store`: that of the run, where it was given
         one. Raises ConfigError for another format."""
         from agentlightning.training.report.run_report import as_html, markdown_report
 
@@ -91,13 +98,7 @@ class TrainingResult:
         return {
             "held_out": {
                 mode: {
-                    "before": gain.before,
-                    "after": gain.after,
-                    "gain": gain.gain,
-                    "interval": list(gain.interval),
-                    "tasks": gain.tasks,
-                    "missing_before": gain.missing_before,
-                    "missing_after": gain.missing_after,
+                    **gain_as_json(gain),
                     "reasons_before": dict(self.missing.get(f"before-{mode}", {})),
                     "reasons_after": dict(self.missing.get(f"after-{mode}", {})),
                 }
@@ -118,4 +119,6 @@ class TrainingResult:
             "curve": str(self.curve),
             "run_dir": str(self.run_dir),
             "prompts": {name: each.template for name, each in self.prompts.items()},
+            "stages": [each.as_json() for each in self.stages],
+            "cost": self.cost.as_json(),
         }

@@ -1,7 +1,8 @@
 """The report of a finished run as text: Markdown, or one HTML page without anything from elsewhere.
 
-It says what changed: held-out reward before and after with its interval, tasks won and lost, what it cost, and how the
-agent answered some of these tasks before and after. Everything is read from the run directory.
+It says what changed: held-out reward before and after with its interval, that of each stage where there are several,
+tasks won and lost, what it cost, and how the agent answered some of these tasks before and after. Everything is read
+from the run directory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state
+from agentlightning.training.report.cost import cost_of_steps
 from agentlightning.training.sources.group_rewards import transcript_of
 
 MOST_SHOWN: Final = 1500
@@ -47,7 +49,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
     report, state = orjson.loads(path.read_bytes()), read_state(run_dir)
     modes = list(report["held_out"])
-    parts = [_summary(run_dir, report), _cost(run_dir, report), _warnings(report)]
+    parts = [_summary(run_dir, report), _stages(report), _cost(run_dir, report), _warnings(report)]
     for mode in modes:
         changes = changes_of(run_dir, state, mode)
         parts.append(_tasks(mode, changes))
@@ -67,13 +69,41 @@ def changes_of(run_dir: Path, state: RunState, mode: str) -> list[Change]:
 def _summary(run_dir: Path, report: Mapping[str, Any]) -> str:
     lines = [f"# Report of {run_dir.name}", "", "| held out | before | after | gain | 95% interval | tasks |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
-    for mode, gain in report["held_out"].items():
-        low, high = gain["interval"]
-        numbers = f"{_number(gain['before'])} | {_number(gain['after'])} | {_number(gain['gain'], sign=True)}"
-        lines.append(
-            f"| {mode} | {numbers} | {_number(low, sign=True)} to {_number(high, sign=True)} | {gain['tasks']} |"
-        )
+    lines += [f"| {mode} | {_gain(gain)} |" for mode, gain in report["held_out"].items()]
     return "\n".join(lines)
+
+
+def _gain(gain: Mapping[str, Any]) -> str:
+    """The cells of a gain: before, after, gain, interval, tasks."""
+    low, high = gain["interval"]
+    numbers = f"{_number(gain['before'])} | {_number(gain['after'])} | {_number(gain['gain'], sign=True)}"
+    return f"{numbers} | {_number(low, sign=True)} to {_number(high, sign=True)} | {gain['tasks']}"
+
+
+def _stages(report: Mapping[str, Any]) -> str:
+    """What each stage of a run of several algorithms has gained and cost."""
+    stages = report.get("stages", [])
+    if not stages:
+        return ""
+    lines = ["## Stages", "", "| stage | held out | before | after | gain | 95% interval | tasks |", "| --- " * 7 + "|"]
+    for number, stage in enumerate(stages, 1):
+        rows = [f"{mode} | {_gain(gain)}" for mode, gain in stage["held_out"].items()] or ["not measured | | | | | "]
+        lines += [f"| {number} {stage['name']} | {row} |" for row in rows]
+    lines += [
+        "",
+        "| stage | steps | rollouts | sampled tokens of training | tokens of the search | money of the search |",
+    ]
+    lines.append("| --- " * 6 + "|")
+    for number, stage in enumerate(stages, 1):
+        cost = stage["cost"]
+        money = _money(cost["search_money"]) if cost["search_tokens"] else ""
+        tokens = f"{cost['sampled_tokens']} | {cost['search_tokens']}"
+        lines.append(f"| {number} {stage['name']} | {stage['steps']} | {stage['rollouts']} | {tokens} | {money} |")
+    return "\n".join(lines)
+
+
+def _money(value: float | None) -> str:
+    return "unknown, no price is set" if value is None else f"{value:.4f}"
 
 
 def _number(value: float | None, *, sign: bool = False) -> str:
@@ -81,19 +111,45 @@ def _number(value: float | None, *, sign: bool = False) -> str:
 
 
 def _cost(run_dir: Path, report: Mapping[str, Any]) -> str:
-    metrics = [orjson.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
-    tokens = sum((line.get("tokens_per_second") or 0) * (line.get("collect_seconds") or 0) for line in metrics)
+    steps = [orjson.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
+    cost = report.get("cost") or cost_of_steps(steps).as_json()
     rows = {
         "steps": report["steps"],
         "training rollouts": report["rollouts"],
         "failed rollouts": report["failed_rollouts"],
         "rejected rollouts": sum(report["rejected_rollouts"].values()),
-        "sampled tokens of training": round(tokens),
+        "sampled tokens of training": cost["sampled_tokens"],
+        **_searches(cost),
+        **_providers(cost),
         "seconds": report["seconds"],
         "returns to an earlier checkpoint": report["rollbacks"],
         "versions refused by the gate": report.get("gate_rejections", 0),
     }
     return "## Cost\n\n| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _searches(cost: Mapping[str, Any]) -> dict[str, Any]:
+    if not cost["search_tokens"]:
+        return {}
+    return {
+        "calls of critic and editor": cost["search_calls"],
+        "tokens of the prompt search, agent included": cost["search_tokens"],
+        "money of the prompt search": _money(cost["search_money"]),
+    }
+
+
+def _providers(cost: Mapping[str, Any]) -> dict[str, Any]:
+    if not cost["provider_calls"]:
+        return {}
+    without = cost["provider_calls_without_price"]
+    missing = (
+        f", without {without} calls that have no price" if without and cost["provider_dollars"] is not None else ""
+    )
+    return {
+        "calls to providers": cost["provider_calls"],
+        "tokens of providers": cost["provider_tokens"],
+        "US dollars of providers": _money(cost["provider_dollars"]) + missing,
+    }
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -11,8 +11,10 @@ from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.resources import prompts_in
 from agentlightning.training.health.milestones import closing_warnings
 from agentlightning.training.persistence.run_dir import write_atomically
+from agentlightning.training.report.cost import cost_of_steps, with_providers
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.reward_curve import draw_curve
+from agentlightning.training.report.stage_result import stage_results
 from agentlightning.training.run import TrainingRun
 
 
@@ -29,7 +31,10 @@ async def write_report(
         measured = {mode: gain for mode, gain in gains.items() if gain.tasks}
         draw_curve(run.account.run_dir.read_metrics(), measured, curve)
     run.account.write_state()
-    state = run.state
+    state, lines = run.state, run.account.run_dir.read_metrics()
+    cost = cost_of_steps(lines)
+    if run.uses_providers:
+        cost = await with_providers(cost, run.account.collector.store, state.run_id)
     result = TrainingResult(
         held_out=gains,
         missing=dict(state.reasons),
@@ -49,6 +54,8 @@ async def write_report(
         run_dir=directory,
         start_prompts=run.start_prompts,
         prompts=prompts_in(run.resources),
+        stages=stage_results(state, lines, list(gains)),
+        cost=cost,
     )
     write_atomically(directory / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
     return result

@@ -136,6 +136,10 @@ class RolloutStream:
         self._learn_order(chosen, collected)
         return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics(chosen, collected))
 
+    def stop_at(self, step: int) -> None:
+        """Start no groups for this step and later ones, unless one asks for them."""
+        self.total_steps = step
+
     # -- starting ------------------------------------------------------------------------------------------------------
 
     async def _start(self, request: RolloutRequest) -> None:

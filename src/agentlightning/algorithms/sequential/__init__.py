@@ -1,0 +1,1 @@
+"""Several algorithms one after the other in one run: prompts first, then weights, or in turns."""

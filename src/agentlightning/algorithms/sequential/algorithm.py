@@ -1,0 +1,157 @@
+"""Sequential: several algorithms in one run, so that prompts and weights are tuned together.
+
+The stages share the run: its tasks, store, policy, promotion gate, checkpoints and result. Each begins with the prompts
+and weights that the one before has left, and counts its own steps; those of the run go on. Between two stages the run
+has the gate decide, returns to the best checkpoint of the stage that ended, and measures the held-out tasks, so that
+the gain of each stage is known by itself (`TrainingResult.stages`).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from agentlightning.algorithms.apo.config import APOConfig
+from agentlightning.algorithms.base import Algorithm, is_registered, make_algorithm, register
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.sequential.config import SequentialConfig
+from agentlightning.algorithms.sequential.stages import agreed, check_stages, described, name_of
+from agentlightning.algorithms.training import Stage, Training
+from agentlightning.errors import ConfigError
+from agentlightning.policy.lora_config import AgentSetting
+from agentlightning.policy.optimizer_config import OptimizerConfig
+
+
+@register
+class Sequential(Algorithm[SequentialConfig]):
+    """Runs algorithms one after the other in one run; with `rounds`, the whole list several times.
+
+    In a later round a stage begins anew, from the prompts and weights so far. Stages that learn weights share the run's
+    policy, so they need the same `optimizer` and `agents`; all stages need the same `reward_weights`. Raises
+    ConfigError for stages that cannot share a run.
+
+        >>> both = agl.Sequential([agl.APO(rounds=30), agl.LightningRL(steps=50)])
+        >>> both.total_steps, both.learns_weights
+        (80, True)
+    """
+
+    name: ClassVar[str] = "sequential"
+
+    def __init__(self, stages: Sequence[Algorithm[Any]] | SequentialConfig, *, rounds: int = 1) -> None:
+        if isinstance(stages, SequentialConfig):
+            rounds, stages = stages.rounds, [make_algorithm(each) for each in stages.stages]
+        self.stages: tuple[Algorithm[Any], ...] = check_stages(stages)
+        if rounds < 1:
+            raise ConfigError(f"rounds={rounds} runs no stage; use at least 1")
+        self.rounds = rounds
+        self._plan = [*self.stages, *(_anew(each) for _ in range(rounds - 1) for each in self.stages)]
+        """The stages of all rounds."""
+        self._learning = [each for each in self.stages if each.learns_weights]
+        self.learns_weights = bool(self._learning)
+        self.selects_result = any(each.selects_result for each in self.stages)
+        self._agents = agreed("agents", self._learning, self.stages)
+        self._optimizer = agreed("optimizer", [each for each in self._learning if each.optimizer], self.stages)
+        self._reward_weights = agreed("reward_weights", self.stages, self.stages)
+        self._model = agreed("model", [each for each in self.stages if each.model is not None], self.stages)
+        if all(is_registered(each) and isinstance(each.config, APOConfig | LightningRLConfig) for each in self.stages):
+            self.config = SequentialConfig(stages=tuple(each.config for each in self.stages), rounds=rounds)
+        self._running: int | None = None
+        """The place of the stage that runs, or ran last."""
+        self._restored: Mapping[str, Any] = {}
+        """What a checkpoint held of the stage that ran when it was written."""
+
+    def __repr__(self) -> str:
+        rounds = f", rounds={self.rounds}" if self.rounds > 1 else ""
+        return f"Sequential([{', '.join(map(repr, self.stages))}]{rounds})"
+
+    @property
+    def total_steps(self) -> int:
+        return sum(each.total_steps for each in self._plan)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return sum(each.optimizer_steps for each in self._plan if each.learns_weights)
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        return self._optimizer
+
+    @property
+    def agents(self) -> Mapping[str, AgentSetting]:
+        return self._agents or {}
+
+    @property
+    def reward_weights(self) -> Mapping[str, float] | None:
+        return self._reward_weights
+
+    @property
+    def model(self) -> object:
+        return self._model
+
+    @property
+    def restorable(self) -> bool:
+        return hasattr(self, "config") and all(each.restorable for each in self.stages)
+
+    def check_staleness(self, max_staleness: int) -> None:
+        for place, stage in enumerate(self.stages):
+            if stage.learns_weights and max_staleness > stage.total_steps:
+                raise ConfigError(
+                    f"run.max_staleness={max_staleness} is more than the {stage.total_steps} steps of"
+                    f" {described(place, stage)}; use at most {stage.total_steps}, or more steps"
+                )
+            stage.check_staleness(max_staleness)
+
+    # -- what is learned -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self._running is None:
+            return self._restored
+        return {"stage": self._running, "state": dict(self._plan[self._running].state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = state
+        if self._running is not None:
+            self._restore(self._running)
+
+    def _restore(self, place: int) -> None:
+        """Give a stage what the checkpoint holds of it. After a return to a checkpoint of an earlier stage, that is
+        nothing: the stages that are over stay over."""
+        if self._restored.get("stage") == place and self._restored["state"]:
+            self._plan[place].load_state_dict(self._restored["state"])
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    async def run(self, training: Training) -> None:
+        for place, stage in enumerate(self._plan):
+            if await training.begin_stage(self._stage(place, stage)):
+                self._restore(place)
+                self._running = place
+                await stage.run(training)
+
+    def _stage(self, place: int, stage: Algorithm[Any]) -> Stage:
+        return Stage(
+            place,
+            len(self._plan),
+            name_of(stage),
+            stage.total_steps,
+            learns_weights=stage.learns_weights,
+            selects_result=stage.selects_result,
+            settings=_digest(getattr(stage, "config", None)),
+        )
+
+
+def _anew(stage: Algorithm[Any]) -> Algorithm[Any]:
+    """The same algorithm, for a later round. What it was given that lives outside of it stays the same object."""
+    outside = (getattr(stage, name, None) for name in ("store", "client", "on_favourite"))
+    return copy.deepcopy(stage, {id(each): each for each in outside if each is not None})
+
+
+def _digest(config: object) -> str:
+    """Tells settings apart; empty for an algorithm that has none."""
+    if not isinstance(config, BaseModel):
+        return ""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
