@@ -56,6 +56,10 @@ async def test_a_judge_is_asked_and_paid_and_only_the_policy_learns(job):
     assert (len(judged), len(provider.seen)) == (len(spans) / 2, len(judged))
     assert {span.attributes[names.TOKENS] for span in judged} == {"none"}
     assert spend_of_spans(judged).dollars == pytest.approx(len(judged) * 0.007)
+    cost = json.loads(done.stdout)["cost"]
+    assert (cost["provider_calls"], cost["provider_calls_without_price"]) == (len(judged), 0)
+    assert cost["provider_tokens"] == len(judged) * 25
+    assert cost["provider_dollars"] == pytest.approx(len(judged) * 0.007), "those of evaluations included"
     figures = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [each["calls_per_rollout"] for each in figures if "calls_per_rollout" in each] == [1, 1]
 

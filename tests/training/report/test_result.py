@@ -6,7 +6,9 @@ from pathlib import Path
 
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.resources import PromptTemplate
+from agentlightning.training.report.cost import Cost
 from agentlightning.training.report.result import TrainingResult
+from agentlightning.training.report.stage_result import StageResult
 
 
 def test_the_report_of_a_run_has_these_fields() -> None:
@@ -29,7 +31,24 @@ def test_the_report_of_a_run_has_these_fields() -> None:
         run_dir=Path("run"),
         start_prompts={"prompt": PromptTemplate(template="Be quick.\nSay {word}.")},
         prompts={"prompt": PromptTemplate(template="Be kind.\nSay {word}.")},
+        stages=(
+            StageResult("apo", 0, 5, 40, {"greedy": Gain(0.25, 0.5, 0.25, (0.1, 0.4), 7)}, Cost(search_tokens=90)),
+        ),
+        cost=Cost(12, 3, 90, 0.5, 4, 30, 0.25, 1),
     )
+    nothing = {
+        "sampled_tokens": 0,
+        "search_calls": 0,
+        "search_tokens": 90,
+        "search_money": None,
+        "provider_calls": 0,
+        "provider_tokens": 0,
+        "provider_dollars": None,
+        "provider_calls_without_price": 0,
+    }
+    gain = {"before": 0.25, "after": 0.5, "gain": 0.25, "interval": [0.1, 0.4], "tasks": 7}
+    gain |= {"missing_before": 0, "missing_after": 0}
+    stage = {"name": "apo", "first_step": 0, "steps": 5, "rollouts": 40, "held_out": {"greedy": gain}, "cost": nothing}
     greedy = {
         "before": 0.25,
         "after": 0.5,
@@ -60,6 +79,17 @@ def test_the_report_of_a_run_has_these_fields() -> None:
         "curve": "run/curve.png",
         "run_dir": "run",
         "prompts": {"prompt": "Be kind.\nSay {word}."},
+        "stages": [stage],
+        "cost": {
+            "sampled_tokens": 12,
+            "search_calls": 3,
+            "search_tokens": 90,
+            "search_money": 0.5,
+            "provider_calls": 4,
+            "provider_tokens": 30,
+            "provider_dollars": 0.25,
+            "provider_calls_without_price": 1,
+        },
     }
     assert result.best_prompt.template == "Be kind.\nSay {word}."
     assert result.diff().splitlines()[-3:] == ["-Be quick.", "+Be kind.", " Say {word}."]
