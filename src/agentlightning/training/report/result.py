@@ -44,7 +44,8 @@ class TrainingResult:
     """The step whose weights are in `checkpoint`. None: the last one."""
     seconds: float
     checkpoint: Path
-    """A directory that transformers loads. Resources that the algorithm published are in its `resources.json`."""
+    """A directory that transformers loads. The run's prompts, and resources that the algorithm published, are in its
+    `resources.json`."""
     curve: Path
     run_dir: Path
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
