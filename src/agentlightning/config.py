@@ -168,6 +168,9 @@ class RunnerConfig(Section):
     """An attempt that takes longer is stopped."""
     max_attempts: int = Field(default=2, ge=1)
     """The number of attempts that a rollout may have."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Answers of the policy that an attempt may be given, in training and in evaluations; the next call is refused.
+    None: any number."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """Training stops if a larger share of a step's rollouts has failed in all attempts."""
     cwd: str | None = None

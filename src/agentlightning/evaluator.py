@@ -90,6 +90,11 @@ def evaluate(
     config = runner or RunnerConfig()
     if concurrency is not None:
         config = config.model_copy(update={"concurrency": concurrency})
+    if config.max_calls is not None and model is None:
+        raise ConfigError(
+            f"runner.max_calls={config.max_calls} limits the answers of a model that is evaluated, and there is none:"
+            " give model, or leave it out"
+        )
     job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config)
     measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
     result = replace(measured, failed_as=failed, tasks=keys, members=members)
@@ -148,7 +153,8 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         resources: NamedResources = {}
         if engines is not None:
             sampling = {"temperature": TEMPERATURES[job.mode]}
-            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, sampling_parameters=sampling)
+            given: Any = {"sampling_parameters": sampling, "max_calls": config.max_calls}
+            resources["llm"] = LLM(endpoint=server.url, model=PolicyConfig().name, **given)
         if cache is None:
             resources_id = (await store.add_resources(resources)).resources_id
         else:

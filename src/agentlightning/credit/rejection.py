@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agentlightning.assemble import TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.errors import RewardError, RolloutRejectedError, UnfaithfulSampleError
 from agentlightning.trajectory import Trajectory
 
@@ -23,6 +24,8 @@ UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, Va
 FAILED: Final = "failed"
 """Not rejected: a rollout that ended without success."""
 MISSING_REWARD: Final = "missing_reward"
+CALL_LIMIT: Final = "call_limit"
+"""It has no reward, because it ended at the limit on its calls."""
 MALFORMED_SPANS: Final = "malformed_spans"
 NO_POLICY_CALLS: Final = "no_policy_calls"
 UNKNOWN_TOKENS: Final = "unknown_tokens"
@@ -46,6 +49,18 @@ class Rejection:
 
 Check = Callable[[Sequence[Trajectory]], Iterable[Rejection]]
 """Says which trajectories an algorithm cannot learn from."""
+
+
+def without_reward(trajectory: Trajectory, message: str) -> Rejection:
+    """Rejects a rollout without a reward: for `message`, unless it is known to have ended too early to have one."""
+    if TURN_LIMIT_REACHED not in trajectory.metadata:
+        return Rejection(trajectory.rollout_id, MISSING_REWARD, message)
+    limit = trajectory.metadata.get(TURN_LIMIT, "some")
+    message = (
+        f"it was refused a call after {limit} answers (runner.max_calls, or curriculum.turns), and ended without a"
+        " reward: end the loop of the agent earlier, raise the limit, or give such rollouts a reward (curriculum.turns)"
+    )
+    return Rejection(trajectory.rollout_id, CALL_LIMIT, message)
 
 
 def rejection(rollout_id: str, error: Exception) -> Rejection:

@@ -18,7 +18,7 @@ from agentlightning.credit.assignment import Assignment
 from agentlightning.credit.base import Credit, CreditContext, CreditRule
 from agentlightning.credit.normalization import Normalization
 from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
+from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
@@ -116,7 +116,7 @@ def rejections(
             found.append(rejection(trajectory.rollout_id, error))
         else:
             if not rewarded:
-                found.append(Rejection(trajectory.rollout_id, MISSING_REWARD, _without_reward(trajectory)))
+                found.append(without_reward(trajectory, _without_reward(trajectory)))
     return found
 
 

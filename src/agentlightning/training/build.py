@@ -13,7 +13,7 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutSource
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
-from agentlightning.config import CurriculumConfig, TrainConfig
+from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.recording import raw_exchange
@@ -135,7 +135,8 @@ def make_training_run(
 ) -> TrainingRun:
     """The run, with the resources of its last checkpoint unless the starting policy is still to be measured."""
     state, collector = account.state, account.collector
-    publisher = ResourcePublisher(collector.store, config.run.public_url or server.url, policy, resources)
+    url, max_calls = config.run.public_url or server.url, config.runner.max_calls
+    publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state)
@@ -235,7 +236,7 @@ def make_source(
     `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
     algorithm.check_staleness(config.run.max_staleness)
-    check_calls_of_policy(config.curriculum, trains=learner is not None)
+    check_calls_of_policy(config, trains=learner is not None)
     return RolloutStream(
         account.collector,
         tasks.train,
@@ -256,11 +257,16 @@ def make_source(
     )
 
 
-def check_calls_of_policy(curriculum: CurriculumConfig, *, trains: bool) -> None:
+def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
     """Raises ConfigError for settings on the calls of a policy in a run without one."""
-    for name in ("turns", "branching"):
-        if getattr(curriculum, name) is not None and not trains:
+    settings = {
+        "curriculum.turns": config.curriculum.turns,
+        "curriculum.branching": config.curriculum.branching,
+        "runner.max_calls": config.runner.max_calls,
+    }
+    for name, setting in settings.items():
+        if setting is not None and not trains:
             raise ConfigError(
-                f"curriculum.{name} needs a policy, whose answers are counted and have log-probabilities; this run"
-                " trains no model: leave it out"
+                f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
+                " model: leave it out"
             )

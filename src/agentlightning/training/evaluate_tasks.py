@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from agentlightning.algorithms.training import Collected
+from agentlightning.credit import rejection as rejections
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection, describe_reasons, rejection
+from agentlightning.credit.rejection import Rejection, describe_reasons, rejection
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
@@ -87,5 +88,5 @@ def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, flo
             found.append(rejection(each.rollout_id, error))
         else:
             if reward is None:
-                found.append(Rejection(each.rollout_id, MISSING_REWARD, f"it has no reward: {WITHOUT_REWARD}"))
+                found.append(rejections.without_reward(each, f"it has no reward: {WITHOUT_REWARD}"))
     return found

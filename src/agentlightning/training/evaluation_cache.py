@@ -29,7 +29,7 @@ from agentlightning.task import task_key
 from agentlightning.util.file_lock import lock_file
 
 DIGITS = 32
-SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process"}
+SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def open_cache(
 ) -> EvaluationCache:
     """Open the cache in a directory. Raises ConfigError where another process uses it, or nothing can be written."""
     runner = config.model_dump(mode="json", include=SEEN_BY_AGENTS)
+    if runner["max_calls"] is None:  # Caches that were made before there was a limit stay valid.
+        del runner["max_calls"]
     settings = _digest(
         [identity(agent), identity(reward), None if model is None else _files(Path(model)), mode, runner]
     )

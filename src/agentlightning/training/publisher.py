@@ -15,8 +15,15 @@ class ResourcePublisher:
     """Publishes the present weights and resources under a name for each purpose."""
 
     def __init__(
-        self, store: LightningStoreBase, server_url: str, policy: Engine | None, resources: NamedResources
+        self,
+        store: LightningStoreBase,
+        server_url: str,
+        policy: Engine | None,
+        resources: NamedResources,
+        max_calls: int | None = None,
     ) -> None:
+        """No rollout is given more than `max_calls` answers of the policy; None: any number."""
+        self._max_calls = max_calls
         self._store = store
         self._server_url = server_url
         self._policy = policy
@@ -43,6 +50,7 @@ class ResourcePublisher:
         """The policy as `llm`, and each of its adapters; empty where the run trains none."""
         if self._policy is None:
             return {}
+        max_calls = min((limit for limit in (max_calls, self._max_calls) if limit is not None), default=None)
         found: NamedResources = {"llm": self._llm(self._policy, sampling, max_calls)}
         for model, view in self._policy.views.items() if isinstance(self._policy, AgentEngines) else ():
             found[f"llm:{model.removeprefix(f'{self._policy.model}:')}"] = self._llm(view, sampling, max_calls)

@@ -63,8 +63,8 @@ class AttemptContext:
             return None
         if self.answered >= limit:
             message = (
-                f"the rollout {self.rollout_id!r} has been given the {limit} answers that it may have in this training"
-                " step ([curriculum] turns); it ends here"
+                f"the rollout {self.rollout_id!r} has been given the {limit} answers that it may have"
+                " (runner.max_calls, or curriculum.turns); it ends here"
             )
             raise ApiError(409, message, code=TURN_LIMIT_REACHED, retry=False)
         self.answered += 1

@@ -14,7 +14,7 @@ from agentlightning.algorithms.training import Collected
 from agentlightning.config import RewardGuard
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_reward, team_score
-from agentlightning.credit.rejection import MISSING_REWARD
+from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import RewardError, TrainingStopped
 from agentlightning.training.governance.second_reward import SecondReward
 from agentlightning.training.health import guard as signs
@@ -23,7 +23,7 @@ from agentlightning.training.health.step_record import VIOLATION, StepRecord
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import Trajectory
 
-WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, RewardError.reason})
+WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
 MOST_REMEMBERED: Final = 512
 """Rewards of a step that are remembered."""

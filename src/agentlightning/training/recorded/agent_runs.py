@@ -29,10 +29,13 @@ class AgentRuns:
     collector: RolloutCollector
     url: str
     policy: Policy
+    max_calls: int | None = None
+    """Answers of the policy that a rollout may be given."""
     _measured: int = field(default=0, init=False)
 
     async def _resources(self, temperature: float) -> str:
-        llm = LLM(endpoint=self.url, model=self.policy.model, sampling_parameters={"temperature": temperature})
+        sampling = {"temperature": temperature}
+        llm = LLM(endpoint=self.url, model=self.policy.model, sampling_parameters=sampling, max_calls=self.max_calls)
         return (await self.collector.store.add_resources({"llm": llm})).resources_id
 
     async def measure(self, tasks: Sequence[Any], mode: Mode) -> Evaluation:
@@ -72,4 +75,4 @@ async def agent_runs(
             max_failed_share=config.max_failed_share,
             advice=EVALUATION_ADVICE,
         )
-        yield AgentRuns(collector, server.url, policy)
+        yield AgentRuns(collector, server.url, policy, config.max_calls)
