@@ -1,0 +1,57 @@
+"""Trains the writer and the rewriter of `agent.py`, and measures the gain on databases that it has not seen.
+
+python train.py                                               # generated databases, a tiny model: minutes on a CPU
+python train.py --config full.toml --spider PATH --model PATH # Spider and a model of your own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from generate import write_demonstrations, write_spider
+from spider_files import DEV, read_spider
+
+import agentlightning as agl
+from agentlightning.errors import MissingExtraError
+from agentlightning.util.settings import load_settings
+
+HERE = Path(__file__).parent
+
+
+def main(arguments: list[str] | None = None) -> agl.TrainingResult:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=HERE / "small.toml", help="settings of the run")
+    parser.add_argument("--spider", type=Path, help="a folder as Spider is distributed; default: a small one is made")
+    parser.add_argument("--model", help="a model that transformers loads; default: a tiny one learns demonstrations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs") / time.strftime("spider-%Y%m%d-%H%M%S"))
+    parser.add_argument("settings", nargs="*", help="section.key=value, as for agl train")
+    options = parser.parse_args(arguments)
+    for package in ("langgraph", "langchain_openai"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "examples")
+    settings = [*options.settings]
+    spider = options.spider or write_spider(options.run_dir / "spider", seed=options.seed)
+    tasks, held_out = read_spider(spider), read_spider(spider, DEV)
+    if options.model is None:
+        shown = write_demonstrations(options.run_dir / "demonstrations.jsonl", options.seed)
+        settings.append(f"warm_start.dataset={json.dumps(str(shown))}")
+    trainer = agl.Trainer(
+        load_settings(agl.TrainConfig, toml=options.config, overrides=settings),
+        model=options.model,
+        reward=f"{HERE / 'reward.py'}:score",
+        run_dir=options.run_dir,
+        seed=options.seed,
+    )
+    return trainer.fit(f"{HERE / 'agent.py'}:answer", tasks, held_out_dataset=held_out)
+
+
+if __name__ == "__main__":
+    result = main()
+    for mode, gain in result.held_out.items():
+        print(f"{mode}: {gain.before:.2f} -> {gain.after:.2f}, gain {gain.gain:+.2f}, 95% interval {gain.interval}")
+    print(f"{result.seconds:.0f} s; curve: {result.curve}")
