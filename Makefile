@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks docs clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks examples docs clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 
 frameworks:  ## Make the environments of the agent frameworks for make test-slow (.peers/frameworks/)
 	tests/frameworks/setup.sh
+
+examples:  ## Make the environments of the examples for make test-slow (.peers/examples/)
+	tests/examples/setup.sh
 
 docs: $(STAMP)  ## Run every code block of the documentation
 	$(BIN)/pytest tests/docs

@@ -21,13 +21,13 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import Trajectory, Transition
 
-Example = Callable[[str], ModuleType]
+Load = Callable[[str, str], ModuleType]
 FILE = Path(__file__).parents[2] / "examples" / "loop.py"
 
 
 @pytest.fixture
-def loop(example: Example) -> ModuleType:
-    return example("loop")
+def loop(module_of: Load) -> ModuleType:
+    return module_of("", "loop")
 
 
 class RecordedTraining:

@@ -24,7 +24,7 @@ from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.store import LightningStore
 from agentlightning.util.settings import load_settings
 
-Example = Callable[[str], ModuleType]
+Load = Callable[[str, str], ModuleType]
 HERE = Path(__file__).parents[2] / "examples" / "spider"
 RECORD = {
     "db_id": "concert_singer",
@@ -60,8 +60,8 @@ def spider(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def task(spider: Path, example: Example) -> dict[str, Any]:
-    return example("spider/spider_files").read_spider(spider)[0]
+def task(spider: Path, module_of: Load) -> dict[str, Any]:
+    return module_of("spider", "spider_files").read_spider(spider)[0]
 
 
 # -- the files of Spider -----------------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ def test_a_task_is_a_question_its_database_and_its_query(spider: Path, task: dic
     assert task == {"question": RECORD["question"], "query": RECORD["query"], "database": str(database)}
 
 
-def test_databases_that_are_missing_are_named_before_anything_runs(spider: Path, example: Example) -> None:
+def test_databases_that_are_missing_are_named_before_anything_runs(spider: Path, module_of: Load) -> None:
     records = [RECORD, {**RECORD, "db_id": "pets_1"}, {**RECORD, "db_id": "car_1"}]
     (spider / "dev.json").write_text(json.dumps(records))
     with pytest.raises(
         DatasetError, match=r"dev\.json asks about 2 databases that are missing: car_1, pets_1; .*car_1"
     ):
-        example("spider/spider_files").read_spider(spider, "dev.json")
+        module_of("spider", "spider_files").read_spider(spider, "dev.json")
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_databases_that_are_missing_are_named_before_anything_runs(spider: Path,
     ],
 )
 def test_files_that_are_not_of_spider_are_refused(
-    content: str | None, message: str, spider: Path, example: Example
+    content: str | None, message: str, spider: Path, module_of: Load
 ) -> None:
     path = spider / "train_spider.json"
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(DatasetError, match=message):
-        example("spider/spider_files").read_spider(spider)
+        module_of("spider", "spider_files").read_spider(spider)
 
 
-def test_a_model_is_told_tables_columns_and_foreign_keys(task: dict[str, Any], example: Example) -> None:
-    db = example("spider/database")
+def test_a_model_is_told_tables_columns_and_foreign_keys(task: dict[str, Any], module_of: Load) -> None:
+    db = module_of("spider", "database")
     with closing(db.open_database(task["database"])) as database:
         assert db.describe(database).splitlines() == [
             'stadium: Stadium_ID "Average Capacity"',
@@ -135,20 +135,20 @@ def test_a_model_is_told_tables_columns_and_foreign_keys(task: dict[str, Any], e
     ],
 )
 def test_the_reward_is_whether_a_query_gives_what_the_true_one_gives(
-    query: str, wanted: str | None, reward: float, task: dict[str, Any], example: Example
+    query: str, wanted: str | None, reward: float, task: dict[str, Any], module_of: Load
 ) -> None:
-    assert example("spider/reward").score({**task, "query": wanted or task["query"]}, query) == reward
+    assert module_of("spider", "reward").score({**task, "query": wanted or task["query"]}, query) == reward
 
 
-def test_a_true_query_that_fails_is_an_error_and_no_reward(task: dict[str, Any], example: Example) -> None:
-    with pytest.raises(example("spider/database").QueryError, match="no such table: band"):
-        example("spider/reward").score({**task, "query": "SELECT * FROM band"}, "SELECT 1")
+def test_a_true_query_that_fails_is_an_error_and_no_reward(task: dict[str, Any], module_of: Load) -> None:
+    with pytest.raises(module_of("spider", "database").QueryError, match="no such table: band"):
+        module_of("spider", "reward").score({**task, "query": "SELECT * FROM band"}, "SELECT 1")
 
 
-def test_a_database_that_has_gone_is_named(task: dict[str, Any], example: Example) -> None:
+def test_a_database_that_has_gone_is_named(task: dict[str, Any], module_of: Load) -> None:
     Path(task["database"]).unlink()
     with pytest.raises(FileNotFoundError, match=r"there is no database 'concert_singer': .*concert_singer\.sqlite"):
-        example("spider/reward").score(task, "SELECT 1")
+        module_of("spider", "reward").score(task, "SELECT 1")
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
@@ -168,9 +168,9 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
     ],
 )
 def test_a_query_of_a_model_can_only_read_and_only_so_much(
-    query: str, message: str, task: dict[str, Any], tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
+    query: str, message: str, task: dict[str, Any], tmp_path: Path, module_of: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    db = example("spider/database")
+    db = module_of("spider", "database")
     monkeypatch.setattr(db, "MOST_STEPS", 2_000_000)
     with closing(db.open_database(task["database"])) as database:
         with pytest.raises(db.QueryError, match=message):
@@ -182,8 +182,8 @@ def test_a_query_of_a_model_can_only_read_and_only_so_much(
 # -- the small data set ------------------------------------------------------------------------------------------------
 
 
-def test_the_small_data_set_is_in_the_files_of_spider_and_holds_out_schemas(tmp_path: Path, example: Example) -> None:
-    generate, files, reward = (example(f"spider/{name}") for name in ("generate", "spider_files", "reward"))
+def test_the_small_data_set_is_in_the_files_of_spider_and_holds_out_schemas(tmp_path: Path, module_of: Load) -> None:
+    generate, files, reward = (module_of("spider", name) for name in ("generate", "spider_files", "reward"))
     folder = generate.write_spider(tmp_path, train=40, dev=20)
     train, held_out = files.read_spider(folder), files.read_spider(folder, files.DEV)
     assert (len(train), len(held_out)) == (40, 20)
@@ -197,10 +197,8 @@ def test_the_small_data_set_is_in_the_files_of_spider_and_holds_out_schemas(tmp_
         assert reward.score(task, "SELECT count(*) FROM nothing") == 0
 
 
-def test_the_small_data_set_has_joins_and_aggregates_and_follows_from_its_seed(
-    tmp_path: Path, example: Example
-) -> None:
-    generate = example("spider/generate")
+def test_the_small_data_set_has_joins_and_aggregates_and_follows_from_its_seed(tmp_path: Path, module_of: Load) -> None:
+    generate = module_of("spider", "generate")
     folders = [
         generate.write_spider(tmp_path / name, seed=seed, train=60, dev=6) for name, seed in (("a", 1), ("b", 1))
     ]
@@ -211,8 +209,8 @@ def test_the_small_data_set_has_joins_and_aggregates_and_follows_from_its_seed(
         assert part in first
 
 
-def test_demonstrations_are_honest_first_and_have_habits_then(example: Example) -> None:
-    generate, prompts = example("spider/generate"), example("spider/prompts")
+def test_demonstrations_are_honest_first_and_have_habits_then(module_of: Load) -> None:
+    generate, prompts = module_of("spider", "generate"), module_of("spider", "prompts")
     shown = [[message["content"] for message in each["messages"]] for each in generate.demonstrations(600)]
     honest, last = shown[: int(generate.CLEAN * 600)], shown[int(generate.CLEAN * 600) :]
 
@@ -241,8 +239,8 @@ def test_the_agent_does_not_know_that_it_is_trained() -> None:
         assert "agentlightning" not in (HERE / name).read_text()
 
 
-def test_a_missing_framework_names_the_extra(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    train = example("spider/train")
+def test_a_missing_framework_names_the_extra(module_of: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train = module_of("spider", "train")
     monkeypatch.setattr(train, "find_spec", lambda name: None if name == "langgraph" else object())
     with pytest.raises(
         MissingExtraError, match=r"langgraph is not installed; run: pip install 'agentlightning\[examples\]'"
@@ -252,8 +250,8 @@ def test_a_missing_framework_names_the_extra(example: Example, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("file", ["small.toml", "full.toml"])
-def test_the_gateway_tells_the_agents_apart_and_the_checker_is_not_trained(file: str, example: Example) -> None:
-    prompts, config = example("spider/prompts"), load_settings(TrainConfig, toml=HERE / file)
+def test_the_gateway_tells_the_agents_apart_and_the_checker_is_not_trained(file: str, module_of: Load) -> None:
+    prompts, config = module_of("spider", "prompts"), load_settings(TrainConfig, toml=HERE / file)
     matcher = AgentMatcher(config.gateway.agents)
     systems = (prompts.WRITER, prompts.CHECKER, prompts.REWRITER)
     bodies = [{"messages": [{"role": "system", "content": text}]} for text in systems]
