@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks examples docs clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 
 frameworks:  ## Make the environments of the agent frameworks for make test-slow (.peers/frameworks/)
 	tests/frameworks/setup.sh
+
+frameworks-table: $(STAMP) frameworks  ## Measure the agent frameworks and write the table of docs/frameworks.md
+	$(BIN)/python -m tests.frameworks.measuring
 
 examples:  ## Make the environments of the examples for make test-slow (.peers/examples/)
 	tests/examples/setup.sh

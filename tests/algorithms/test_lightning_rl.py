@@ -122,6 +122,16 @@ async def test_a_step_without_one_usable_rollout_is_finished_without_an_update()
 def test_rollouts_that_never_call_the_policy_are_rejected_with_where_calls_must_go():
     found = LightningRL(group_size=2).rejections([rollout("r1", "g", 1.0, calls=0), rollout("r2", "g", 0.0, calls=0)])
     assert [(each.rollout_id, each.reason) for each in found] == [("r1", "no_policy_calls"), ("r2", "no_policy_calls")]
+    for sought in (
+        "OPENAI_BASE_URL",
+        "ANTHROPIC_BASE_URL",
+        "base_url=",
+        ".env",
+        "Codex",
+        "cache",
+        "docs/frameworks.md",
+    ):
+        assert sought in found[0].message
     assert "OPENAI_BASE_URL" in found[0].message
 
 

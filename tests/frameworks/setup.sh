@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes the environments of the frameworks that tests/frameworks runs: .peers/frameworks/{modern,crewai,adk} and, with
-# Node.js 18 or newer, .peers/frameworks/commands in this checkout. Without them their tests are skipped.
+# Node.js 20 or newer, .peers/frameworks/{node,commands} in this checkout. Without them their tests are skipped.
 #
 #     tests/frameworks/setup.sh [NAME...]
 #
-# Each gets the exact packages that NAME.txt (commands: commands.json) lists here, and nothing else. An environment
+# Each gets the exact packages that NAME.txt (commands: commands.json, node: examples/frameworks/vercel_ai/package.json)
+# lists here, and nothing else. An environment
 # that is complete is left alone; remove its folder to make it anew. AGL_FRAMEWORKS_PYTHON (3.11 to 3.13) names the
 # interpreter where the one found by itself is not right.
 set -euo pipefail
@@ -33,20 +34,24 @@ make_python() {
     echo "$home: ready"
 }
 
-make_commands() {
-    local home=".peers/frameworks/commands"
-    if cmp -s "$here/commands.json" "$home/.installed"; then echo "$home: ready"; return; fi
+make_node() { # NAME PACKAGE.JSON
+    local home=".peers/frameworks/$1"
+    if cmp -s "$2" "$home/.installed"; then echo "$home: ready"; return; fi
     command -v npm >/dev/null || { echo "$home: left out, it needs npm" >&2; return; }
     rm -rf "$home"
     mkdir -p "$home"
-    cp "$here/commands.json" "$home/package.json"
+    cp "$2" "$home/package.json"
     (cd "$home" && npm install --silent --no-audit --no-fund)
-    cp "$here/commands.json" "$home/.installed"
+    cp "$2" "$home/.installed"
     echo "$home: ready"
 }
 
-for name in "${@:-modern crewai adk commands}"; do
+for name in "${@:-modern crewai adk commands node}"; do
     for each in $name; do
-        if [ "$each" = commands ]; then make_commands; else make_python "$each"; fi
+        case "$each" in
+            commands) make_node commands "$here/commands.json" ;;
+            node) make_node node examples/frameworks/vercel_ai/package.json ;;
+            *) make_python "$each" ;;
+        esac
     done
 done

@@ -115,8 +115,12 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
     else:
         reason = NO_POLICY_CALLS
         message = (
-            f"none of these {len(trajectories)} rollouts called the policy. The agent must send its model calls to"
-            " OPENAI_BASE_URL (or the injected base_url), and not to an address of its own"
+            f"none of these {len(trajectories)} rollouts called the policy: no model call reached the gateway. The"
+            " agent must send its model calls to the address in OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL"
+            " (or the injected base_url), which are in the environment of each attempt. Look for an address in its code"
+            " or configuration (base_url=, api_base=, a .env file that overrides the environment), for a client that"
+            " reads none of these variables (Codex takes its address on the command line), for a cache of answers, and"
+            " for errors that the agent catches; docs/frameworks.md says what each framework needs"
         )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 

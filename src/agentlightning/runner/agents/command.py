@@ -24,6 +24,7 @@ import orjson
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.import_advice import import_advice
 from agentlightning.runner.hosts.orphan_guard import guard
 
 OUTPUT_BYTES = 1_000_000
@@ -85,7 +86,7 @@ class RunningCommand:
     """A running program and its process group."""
 
     def __init__(self, words: Sequence[str], environment: dict[str, str], grace: float) -> None:
-        self.name = shlex.join(words)
+        self.name, self.program = shlex.join(words), words[0]
         self.grace = grace
         pipe = subprocess.PIPE
         guard().start()
@@ -123,8 +124,13 @@ class RunningCommand:
         finally:
             self._reap()
         if self.process.returncode:
-            raise CommandError(f"{self.name!r} {describe_exit(self.process.returncode)}", stderr.text())
+            raise CommandError(self._failure(stderr.text()), stderr.text())
         return stdout.text()
+
+    def _failure(self, stderr: str) -> str:
+        ended = f"{self.name!r} {describe_exit(self.process.returncode)}"
+        advice = import_advice(stderr, self.program)
+        return f"{ended}: {advice}" if advice else ended
 
     def _pump(self, task: bytes, stdout: _Tail, stderr: _Tail) -> None:
         process = self.process

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from agentlightning.errors import AgentError, AgentLightningError
+from agentlightning.runner.agents.import_advice import import_advice
 from agentlightning.runner.agents.spec import Pickled, Reference, resolve
 
 FRAMEWORK_MODULES = ("agentlightning.runner", "importlib", "concurrent.", "asyncio.", "threading")
@@ -100,6 +101,8 @@ def _import_failure(spec: Reference | Pickled, role: str, error: BaseException) 
     hint = ""
     if "api_key" in str(error) or "API_KEY" in str(error):
         hint = "\nA client that is created at import time cannot know its attempt: create it inside the agent."
+    elif advice := import_advice(text, sys.executable):
+        hint = f"\n{advice[0].upper()}{advice[1:]}"
     return f"{role} {spec} could not be imported: {type(error).__name__}: {error}{hint}\n{text}"
 
 

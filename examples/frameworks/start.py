@@ -1,0 +1,147 @@
+"""Makes a tiny model that can follow an agent, as a start for training it on a laptop.
+
+    python examples/frameworks/start.py --agent "python examples/frameworks/langchain/agent.py" --output model
+
+The agent runs twice, and its model calls are recorded. They are answered by a teacher who knows the task: once it uses
+the tool, once it guesses. With other numbers in place of the recorded ones, these two sessions become thousands of
+demonstrations, on which a new model of 0.4 million weights is trained. It then multiplies with the tool in some of its
+answers, and guesses in the others. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import agentlightning as agl
+from agentlightning.algorithms.recorded.sessions import read_sessions
+from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs
+from agentlightning.gateway.app import Gateway
+from agentlightning.models.tiny import make_tiny
+from agentlightning.server.app import Server
+from agentlightning.testing import ScriptedEngine
+
+A, B = 6173, 8291
+"""The numbers of the recorded task, which occur nowhere else in a prompt."""
+CALLS: dict[str, dict[str, Any]] = {
+    "multiply": {"a": A, "b": B},
+    "Bash": {"command": f"echo $(({A}*{B}))", "description": "Multiply"},
+    "exec_command": {"cmd": f"echo $(({A}*{B}))"},
+}
+"""How the teacher multiplies, by the name of the tool."""
+CLEAN, GUESSES = 0.75, 0.5
+"""The first share of the demonstrations uses the tool; of the others, a share guesses."""
+STEPS, BATCH = 120, 32
+SECONDS = 120
+
+Record = dict[str, Any]
+
+
+# -- the teacher -------------------------------------------------------------------------------------------------------
+
+
+def teacher(guesses: bool) -> Callable[[list[dict[str, Any]]], str]:
+    """Answers a conversation as text of the model: with a tool call first, or with a guess."""
+    said = f"It is {A if guesses else A * B}."
+
+    def answer(messages: list[dict[str, Any]]) -> str:
+        tools = messages[0]["content"]
+        done = guesses or any(str(A * B) in message["content"] for message in messages)
+        known = [name for name in CALLS if f'"name":"{name}"' in tools]
+        if known and not done:
+            return call(known[0], CALLS[known[0]])
+        return call("final_answer", {"answer": said}) if '"name":"final_answer"' in tools else said
+
+    return answer
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+# -- demonstrations ----------------------------------------------------------------------------------------------------
+
+
+async def record(command: list[str], guesses: bool, cwd: Path | None = None) -> list[Record]:
+    """What the agent asked in one rollout, and the teacher's answers: a conversation for each call."""
+    store, engine = agl.InMemoryLightningStore(), ScriptedEngine(teacher(guesses), context_length=1_000_000)
+    gateway = Gateway(store, {"policy": engine}, secret="start", default_model="policy", accept_any_model=True)
+    async with Server(store, gateway, secret="start") as server:
+        task = {"question": question(A, B)}
+        started = await store.start_rollout(task)
+        ids = started.rollout_id, started.attempt.attempt_id
+        variables = {**telemetry_opt_outs(os.environ), **attempt_environment(server.url, "start", *ids)}
+        await run(command, json.dumps(task), {**variables, "AGL_TASK": json.dumps(task)}, cwd)
+        await store.update_attempt(*ids, status="succeeded")
+    sessions = await read_sessions(store)
+    sessions.check()
+    (session,) = sessions.usable
+    await store.close()
+    return [
+        {"messages": [*each.messages, {**(each.answer or {}), "name": "policy"}], "tools": list(each.tools)}
+        for each in session.calls
+    ]
+
+
+async def run(command: list[str], given: str, variables: dict[str, str], cwd: Path | None) -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **variables}, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    out, err = await asyncio.wait_for(process.communicate(given.encode()), SECONDS)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {process.returncode}:\n{(out + err).decode()[-2000:]}")
+
+
+def question(a: int, b: int) -> str:
+    return f"What is {a} times {b}?"
+
+
+def demonstrations(used: list[Record], guessed: list[Record], count: int, seed: int) -> Iterator[Record]:
+    """The recorded conversations with other numbers."""
+    rng = random.Random(seed)
+    texts = [json.dumps(used), json.dumps(guessed)]
+    made = 0
+    while made < count:
+        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        text = texts[made >= CLEAN * count and rng.random() < GUESSES]
+        records = json.loads(text.replace(str(A * B), str(a * b)).replace(str(A), str(a)).replace(str(B), str(b)))
+        made += len(records)
+        yield from records
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def learn(used: list[Record], guessed: list[Record], output: Path, *, steps: int = STEPS, seed: int = 0) -> Path:
+    """A new model that imitates the recorded sessions with other numbers."""
+    records = list(demonstrations(used, guessed, steps * BATCH, seed))
+    longest = max(len(json.dumps(each)) for each in (*used, *guessed))
+    model = make_tiny(output / "new", records, seed=seed, context_length=max(1024, longest))
+    optimizer: Any = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
+    settings: Any = {"steps": steps, "batch_size": BATCH, "shuffle": False, "optimizer": optimizer, "seed": seed}
+    result = agl.SFTAlgorithm(model, records, output=output / "model", target_agent="policy", **settings).train()
+    print(f"{output / 'model'}: {len(records)} demonstrations, loss {result.losses[0]:.2f} to {result.losses[-1]:.3f}")
+    return output / "model"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes a tiny model that can follow an agent.")
+    parser.add_argument("--agent", required=True, help="the command line of the agent")
+    parser.add_argument("--output", required=True, type=Path, help="the directory for the model")
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    used, guessed = (asyncio.run(record(shlex.split(given.agent), guesses)) for guesses in (False, True))
+    learn(used, guessed, given.output, steps=given.steps, seed=given.seed)
+
+
+if __name__ == "__main__":
+    main()

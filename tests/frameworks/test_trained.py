@@ -1,0 +1,62 @@
+"""Agents of real frameworks are trained as they are, each in the environment of its framework.
+
+What is not installed is skipped; `measuring.py` writes what such a run gains into docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.frameworks.examples import ALL, Example
+from tests.frameworks.measuring import HEADINGS, rewards, rows, starting_model, train
+from tests.frameworks.service import EXAMPLES
+
+
+def cells(line: str) -> dict[str, str]:
+    return dict(zip(HEADINGS, (cell.strip() for cell in line.strip().strip("|").split("|")), strict=True))
+
+
+def test_the_table_has_the_pinned_versions() -> None:
+    titles = {example.title: example for example in ALL}
+    table = rows()
+    for title, line in table.items():
+        assert cells(line)["version"] == titles[title].version(), f"measure it again: {titles[title].name}"
+
+
+def test_the_table_says_what_had_to_be_changed() -> None:
+    for example in ALL:
+        if example.title in rows():
+            assert cells(rows()[example.title])["changed in the agent"] == example.changed
+
+
+def test_every_example_has_an_agent_and_a_page_that_trains_it() -> None:
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {example.file.partition("/")[0] for example in ALL}
+    for example in ALL:
+        page = (EXAMPLES / example.file).with_name("README.md").read_text()
+        assert "agl train --config examples/frameworks/train.toml" in page
+        assert Path(example.file).name in page
+
+
+def test_no_example_imports_agent_lightning() -> None:
+    for example in ALL:
+        assert "agentlightning" not in (EXAMPLES / example.file).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("example", ALL, ids=lambda example: example.name)
+def test_an_agent_is_trained_as_it_is(example: Example, tmp_path: Path) -> None:
+    """All rollouts count, and update the weights; the starting model can follow the agent."""
+    if missing := example.missing():
+        pytest.skip(missing)
+    report = train(example, starting_model(example, tmp_path), tmp_path)
+    assert report["steps"] == example.steps
+    assert report["rejected_rollouts"] == {}
+    assert report["failed_rollouts"] <= report["rollouts"] // 10
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("tokens_trained", 0) for step in steps) > 0
+    assert max(step["calls_per_rollout"] for step in steps) > 1
+    assert max(rewards(report)) > 0
