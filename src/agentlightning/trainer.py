@@ -25,6 +25,9 @@ from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.hooks import Hook, with_hooks
 from agentlightning.compat.tracer import check_tracer
 from agentlightning.config import TrainConfig
+from agentlightning.dashboard.app import PATH as DASHBOARD
+from agentlightning.dashboard.app import dashboard_routes
+from agentlightning.dashboard.data.run_data import dashboard_of_run
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
@@ -456,8 +459,12 @@ class Trainer:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress)
                 stack.push_async_callback(policy.close)
-            serving = await serve_run(config, store, policy, run_dir, stack, secret, token, listener)
+            data = dashboard_of_run(run_dir.path, store)
+            stack.push_async_callback(data.close)
+            pages = dashboard_routes(data, token)
+            serving = await serve_run(config, store, policy, run_dir, stack, secret, token, listener, pages)
             server = await stack.enter_async_context(serving)
+            self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
             await collector.move(state.run_id, config.run.public_url or server.url)

@@ -28,6 +28,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 LONG = {
+    "dashboard",
     "evaluation",
     "first-training",
     "offline",

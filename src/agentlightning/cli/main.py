@@ -10,6 +10,9 @@ import typer
 from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.recorded import learn
+from agentlightning.cli.viewing import dashboard, report
+
+VERBS = (demo, train, learn, evaluate, doctor, report, dashboard, run, serve, runner, rescore, store, credit, export)
 
 
 def build() -> typer.Typer:
@@ -23,7 +26,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_program)
-    for verb in (demo, train, learn, evaluate, doctor, run, serve, runner, rescore, store, credit, export):
+    for verb in VERBS:
         verb.register(app)
     return app
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,6 +76,10 @@ KeepRollouts = Annotated[
 KeepSize = Annotated[
     str | None, typer.Option(help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
 ]
+Runs = Annotated[
+    Path | None,
+    typer.Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False),
+]
 MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
 SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
@@ -98,6 +103,7 @@ def serve(
     keep_days: KeepDays = None,
     keep_rollouts: KeepRollouts = None,
     keep_size: KeepSize = None,
+    runs: Runs = None,
     max_body: MaxBody = "64MiB",
     log_format: LogFormat = "text",
     slow_ms: SlowMs = 250.0,
@@ -124,6 +130,7 @@ def serve(
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
+            runs=runs,
             max_body_bytes=read_size(max_body),
             slow_seconds=slow_ms / 1000,
         )
@@ -146,6 +153,7 @@ class Options:
     otlp_export: str | None
     adopt_traces: bool
     retention: Retention | None
+    runs: Path | None
     max_body_bytes: int
     slow_seconds: float
 
@@ -177,6 +185,9 @@ def _collect_less() -> None:
 async def _open(options: Options, stack: AsyncExitStack) -> Server:
     """Open the store, the models and the server; the stack closes them."""
     from agentlightning.attempt_address import attempt_secret
+    from agentlightning.dashboard.app import dashboard_routes
+    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_data import DashboardData
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.gateway.recording.packer_process import PackerProcess
     from agentlightning.observability.logs import ChangeLog, SlowLog
@@ -203,6 +214,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
             PackerProcess() if options.otlp_export is None else None
         )  # the exporter needs the spans in this process
         store = await stack.enter_async_context(with_journal(store, database.path, raw_exchange.read, packer))
+    data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
+    stack.push_async_callback(data.close)
     serving = serve(
         store,
         await open_engines(options.models, options.routing, stack),
@@ -219,6 +232,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         port=options.port,
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
+        pages=dashboard_routes(data, options.token),
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None:
@@ -304,6 +318,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),
         ("metrics", f"{server.url}/metrics"),
+        ("dashboard", f"{server.url}/dashboard"),
         ("models", models),
     ):
-        console.print(f"{name:<8} {value}", markup=False)
+        console.print(f"{name:<9} {value}", markup=False)

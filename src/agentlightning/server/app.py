@@ -24,6 +24,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
@@ -50,7 +51,7 @@ class Server:
     enables `/metrics`, `slow` logs slow requests, `adopt_traces` stores traces of unknown programs as rollouts of their
     own. Requests to the store and of traces may have up to `max_body_bytes`. A request that stalls for
     `stalled_seconds` before its end gets a 408, and its connection is closed; incomplete request bodies take at most
-    `max_unfinished_bytes` together.
+    `max_unfinished_bytes` together. `pages` are further routes, those of the dashboard.
 
     Pages of other sites are rejected, except those of `allowed_origins` (CORS): `https://name:port`, or "*" if there is
     a token; anything else is a ConfigError. Against DNS rebinding, a server without a token accepts only requests whose
@@ -77,6 +78,7 @@ class Server:
         max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
+        pages: Iterable[BaseRoute] = (),
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
@@ -87,6 +89,7 @@ class Server:
                 *event_routes(store, secret),
                 *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
+                *pages,
                 *calls,
             ],
             middleware=_cross_origin(origins, token),

@@ -6,10 +6,12 @@ Called by the trainer, `agl.evaluate`, `agl serve` and `agl run`, so that all of
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
+
+from starlette.routing import BaseRoute
 
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.app import Gateway
@@ -33,6 +35,7 @@ class ServerOptions(TypedDict, total=False):
     max_body_bytes: int
     allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
+    pages: Sequence[BaseRoute]
 
 
 @asynccontextmanager

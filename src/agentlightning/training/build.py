@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any
+
+from starlette.routing import BaseRoute
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutSource
@@ -80,8 +83,9 @@ async def serve_run(
     secret: str,
     token: str,
     listener: socket.socket | None = None,
+    pages: Sequence[BaseRoute] = (),
 ) -> AbstractAsyncContextManager[Server]:
-    """The server of a run. The policy answers all calls that no route sends elsewhere."""
+    """The server of a run. The policy answers all calls that no route sends elsewhere. `pages`: the dashboard's."""
     engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
     engines |= await open_models(config.gateway.models, stack, run_dir.path)
     return serve(
@@ -95,6 +99,7 @@ async def serve_run(
         budget_file=run_dir.path / "spent",
         host=config.run.host,
         listener=listener,
+        pages=pages,
     )
 
 

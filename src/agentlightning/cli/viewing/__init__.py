@@ -1,0 +1,1 @@
+"""The verbs that show runs: as a web page, as a report."""

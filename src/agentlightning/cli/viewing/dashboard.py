@@ -1,0 +1,147 @@
+"""`agl dashboard`: runs, rollouts and tokens as a web page, read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentlightning.cli.opening import POSTGRES
+from agentlightning.cli.options import Json, Token
+from agentlightning.cli.output import Output, errors_reported
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
+
+    from agentlightning.dashboard.data.catalog import Catalog
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="The directory of a run or of several, a database, or the URL of a server (default: runs).",
+        show_default=False,
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("dashboard")(dashboard)
+
+
+def dashboard(
+    target: Target = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show made-up runs; nothing is trained.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    token: Token = None,
+    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
+
+    The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) has
+    its dashboard at /dashboard, with actions, and needs no `agl dashboard`.
+    """
+    output = Output(as_json)
+    with errors_reported(output):
+        asyncio.run(_serve(target, demo, host, port, token, browser, output))
+
+
+async def _serve(
+    target: str | None, demo: bool, host: str, port: int, server_token: str | None, browser: bool, output: Output
+) -> None:
+    from agentlightning.dashboard.app import PATH
+    from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
+    from agentlightning.errors import ConfigError
+    from agentlightning.server.app import listen, url_of
+
+    if demo and target is not None:
+        raise ConfigError(f"--demo shows made-up runs, and {target!r} is none of them; leave one of them out")
+    token = secrets.token_urlsafe(24)
+    async with _routes(target, demo, server_token, token, output) as routes:
+        listener = listen(host, port)
+        link = f"{url_of(host, listener.getsockname()[1])}{PATH}#token={token}"
+        _announce(link, browser, output)
+        await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
+
+
+def _announce(link: str, browser: bool, output: Output) -> None:
+    record = {"url": link.partition("#")[0], "link": link}
+    output.finish(record, lambda console: console.print(f"dashboard  {link}", markup=False))
+    sys.stdout.flush()
+    if browser and not output.as_json and sys.stdout.isatty():
+        import webbrowser
+
+        webbrowser.open(link)
+
+
+@asynccontextmanager
+async def _routes(
+    target: str | None, demo: bool, server_token: str | None, token: str, output: Output
+) -> AsyncGenerator[list[Route]]:
+    if target is not None and target.startswith(("http://", "https://")):
+        from agentlightning.dashboard.remote import remote_routes
+
+        async with remote_routes(target, server_token, token) as routes:
+            yield routes
+        return
+    from agentlightning.dashboard.app import dashboard_routes
+    from agentlightning.dashboard.data.run_data import DashboardData
+
+    with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
+        async with _catalog(await _made_up(folder, output) if demo else target) as catalog:
+            data = DashboardData(catalog)
+            try:
+                yield dashboard_routes(data, token)
+            finally:
+                await data.close()
+
+
+async def _made_up(folder: str, output: Output) -> str:
+    from agentlightning.dashboard.demo.runs import write_demo
+
+    output.console.print("making up two runs ...")
+    await write_demo(Path(folder))
+    return folder
+
+
+@asynccontextmanager
+async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
+    """What a path or a database names. Raises ConfigError for neither."""
+    from agentlightning.cli.store import open_named
+    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.errors import ConfigError
+
+    runs = _runs(target)
+    if runs is not None:
+        yield runs
+    elif target is not None and (target.startswith(POSTGRES) or _exists(target)):
+        async with open_named(target, None, None) as store:
+            yield Catalog(store)
+    else:
+        raise ConfigError(
+            f"there is no run and no database at {target or 'runs'!r}; give the directory of a run, a database or a "
+            "URL, or look at made-up runs: agl dashboard --demo"
+        )
+
+
+def _runs(target: str | None) -> Catalog | None:
+    """The run in a directory, or those below it; None where there are none."""
+    from agentlightning.dashboard.data.catalog import Catalog
+    from agentlightning.dashboard.data.run_files import is_run
+
+    path = Path("runs" if target is None else target)
+    if is_run(path):
+        return Catalog(directories=[path])
+    return Catalog(roots=[path]) if path.is_dir() and any(path.glob("*/state.json")) else None
+
+
+def _exists(target: str) -> bool:
+    return Path(target).exists()

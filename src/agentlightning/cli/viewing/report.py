@@ -1,0 +1,53 @@
+"""`agl report`: what a run changed, as text or as one web page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+
+Store = Annotated[str | None, typer.Option(help="The store of the run, where it was given one.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report")(report)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    html: Annotated[bool, typer.Option("--html", help="Write a page with curves, which needs no server.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write (default: RUN/report.html; text is printed).", show_default=False)
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples."""
+    output = Output(as_json)
+    with errors_reported(output):
+        text = asyncio.run(_report(run, html, examples, store))
+        path = out or (run / "report.html" if html else None)
+        if path is not None:
+            path.write_text(text, encoding="utf-8")
+        record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
+        output.finish(record, lambda console: console.print(text if path is None else f"wrote {path}", markup=False))
+
+
+async def _report(run: Path, html: bool, examples: int, store: str | None) -> str:
+    from agentlightning.cli.store import open_named
+    from agentlightning.dashboard.data.run_files import open_run
+    from agentlightning.dashboard.report_page import report_page
+    from agentlightning.training.report.run_report import markdown_report
+
+    open_run(run)
+    make = report_page if html else markdown_report
+    if store is None:
+        return await make(run, examples)
+    async with open_named(store, None, None) as opened:
+        return await make(run, examples, opened)

@@ -1,0 +1,212 @@
+"""The routes of the dashboard: the page and its files for anybody, the JSON of every view for those with the token.
+
+    /dashboard/...         the page; it reads the JSON of the same path below /dashboard/api
+    /dashboard/static/...  its files, none of which comes from elsewhere
+    /dashboard/api/...     the JSON of every view; POST for actions
+
+The page itself holds no data. Its Content-Security-Policy allows scripts and styles of this server alone, and none in
+the page: text of agents that is taken for HTML somewhere still runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from agentlightning.dashboard.actions import act, export_lines, ids_in
+from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.views import comparison, operations, resources, rollout, rollouts, runs
+from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.errors import RequestError, error_response, status_of
+from agentlightning.store.http.server.asgi import authorize
+
+PATH: Final = "/dashboard"
+MAX_BODY: Final = 256 * 1024
+HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
+STATIC_NAME: Final = re.compile(r"(vendor/|views/)?[a-z_-]+\.(js|css|svg)")
+View = Callable[[DashboardData, Query], Awaitable[dict[str, Any]]]
+VIEWS: Final[Mapping[str, View]] = {
+    "/runs": runs.list_runs,
+    "/compare": comparison.compare,
+    "/runs/{run}": runs.show_run,
+    "/runs/{run}/validation": rollouts.show_validation,
+    "/runs/{run}/steps/{step}": rollouts.show_step,
+    "/runs/{run}/rollouts": rollouts.list_rollouts,
+    "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
+    "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
+    "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
+    "/runs/{run}/tasks/{task}": rollouts.show_task,
+    "/runs/{run}/resources": resources.list_resources,
+    "/runs/{run}/weights": resources.list_weights,
+    "/runs/{run}/workers": operations.list_workers,
+    "/runs/{run}/queues": operations.list_queues,
+    "/runs/{run}/live": operations.show_live,
+}
+"""The JSON of each view, by its path below /dashboard/api. The page of a view has the same path below /dashboard."""
+
+
+def dashboard_routes(data: DashboardData, token: str | None) -> list[Route]:
+    """Routes for a Starlette application. With a `token`, all data requires it."""
+    api = [Route(f"{PATH}/api{path}", _view(data, view, token), methods=["GET"]) for path, view in VIEWS.items()]
+    return [
+        *api,
+        Route(f"{PATH}/api/runs/{{run}}/actions/{{action}}", _action(data, token), methods=["POST"]),
+        Route(f"{PATH}/api/runs/{{run}}/export", _export(data, token), methods=["POST"]),
+        Route(f"{PATH}/api/{{path:path}}", _unknown(token), methods=["GET", "POST"]),
+        *page_routes(),
+    ]
+
+
+def page_routes() -> list[Route]:
+    """The page and its files, which hold no data."""
+    return [
+        Route(f"{PATH}/static/{{name:path}}", _static, methods=["GET"]),
+        Route(PATH, _page, methods=["GET"]),
+        Route(f"{PATH}/{{path:path}}", _page, methods=["GET"]),
+    ]
+
+
+# -- the JSON ----------------------------------------------------------------------------------------------------------
+
+
+def json_response(request: Request, content: Any, status: int = 200) -> Response:
+    """A JSON response with an ETag, so that a page that asks again and again is sent what has changed."""
+    body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    headers = {**HEADERS, "cache-control": "no-store"}
+    if status == 200 and request.method == "GET":
+        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+        headers |= {"etag": tag, "cache-control": "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)  # pyright: ignore[reportUnknownArgumentType]
+    return str(value)
+
+
+def _error(request: Request, error: AgentLightningError) -> Response:
+    headers = {**HEADERS, "cache-control": "no-store"}
+    return Response(encode(error_response(error)), status_of(error), headers, media_type="application/json")
+
+
+def _view(data: DashboardData, view: View, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            authorize(dict(request.headers), token)
+            query = Query(dict(request.path_params), dict(request.query_params))
+            return json_response(request, await view(data, query))
+        except AgentLightningError as error:
+            return _error(request, error)
+
+    return respond
+
+
+def _action(data: DashboardData, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            authorize(dict(request.headers), token)
+            parts = request.path_params
+            return json_response(request, await act(data, parts["run"], parts["action"], await _body(request)))
+        except AgentLightningError as error:
+            return _error(request, error)
+
+    return respond
+
+
+def _export(data: DashboardData, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            authorize(dict(request.headers), token)
+            run = await data.run(request.path_params["run"])
+            ids = [each.rollout_id for each in await run.by_ids(ids_in(await _body(request)))]
+        except AgentLightningError as error:
+            return _error(request, error)
+        return StreamingResponse(export_lines(run, ids), headers=HEADERS, media_type="application/x-ndjson")
+
+    return respond
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request. A page of another site cannot send this content type without being asked first."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("send application/json", 415)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise RequestError(f"the request is larger than {MAX_BODY} bytes; name fewer rollouts", 413)
+        parts.append(part)
+    try:
+        return orjson.loads(b"".join(parts))
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the request is not JSON ({error})") from None
+
+
+def _unknown(token: str | None) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            authorize(dict(request.headers), token)
+            raise NotFoundError(f"there is no view at {request.url.path!r}; the views are: {', '.join(VIEWS)}")
+        except AgentLightningError as error:
+            return _error(request, error)
+
+    return respond
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+async def _page(request: Request) -> Response:
+    return _file(request, "index.html")
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if STATIC_NAME.fullmatch(name) is None:
+        return Response("there is no such file", 404, HEADERS, media_type="text/plain")
+    return _file(request, name)
+
+
+def _file(request: Request, name: str) -> Response:
+    found = read_static(name)
+    if found is None:
+        return Response("there is no such file", 404, HEADERS, media_type="text/plain")
+    body, tag = found
+    headers = {**HEADERS, "etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=TYPES[name.rpartition(".")[2]])
+
+
+@cache
+def read_static(name: str) -> tuple[bytes, str] | None:
+    """A file of the page, and its ETag; None if there is none."""
+    path = files("agentlightning.dashboard").joinpath("static", *name.split("/"))
+    if not path.is_file():
+        return None
+    body = path.read_bytes()
+    return body, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'

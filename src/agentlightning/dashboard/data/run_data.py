@@ -1,0 +1,204 @@
+"""All that views read of one run or store, with what is remembered between requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.config import TrainConfig
+from agentlightning.dashboard.data.catalog import Catalog, Source
+from agentlightning.dashboard.data.credit import BatchCredit, credit_of
+from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.data.summary import Summaries, group_of
+from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
+from agentlightning.errors import AgentLightningError, NotFoundError
+from agentlightning.rollouts import Rollout
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import task_key
+from agentlightning.training.sources.reader import TrajectoryReader
+
+MOST_IN_BATCH: Final = 1024
+"""Rollouts of a step over which credit is computed; with more, only the group itself is read."""
+MOST_CREDITS: Final = 8
+"""Steps whose credit is remembered."""
+PAGE: Final = 500
+"""Rollouts in one request to the store."""
+
+
+@dataclass(slots=True)
+class RunData:
+    """One run or store."""
+
+    source: Source
+    store: LightningStoreBase
+    summaries: Summaries
+    shares_store: bool = False
+    """Whether the store also has rollouts of others."""
+    _texts: TokenTexts | None = None
+    _texts_read: bool = False
+    _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def files(self) -> RunFiles | None:
+        return self.source.files
+
+    @property
+    def config(self) -> TrainConfig | None:
+        return None if self.files is None else self.files.config()
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """Those of the dimensions of a reward."""
+        return reward_weights(self.source)
+
+    @property
+    def texts(self) -> TokenTexts | None:
+        """The text of tokens; None: there is no tokenizer that can be read."""
+        if not self._texts_read and self.files is not None:
+            model = None if self.config is None else self.config.policy.model
+            self._texts = find_texts(self.files.path, model)
+            self._texts_read = self._texts is not None  # one that is still to be written is looked for again
+        return self._texts
+
+    async def rollout(self, rollout_id: str) -> Rollout:
+        """Raises NotFoundError."""
+        found = await self.store.get_rollout_by_id(rollout_id)
+        if found is None:
+            raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+        return found
+
+    async def by_ids(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """Those that there are, in the given order."""
+        found: dict[str, Rollout] = {}
+        for start in range(0, len(rollout_ids), PAGE):
+            chunk = rollout_ids[start : start + PAGE]
+            found |= {each.rollout_id: each for each in await self.store.query_rollouts(rollout_id_in=chunk)}
+        return [found[each] for each in rollout_ids if each in found]
+
+    async def group(self, rollout: Rollout) -> list[Rollout]:
+        """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
+        same task among the newest rollouts."""
+        group = group_of(rollout)
+        if not group:
+            return await self._of_same_task(rollout)
+        if rollout.rollout_id.startswith(group):
+            found = await self.store.query_rollouts(rollout_id_contains=group)
+        else:
+            stem = rollout.rollout_id[: _common(rollout)]
+            found = await self.store.query_rollouts(rollout_id_contains=stem, limit=5000)
+        own = [each for each in found if group_of(each) == group]
+        return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+
+    async def _of_same_task(self, rollout: Rollout) -> list[Rollout]:
+        try:
+            key = task_key(rollout.input)
+        except TypeError:
+            return [rollout]
+        newest = await self.store.query_rollouts(newest_first=True, limit=2000)
+        own = [each for each in reversed(newest) if not group_of(each) and task_key(each.input) == key]
+        return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+
+    # -- credit --------------------------------------------------------------------------------------------------------
+
+    async def credit(self, rollout: Rollout) -> tuple[BatchCredit, int | None]:
+        """The credit of the step that learned from a rollout, and that step. The rollouts of validation and evaluation
+        have none."""
+        config = self.config
+        if self.files is None or config is None:
+            return BatchCredit(notes=("only rollouts of a run have advantages: a store has no credit rule",)), None
+        if not isinstance(config.algorithm, LightningRLConfig):
+            return BatchCredit(notes=(f'algorithm "{config.algorithm.type}" learns from text, not from tokens',)), None
+        if rollout.mode != "train":
+            return BatchCredit(notes=("this rollout measures the policy: nothing is learned from it",)), None
+        step = await asyncio.to_thread(self.files.learned_at, rollout.rollout_id)
+        batch = None if step is None else self.files.learned_by(step)
+        if batch is not None and len(batch) <= MOST_IN_BATCH:
+            return await self._credit_of(("step", step), batch, config.algorithm), step
+        members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
+        found = await self._credit_of(("group", *members), members, config.algorithm)
+        why = _why_alone(step, bool(self.files.audit()), rollout)
+        return BatchCredit(found.rule, found.calls, (*found.notes, why)), step
+
+    async def _credit_of(self, key: Any, ids: Iterable[str], config: LightningRLConfig) -> BatchCredit:
+        if (known := self._credits.pop(key, None)) is None:
+            rollouts = await self.by_ids(list(ids))
+            known = await self._compute(rollouts, config)
+        self._credits[key] = known
+        if len(self._credits) > MOST_CREDITS:
+            self._credits.pop(next(iter(self._credits)))
+        return known
+
+    async def _compute(self, rollouts: Sequence[Rollout], config: LightningRLConfig) -> BatchCredit:
+        run = self.config
+        assert run is not None
+        turns = run.curriculum.turns
+        reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
+        groups = {each.rollout_id: group_of(each) or task_key(each.input) for each in rollouts}
+        tasks = {each.rollout_id: each.input for each in rollouts}
+        try:
+            trajectories, rejected = await reader.read(groups, tasks=tasks)
+        except AgentLightningError as error:
+            return BatchCredit(notes=(f"the rollouts of the step cannot be read: {error}",))
+        found = await asyncio.to_thread(credit_of, trajectories, config)
+        if not rejected:
+            return found
+        return BatchCredit(found.rule, found.calls, (*found.notes, f"{len(rejected)} rollouts cannot be read"))
+
+
+def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
+    if step is not None:
+        return "the step is too large: advantages are computed over this group alone, weights are relative to it"
+    if not has_audit:
+        return "the run has no audit log: advantages are computed over this group alone, weights are relative to it"
+    if rollout.status != "succeeded":
+        return "this rollout did not succeed: nothing is learned from it"
+    return "no step has learned from this rollout (yet); shown is what its group alone would teach"
+
+
+def _common(rollout: Rollout) -> int:
+    """The length of the beginning that its id shares with others of its group."""
+    return max(1, len(rollout.rollout_id.rstrip("0123456789")))
+
+
+class DashboardData:
+    """The data of every run in a catalog."""
+
+    def __init__(self, catalog: Catalog, *, writable: bool = False) -> None:
+        self.catalog = catalog
+        self.writable = writable
+        """Whether requests with the token may change the store."""
+        self._runs: dict[str, RunData] = {}
+
+    async def run(self, name: str) -> RunData:
+        """Raises NotFoundError for an unknown name."""
+        source = self.catalog.source(name)
+        store = await self.catalog.store(source)
+        known = self._runs.get(name)
+        if known is None or known.store is not store or known.source.files is not source.files:
+            known = self._runs[name] = RunData(
+                source, store, Summaries(store, reward_weights(source)), self.catalog.shares_store(source)
+            )
+        return known
+
+    async def close(self) -> None:
+        await self.catalog.close()
+
+
+def reward_weights(source: Source) -> dict[str, float] | None:
+    """The weights that a run gives the dimensions of a reward."""
+    config = None if source.files is None else source.files.config()
+    return getattr(config.algorithm, "reward_weights", None) if config is not None else None
+
+
+def dashboard_of_run(directory: Path, store: LightningStoreBase) -> DashboardData:
+    """That of a run in this process, which has its store open, and of the runs beside it."""
+    catalog = Catalog(store, directories=[directory], roots=[directory.resolve().parent], owns_store=True)
+    return DashboardData(catalog, writable=True)

@@ -1,0 +1,187 @@
+"""Reads the files of a run directory, which another process may be writing. Each is read again when it has changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+import orjson
+
+from agentlightning.config import TrainConfig
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord, read_audit
+from agentlightning.training.health.diagnosis import SignHistory, sign_history
+from agentlightning.training.health.examination import read_records
+from agentlightning.training.health.step_record import StepRecord
+from agentlightning.training.persistence.run_changes import settings_of_run
+from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
+
+T = TypeVar("T")
+Signature = tuple[int, int] | None
+"""(time of the last change in nanoseconds, size in bytes) of a file; None: there is none."""
+SECRET: Final = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
+HIDDEN: Final = "(hidden)"
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """The files of one run directory."""
+
+    path: Path
+    _cache: dict[str, tuple[Signature, Any]] = field(default_factory=dict[str, tuple[Signature, Any]])
+
+    def state(self) -> RunState:
+        """Raises ResumeError where it cannot be read."""
+        return self._read("state", "state.json", lambda: read_state(self.path))
+
+    def status(self) -> Literal["running", "finished", "unfinished"]:
+        """unfinished: no process has the run open, and there is no report."""
+        if is_locked(self.path):
+            return "running"
+        return "finished" if (self.path / "report.json").exists() else "unfinished"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that can be read."""
+        return self._read("metrics", "metrics.jsonl", lambda: _json_lines(self.path / "metrics.jsonl"))
+
+    def records(self) -> list[StepRecord]:
+        return self._read("records", "metrics.jsonl", lambda: read_records(self.path / "metrics.jsonl")[0])
+
+    def signs(self) -> list[SignHistory]:
+        """The signs of trouble since which step. Takes seconds for a run of thousands of steps: call it in a thread."""
+        return self._read("signs", "metrics.jsonl", lambda: sign_history(self.records()))
+
+    def report(self) -> dict[str, Any] | None:
+        """The result; None for a run that has none yet."""
+        return self._read("report", "report.json", lambda: _json_or_none(self.path / "report.json"))
+
+    def config(self) -> TrainConfig | None:
+        """The settings; None where there are none, or this version cannot read them (`config_error`)."""
+        return self._read("config", "config.toml", lambda: self._load_config()[0])
+
+    def config_error(self) -> str:
+        """Why there are no settings."""
+        return self._read("config_error", "config.toml", lambda: self._load_config()[1])
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by dotted name, keys and tokens hidden."""
+        return self._read("settings", "config.toml", lambda: _flat(self.config()))
+
+    def audit(self) -> list[AuditRecord]:
+        return self._read("audit", AUDIT_FILE, lambda: read_audit(self.path))
+
+    def changes(self) -> list[dict[str, Any]]:
+        """What resumes have changed."""
+        return self._read("changes", "changes.jsonl", lambda: _json_lines(self.path / "changes.jsonl"))
+
+    def tasks(self, name: str) -> list[Any]:
+        """The tasks of `train`, `validation` or `held_out`."""
+        file = f"data/{name}.jsonl"
+        return self._read(f"tasks {name}", file, lambda: _json_lines(self.path / file))
+
+    def learned_at(self, rollout_id: str) -> int | None:
+        """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
+        needle = f'"{rollout_id}"'.encode()
+        found = None
+        for line in self._audit_lines():
+            if needle in line and (record := _learned(line)) is not None and rollout_id in record.rollouts:
+                found = record.step
+        return found
+
+    def learned_by(self, step: int) -> tuple[str, ...] | None:
+        """The rollouts that a step was given to learn from; None where the audit log does not say."""
+        found = None
+        for line in self._audit_lines():
+            if f'"step":{step},'.encode() in line and (record := _learned(line)) is not None and record.step == step:
+                found = record.rollouts
+        return found
+
+    def _audit_lines(self) -> list[bytes]:
+        path = self.path / AUDIT_FILE
+        return self._read("audit lines", AUDIT_FILE, lambda: path.read_bytes().splitlines() if path.exists() else [])
+
+    def signature(self) -> str:
+        """Changes whenever the metrics, the state or the report do."""
+        return repr([self._signature(name) for name in ("metrics.jsonl", "state.json", "report.json")])
+
+    def _load_config(self) -> tuple[TrainConfig | None, str]:
+        try:
+            return settings_of_run(self.path), ""
+        except AgentLightningError as error:
+            return None, str(error)
+
+    def _signature(self, name: str) -> Signature:
+        try:
+            found = (self.path / name).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    def _read(self, key: str, name: str, read: Callable[[], T]) -> T:
+        signature = self._signature(name)
+        known = self._cache.get(key)
+        if known is not None and known[0] == signature:
+            return known[1]
+        value = read()
+        self._cache[key] = (signature, value)
+        return value
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run."""
+    return (path / "state.json").is_file()
+
+
+def open_run(path: Path) -> RunFiles:
+    """Raises ConfigError where there is no run."""
+    if not is_run(path):
+        raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
+    return RunFiles(path)
+
+
+def _learned(line: bytes) -> AuditRecord | None:
+    try:
+        record = msgspec.json.decode(line, type=AuditRecord)
+    except msgspec.MsgspecError:
+        return None  # the last line, which is being written
+    return record if record.action == "learned" else None
+
+
+def _json_lines(path: Path) -> list[Any]:
+    """The lines that can be read; one without an end is being written."""
+    if not path.exists():
+        return []
+    found: list[Any] = []
+    for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+        try:
+            found.append(orjson.loads(line))
+        except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it
+            continue
+    return found
+
+
+def _json_or_none(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+
+
+def _flat(config: TrainConfig | None) -> dict[str, Any]:
+    return {} if config is None else dict(sorted(flatten(config.model_dump(mode="json")).items()))
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table by dotted names. Values of keys, tokens and passwords are hidden."""
+    found: dict[str, Any] = {}
+    for name, inner in value.items():
+        path = f"{prefix}{name}"
+        if isinstance(inner, dict) and inner:
+            found |= flatten(inner, f"{path}.")
+        else:
+            found[path] = HIDDEN if inner and SECRET.search(name) else inner
+    return found

@@ -1,0 +1,229 @@
+"""Which rollouts a table shows: filters, order and pages, at a cost that does not grow with the number of rollouts.
+
+What the store knows (state, mode, id) it filters; everything else is in spans, so that rollouts are read page by page
+until a page of matches is full or MOST_SCANNED were read. The page then says so, and where to go on. Values in spans
+can be sorted by only within a step or a group; the fields of rollouts over the whole store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from agentlightning.dashboard.data.run_data import RunData
+from agentlightning.dashboard.data.summary import RolloutSummary, group_of
+from agentlightning.dashboard.data.text import as_text
+from agentlightning.dashboard.query import Query
+from agentlightning.errors import ConfigError
+from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
+
+MOST_SCANNED: Final = 3000
+"""Rollouts that are read for one page."""
+CHUNK: Final = 200
+STATES: Final = ("queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing")
+MODES: Final = ("train", "val", "test")
+BY_STORE: Final = ("start_time", "end_time", "status", "mode", "rollout_id", "queue", "priority")
+BY_SUMMARY: Final = ("reward_number", "seconds", "calls", "sampled_tokens", "prompt_tokens", "tool_errors", "attempts")
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What a rollout must be like."""
+
+    states: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    id: str | None = None
+    """Part of its id."""
+    group: str | None = None
+    step: int | None = None
+    task: str | None = None
+    """Part of the text of its task, in any case."""
+    agent: str | None = None
+    """Part of the name of one of its agents."""
+    failure: str | None = None
+    """Part of the kind or the message of its failure; `any`: it has one."""
+    label: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    missing_reward: bool = False
+    tool_errors: bool = False
+    version: int | None = None
+
+    @classmethod
+    def of(cls, query: Query) -> Filters:
+        """Raises ConfigError for values that cannot be."""
+        states, modes = tuple(query.names("state")), tuple(query.names("mode"))
+        for name, given, known in (("state", states, STATES), ("mode", modes, MODES)):
+            if unknown := [each for each in given if each not in known]:
+                raise ConfigError(f"{name}={unknown[0]!r} is none of: {', '.join(known)}")
+        return cls(
+            states=states,
+            modes=modes,
+            id=query.text("id"),
+            group=query.text("group"),
+            step=query.integer("step", -1, 0) if query.text("step") else None,
+            task=query.text("task"),
+            agent=query.text("agent"),
+            failure=query.text("failure"),
+            label=query.text("label"),
+            reward_min=query.number("reward_min"),
+            reward_max=query.number("reward_max"),
+            missing_reward=query.choice("reward", ("missing",)) is not None,
+            tool_errors=query.choice("tools", ("failed",)) is not None,
+            version=query.integer("version", -1, 0) if query.text("version") else None,
+        )
+
+    @property
+    def by_store(self) -> bool:
+        """Whether the store alone can tell which rollouts match."""
+        return self == Filters(states=self.states, modes=self.modes, id=self.id)
+
+    def admit_rollout(self, rollout: Rollout) -> bool:
+        """By what the rollout itself says."""
+        return (
+            (not self.states or rollout.status in self.states)
+            and (not self.modes or rollout.mode in self.modes)
+            and (self.id is None or self.id in rollout.rollout_id)
+            and (self.group is None or group_of(rollout) == self.group)
+            and (self.task is None or self.task.lower() in as_text(rollout.input).lower())
+        )
+
+    def admit(self, found: RolloutSummary) -> bool:
+        """By what its spans say."""
+        number = found.reward_number
+        failure = f"{found.failure_kind or ''} {found.failure or ''}".strip().lower()
+        wanted = (self.failure or "").lower()
+        return (
+            (self.reward_min is None or (number is not None and number >= self.reward_min))
+            and (self.reward_max is None or (number is not None and number <= self.reward_max))
+            and (not self.missing_reward or found.reward is None)
+            and (not self.tool_errors or found.tool_errors > 0)
+            and (self.version is None or self.version in found.versions)
+            and (self.label is None or self.label in found.labels)
+            and (self.agent is None or any(self.agent.lower() in each.lower() for each in found.agents))
+            and (self.failure is None or (bool(failure) if wanted == "any" else wanted in failure))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a table."""
+
+    rows: list[RolloutSummary]
+    next: str | None
+    """Where the next page begins; None: this is the last one."""
+    scanned: int
+    """Rollouts that were read for it."""
+    total: int | None = None
+    """The number of all that match, where the store can count them."""
+
+
+async def select(
+    run: RunData, filters: Filters, *, sort: str | None, descending: bool, cursor: str | None, limit: int
+) -> Page:
+    """One page. Raises ConfigError for an order or a cursor that cannot be."""
+    if filters.step is not None or filters.group is not None:
+        return await _from_set(run, filters, sort, descending, cursor, limit)
+    if sort in BY_SUMMARY:
+        raise ConfigError(f"sort={sort!r} is read from spans; it sorts the rollouts of one step= or group=")
+    return await _scan(run, filters, sort, descending, cursor, limit)
+
+
+async def _scan(
+    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
+) -> Page:
+    rows: list[RolloutSummary] = []
+    scanned, after, offset = 0, None, 0
+    if cursor is not None and sort is None:
+        after = cursor
+    elif cursor is not None:
+        offset = _offset(cursor)
+    contains = _contains(run, filters)
+    wanted: dict[str, Any] = {
+        "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
+        "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
+        "rollout_id_contains": contains,
+    }
+    total = await run.store.count_rollouts(**wanted) if cursor is None and filters.by_store else None
+    size = limit if filters.by_store else CHUNK
+    while True:
+        order: dict[str, Any] = (
+            {"newest_first": descending, "after": after}
+            if sort is None
+            else {"sort_by": sort, "sort_order": "desc" if descending else "asc", "offset": offset}
+        )
+        chunk = await run.store.query_rollouts(**wanted, **order, limit=size)
+        usable = [each for each in chunk if filters.admit_rollout(each)]
+        found = {each.rollout_id: each for each in await run.summaries.of(usable)}
+        for place, rollout in enumerate(chunk, 1):
+            after = rollout.rollout_id
+            summary = found.get(rollout.rollout_id)
+            if summary is not None and filters.admit(summary):
+                rows.append(summary)
+            if len(rows) == limit:
+                more = place < len(chunk) or len(chunk) == size
+                at = str(offset + place) if sort is not None else after
+                return Page(rows, at if more else None, scanned + place, total)
+        scanned, offset = scanned + len(chunk), offset + len(chunk)
+        if len(chunk) < size:
+            return Page(rows, None, scanned, total)
+        if scanned >= MOST_SCANNED:
+            return Page(rows, str(offset) if sort is not None else after, scanned, total)
+
+
+def _contains(run: RunData, filters: Filters) -> str | None:
+    """What the store is asked for in ids: what the user wrote, else the id of the run."""
+    return filters.id if filters.id is not None or not run.shares_store else run.source.run_id
+
+
+async def _from_set(
+    run: RunData, filters: Filters, sort: str | None, descending: bool, cursor: str | None, limit: int
+) -> Page:
+    """The rollouts of a step or a group: few enough to read all of them."""
+    if filters.step is not None:
+        rollouts = await rollouts_of_step(run, filters.step)
+    else:
+        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(filters.group)), limit=20_000)
+    rows = await run.summaries.of([each for each in rollouts if filters.admit_rollout(each)])
+    rows = [each for each in rows if filters.admit(each)]
+    if sort is not None:
+        if sort not in (*BY_SUMMARY, *BY_STORE):
+            raise ConfigError(f"sort={sort!r} is none of: {', '.join((*BY_SUMMARY, *BY_STORE))}")
+        known = [each for each in rows if getattr(each, sort, None) is not None]
+        unknown = [each for each in rows if getattr(each, sort, None) is None]
+        rows = [*sorted(known, key=lambda each: getattr(each, sort), reverse=descending), *unknown]
+    offset = 0 if cursor is None else _offset(cursor)
+    page = rows[offset : offset + limit]
+    more = offset + limit < len(rows)
+    return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows))
+
+
+def _stem(group: str) -> str:
+    """What the ids of a group's rollouts contain: the group without its number, which ids write with zeros."""
+    return group.rstrip("0123456789")
+
+
+def _offset(cursor: str) -> int:
+    if not cursor.isdecimal():
+        raise ConfigError(f"after={cursor!r} is no position in a sorted list; use the `next` of the page before")
+    return int(cursor)
+
+
+async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
+    """The rollouts that a step was given, those that failed or were rejected included, by the audit log and their
+    groups; without an audit log those that were started for the turn of the step."""
+    files, run_id = run.source.run(), run.source.run_id
+    learned = files.learned_by(step)
+    if learned is None:
+        return await run.store.query_rollouts(rollout_id_contains=f"{run_id}-train-{step - 1:06d}")
+    known = await run.by_ids(learned)
+    groups = {group_of(each) for each in known}
+    stems = sorted({group[: group.rfind("-")] for group in groups if group.startswith(f"{run_id}-train-")})
+    found = {each.rollout_id: each for each in known}
+    for stem in stems[:8]:
+        for each in await run.store.query_rollouts(rollout_id_contains=stem):
+            alone = stems == [f"{run_id}-train-{step - 1:06d}"]
+            if alone or group_of(each) in groups:
+                found.setdefault(each.rollout_id, each)
+    return list(found.values())

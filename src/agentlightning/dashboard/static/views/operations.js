@@ -1,0 +1,41 @@
+// Workers, queues, and what happens now.
+import { useView } from "../api.js";
+import { ago, bytes, number } from "../format.js";
+import { html } from "../lib.js";
+import { Fact, Json, Loading, Pill, RunTabs, Stale } from "../parts.js";
+import { Link, runPath } from "../router.js";
+import { Row } from "./rollouts.js";
+
+function Page({ run, here, title, path, view, children }) {
+  return html`<div class="head"><h1>${title}</h1><div class="right"><${Json} path=${path} name=${`${here}.json`} /></div></div><${RunTabs} run=${run} here=${here} /><${Stale} view=${view} />${children}`;
+}
+
+export function WorkersPage({ parts: [run], path }) {
+  const view = useView(path, 3000);
+  if (!view.data) return html`<${RunTabs} run=${run} here="workers" /><${Loading} view=${view} />`;
+  const { workers, now } = view.data;
+  return html`<${Page} run=${run} here="workers" title="Workers" path=${path} view=${view}><div class="panel tight"><table><thead><tr><th>Worker</th><th>State</th><th>Last heartbeat</th><th class="num">Open attempts</th><th>Now on</th><th>Last error</th><th>What it reports</th></tr></thead><tbody>
+    ${workers.map((each) => html`<tr key=${each.worker_id}><td class="mono">${each.worker_id}</td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${ago(each.last_heartbeat_time, now)}</td><td class="num">${each.open_attempts}</td><td>${each.current_rollout_id ? html`<${Link} class="mono" to=${runPath(run, "rollouts", each.current_rollout_id)}>${each.current_rollout_id}<//>` : "–"}</td>
+      <td class="task">${each.last_error ? html`<span class="error-text">${each.last_error.type}: ${each.last_error.message}</span>` : "–"}</td><td class="small muted mono">${JSON.stringify(each.stats)}</td></tr>`)}</tbody></table>${!workers.length && html`<p class="empty">No worker has reported here.</p>`}</div><//>`;
+}
+
+function Queues({ queues }) {
+  return html`<table><thead><tr><th>Queue</th><th class="num">Waiting</th><th class="num">Open</th><th class="num">Limit</th></tr></thead><tbody>${queues.map((each) => html`<tr key=${each.name}><td class="mono">${each.name}</td><td class="num">${number(each.waiting)}</td><td class="num">${number(each.open)}</td><td class="num">${each.limit === null ? "none" : each.limit === 0 ? "paused" : number(each.limit)}</td></tr>`)}</tbody></table>${!queues.length && html`<p class="empty">No queue was used yet.</p>`}`;
+}
+
+export function QueuesPage({ parts: [run], path }) {
+  const view = useView(path, 3000);
+  if (!view.data) return html`<${RunTabs} run=${run} here="queues" /><${Loading} view=${view} />`;
+  return html`<${Page} run=${run} here="queues" title="Queues" path=${path} view=${view}><div class="panel tight"><${Queues} queues=${view.data.queues} /></div><//>`;
+}
+
+const Table = ({ run, rows }) => html`<div class="panel tight"><table><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+
+export function LivePage({ parts: [run], path }) {
+  const view = useView(path, 2000);
+  if (!view.data) return html`<${RunTabs} run=${run} here="live" /><${Loading} view=${view} />`;
+  const { statistics, running, newest, queues } = view.data;
+  return html`<${Page} run=${run} here="live" title="Live" path=${path} view=${view}>
+    <div class="panel"><dl class="facts">${Object.entries(statistics).map(([name, value]) => html`<${Fact} key=${name} name=${name.replace("rollouts.", "")}>${name === "bytes" ? bytes(value) : number(value)}<//>`)}</dl></div>
+    <h2>Running</h2><${Table} run=${run} rows=${running} /><h2>Queues</h2><div class="panel tight"><${Queues} queues=${queues} /></div><h2>Newest</h2><${Table} run=${run} rows=${newest} /><//>`;
+}

@@ -1,0 +1,125 @@
+// One rollout: attempts, conversation, spans as a timeline and a tree, rewards, raw JSON.
+import { post, useView } from "../api.js";
+import { duration, number, reward, time } from "../format.js";
+import { html, useState } from "../lib.js";
+import { Fact, Json, Loading, Pill, RewardChip, Stale } from "../parts.js";
+import { Link, navigate, runPath, withQuery } from "../router.js";
+import { CallHead } from "./tokens.js";
+
+function Part({ part }) {
+  if (part.kind === "tool_call") return html`<div class="part tool_call"><b>calls ${part.name}</b><pre>${part.text}</pre></div>`;
+  if (part.kind === "tool_result") return html`<div class=${`part tool_result ${part.failed ? "failed" : ""}`}><b>${part.failed ? "tool error" : "tool result"}</b><pre>${part.text}</pre></div>`;
+  if (part.kind === "image") return part.source ? html`<div class="part"><img src=${part.source} alt="image in a message" /></div>` : html`<div class="part muted">image elsewhere, not loaded: <code>${part.text}</code></div>`;
+  if (part.kind === "reasoning") return html`<details class="part reasoning" open><summary>reasoning</summary><pre>${part.text}</pre></details>`;
+  if (part.kind === "other") return html`<div class="part"><b>${part.type}</b><pre>${part.text}</pre></div>`;
+  return html`<div class="part"><pre>${part.text}</pre></div>`;
+}
+
+const ROLES = new Set(["assistant", "user", "system", "tool"]);
+
+function Message({ message, note }) {
+  return html`<div class=${`message ${ROLES.has(message.role) ? message.role : ""}`}><div class="who"><b>${message.role}</b>${note}</div><div class="body">${message.parts.map((part, place) => html`<${Part} key=${place} part=${part} />`)}${!message.parts.length && html`<span class="muted">empty</span>`}</div></div>`;
+}
+
+function Conversation({ run, rollout, stream, summary }) {
+  return html`<div class="messages">${stream.map((call, index) => html`<div class="turn" key=${call.span_id}><${CallHead} call=${call} index=${index}><span>${duration(call.seconds)}</span>
+      ${call.sampled_tokens > 0 && html`<${Link} to=${withQuery(runPath(run, "rollouts", rollout, "tokens"), { call: index })}>tokens<//>`}${call.starts && index > 0 && html`<${Pill}>new thread<//>`}<//>
+    <div class="messages">${call.messages.map((message, place) => html`<${Message} key=${`q${place}`} message=${message} />`)}${call.answer.map((message, place) => html`<${Message} key=${`a${place}`} message=${message} note=${call.model} />`)}
+      ${call.error && html`<p class="error-text">failed: ${call.error}</p>`}
+      ${index === stream.length - 1 && call.tool_results.map((each, place) => html`<div key=${place} class=${`part tool_result ${each.failed ? "failed" : ""}`}><b>${each.failed ? "tool error" : "tool result"}</b><pre>${each.text}</pre></div>`)}</div></div>`)}
+    ${!stream.length && html`<p class="empty">No model calls are recorded.</p>`}${summary.reward !== null && html`<${RewardChip} value=${summary.reward} />`}</div>`;
+}
+
+function depths(spans) {
+  const parents = new Map(spans.map((span) => [span.span_id, span.parent_id]));
+  const depth = (id, seen = 0) => (seen < 8 && parents.has(parents.get(id)) ? 1 + depth(parents.get(id), seen + 1) : 0);
+  return new Map(spans.map((span) => [span.span_id, depth(span.span_id)]));
+}
+
+// Children after their parent, each level in the store's order.
+function asTree(spans) {
+  const known = new Set(spans.map((span) => span.span_id));
+  const below = new Map();
+  for (const span of spans) {
+    const parent = known.has(span.parent_id) && span.parent_id !== span.span_id ? span.parent_id : null;
+    below.set(parent, [...(below.get(parent) || []), span]);
+  }
+  const found = [];
+  const seen = new Set();
+  const walk = (parent) => (below.get(parent) || []).forEach((span) => {
+    if (seen.has(span.span_id)) return;
+    seen.add(span.span_id);
+    found.push(span);
+    walk(span.span_id);
+  });
+  walk(null);
+  return [...found, ...spans.filter((span) => !seen.has(span.span_id))];
+}
+
+function Spans({ spans, limit }) {
+  const [open, setOpen] = useState(null);
+  const [tree, setTree] = useState(true);
+  if (!spans.length) return html`<p class="empty">No spans.</p>`;
+  const start = Math.min(...spans.map((span) => span.start_time));
+  const end = Math.max(...spans.map((span) => span.end_time ?? span.start_time), start + 1e-6);
+  const x = (value) => (1000 * (value - start)) / (end - start);
+  const level = depths(spans);
+  return html`<div class="legend-row"><button type="button" aria-pressed=${tree ? "true" : "false"} onClick=${() => setTree(true)}>Tree</button><button type="button" aria-pressed=${tree ? "false" : "true"} onClick=${() => setTree(false)}>In order</button><span class="muted small">${spans.length} spans over ${duration(end - start)}${limit ? `; only the first ${limit} are shown` : ""}</span></div>
+    <div class="timeline">${(tree ? asTree(spans) : spans).map((span) => {
+      const width = Math.max(4, x(span.end_time ?? span.start_time) - x(span.start_time));
+      const isOpen = open === span.span_id;
+      return html`<div key=${span.span_id}><button type="button" class="row" aria-expanded=${isOpen ? "true" : "false"} onClick=${() => setOpen(isOpen ? null : span.span_id)}>
+          <span class=${`name ${tree ? `depth${Math.min(4, level.get(span.span_id))}` : ""}`}>${span.sequence_id}. ${span.name}${span.reward !== null ? ` ${reward(span.reward)}` : ""}${span.counts ? "" : " (does not count)"}</span>
+          <svg viewBox="0 0 1000 14" preserveAspectRatio="none" role="img" aria-label=${`${span.kind}, ${duration((span.end_time ?? span.start_time) - span.start_time)}`}><rect class=${span.kind} x=${Math.min(996, x(span.start_time))} y="2" width=${width} height="10" rx="2" /></svg></button>
+        ${isOpen && html`<pre class="panel">${JSON.stringify(span, null, 2)}</pre>`}</div>`;
+    })}</div>`;
+}
+
+function Attempts({ attempts, chosen, path, query }) {
+  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight"><table><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
+    ${attempts.map((each) => html`<tr key=${each.attempt_id}><td><${Link} to=${withQuery(path, { ...query, attempt: each.attempt_id })} aria-current=${each.attempt_id === chosen ? "true" : undefined}>${each.sequence_id}${each.attempt_id === chosen ? " (shown)" : ""}<//></td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${time(each.start_time)}</td><td class="num">${each.end_time ? duration(each.end_time - each.start_time) : "–"}</td><td>${each.worker_id || "–"}</td></tr>`)}</tbody></table></div>
+    ${attempts.filter((each) => each.attempt_id === chosen && each.error).map((each) => html`<details key="e" open><summary class="error-text">${each.error.type}: ${each.error.message}</summary><pre class="error-text">${each.error.traceback}</pre></details>`)}
+    ${attempts.filter((each) => each.attempt_id === chosen && each.output).map((each) => html`<details key="o"><summary>Output</summary><pre>${each.output}</pre></details>`)}</div>`;
+}
+
+function Annotate({ run, rollout, done }) {
+  const [values, setValues] = useState({ score: "", label: "", comment: "" });
+  const [said, say] = useState("");
+  const set = (name) => (event) => setValues({ ...values, [name]: event.target.value });
+  const act = async (action, more = {}) => {
+    try {
+      const { results } = await (await post(`${runPath(run, "actions")}/${action}`, { rollout_ids: [rollout], ...more })).json();
+      const result = results[rollout];
+      say(result.done ? `${action}: done${result.rollout_id ? `, ${result.rollout_id}` : ""}` : result.error);
+      done();
+    } catch (error) {
+      say(error.message);
+    }
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    act("annotate", { label: values.label, comment: values.comment, ...(values.score === "" ? {} : { score: Number(values.score) }) });
+  };
+  return html`<div class="panel"><h2>Annotate</h2><form class="filters" onSubmit=${submit}><label>Score<input class="narrow" value=${values.score} onInput=${set("score")} inputmode="decimal" /></label><label>Label<input value=${values.label} onInput=${set("label")} /></label><label>Comment<input value=${values.comment} onInput=${set("comment")} /></label><button type="submit">Save</button>
+    <button type="button" onClick=${() => act("cancel")}>Cancel rollout</button><button type="button" onClick=${() => act("requeue")}>Requeue</button><button type="button" onClick=${() => act("retry")}>Retry as new</button><span role="status">${said}</span></form>
+    <p class="muted small">Kept as a span: a score becomes the final reward, a label can be filtered by.</p></div>`;
+}
+
+export function RolloutPage({ parts: [run, rollout], query, path }) {
+  const address = withQuery(path, { attempt: query.attempt });
+  const view = useView(address);
+  if (!view.data) return html`<${Loading} view=${view} />`;
+  const { data } = view;
+  const tab = query.tab || "chat";
+  const tabs = [["chat", "Conversation"], ["spans", `Spans (${data.spans.length})`], ["raw", "Raw JSON"]];
+  return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Pill} kind=${data.rollout.status} /><div class="right">
+      <${Link} class="button" to=${runPath(run, "rollouts", rollout, "tokens")}>Tokens<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${address} name="rollout.json" /></div></div>
+    <div class="panel"><dl class="facts"><${Fact} name="Reward">${reward(data.summary.reward)}<//><${Fact} name="Mode, queue">${data.rollout.mode || "–"}, ${data.rollout.queue}<//><${Fact} name="Started">${time(data.rollout.start_time)}<//><${Fact} name="Calls" note=${`${data.summary.tool_errors} of ${data.summary.tool_calls} tool calls failed`}>${data.summary.calls}<//>
+      <${Fact} name="Tokens" note=${`${number(data.summary.prompt_tokens)} in prompts`}>${number(data.summary.sampled_tokens)} sampled<//><${Fact} name="Learned from in">${data.step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", data.step)}>step ${data.step}<//>`}<//>
+      <${Fact} name="Labels">${data.summary.labels.join(", ") || "–"}<//></dl>
+      <details><summary>Task</summary><pre>${data.rollout.task}</pre></details></div>
+    <${Attempts} attempts=${data.attempts} chosen=${data.attempt} path=${path} query=${query} />
+    ${data.writable && html`<${Annotate} run=${run} rollout=${rollout} done=${view.reload} />`}
+    <nav class="tabs" aria-label="Views of this rollout">${tabs.map(([name, title]) => html`<${Link} key=${name} to=${withQuery(path, { ...query, tab: name })} aria-current=${tab === name ? "page" : undefined}>${title}<//>`)}</nav>
+    <div class="panel">${tab === "chat" ? html`<${Conversation} run=${run} rollout=${rollout} stream=${data.stream} summary=${data.summary} />` : tab === "spans" ? html`<${Spans} spans=${data.spans} limit=${data.spans_limit} />` : html`<pre>${JSON.stringify({ rollout: data.rollout, attempts: data.attempts, spans: data.spans }, null, 2)}</pre>`}</div>`;
+}

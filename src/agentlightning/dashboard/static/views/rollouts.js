@@ -1,0 +1,110 @@
+// The table of rollouts with its filters and actions, and one task across versions of the weights.
+import { download, post, useView } from "../api.js";
+import { ago, duration, interval, number, reward, shortId } from "../format.js";
+import { html, useEffect, useRef, useState } from "../lib.js";
+import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale } from "../parts.js";
+import { Link, navigate, runPath, withQuery } from "../router.js";
+
+const FILTERS = [
+  ["task", "Task contains"], ["agent", "Agent"], ["group", "Group"], ["id", "Id contains"], ["failure", "Failure"], ["label", "Label"],
+];
+const NARROW = [["step", "Step"], ["version", "Weights"], ["reward_min", "Reward from"], ["reward_max", "to"]];
+const CHOICES = [
+  ["state", "State", ["succeeded", "failed", "running", "preparing", "queuing", "requeuing", "cancelled"]],
+  ["mode", "Mode", ["train", "val", "test"]],
+  ["reward", "Reward", ["missing"]],
+  ["tools", "Tools", ["failed"]],
+];
+
+function Filters({ query, apply }) {
+  const form = useRef(null);
+  const submit = (event) => {
+    event.preventDefault();
+    apply({ ...query, ...Object.fromEntries(new FormData(form.current)), after: "" });
+  };
+  return html`<form class="filters" ref=${form} onSubmit=${submit} onChange=${(event) => event.target.tagName === "SELECT" && submit(event)}>
+    ${CHOICES.map(([name, title, values]) => html`<label key=${name}>${title}<select name=${name} value=${query[name] || ""}><option value="">any</option>${values.map((value) => html`<option key=${value} value=${value} selected=${query[name] === value}>${value}</option>`)}</select></label>`)}
+    ${FILTERS.map(([name, title]) => html`<label key=${name}>${title}<input name=${name} value=${query[name] || ""} /></label>`)}
+    ${NARROW.map(([name, title]) => html`<label key=${name}>${title}<input class="narrow" name=${name} inputmode="decimal" value=${query[name] || ""} /></label>`)}
+    <button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button></form>`;
+}
+
+function Heading({ name, title, query, apply, end }) {
+  const active = query.sort === name;
+  const flip = () => apply({ ...query, sort: name, order: active && query.order !== "asc" ? "asc" : "desc", after: "" });
+  return html`<th class=${end ? "num" : ""} aria-sort=${active ? (query.order === "asc" ? "ascending" : "descending") : undefined}><button type="button" onClick=${flip}>${title}${active ? (query.order === "asc" ? " ▲" : " ▼") : ""}</button></th>`;
+}
+
+export function Row({ run, row, chosen, toggle }) {
+  return html`<tr>${toggle && html`<td><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Select ${row.rollout_id}`} /></td>`}
+    <td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//><div class="muted small">${ago(row.start_time)}${row.mode ? `, ${row.mode}` : ""}</div></td>
+    <td><${Pill} kind=${row.status} />${row.attempts > 1 && html`<div class="muted small">attempt ${row.attempts}</div>`}</td>
+    <td class="task">${row.task}${row.failure_kind && html`<div class="error-text small">${row.failure_kind}: ${row.failure}</div>`}${row.labels.map((label) => html` <${Pill} key=${label} kind="warn">${label}<//>`)}</td>
+    <td class="num">${reward(row.reward)}</td><td class="num">${row.calls}</td><td class="num">${row.tool_errors ? html`<span class="error-text">${row.tool_errors}</span>` : "0"} / ${row.tool_calls}</td>
+    <td class="num">${number(row.sampled_tokens)}</td><td class="num">${duration(row.seconds)}</td><td>${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num">${row.versions.join(", ") || "–"}</td></tr>`;
+}
+
+function Actions({ run, ids, writable, done }) {
+  const [said, say] = useState("");
+  const [score, setScore] = useState("");
+  const [label, setLabel] = useState("");
+  const none = !ids.length;
+  const act = async (action, more = {}) => {
+    try {
+      const found = await (await post(`${runPath(run, "actions")}/${action}`, { rollout_ids: ids, ...more })).json();
+      const errors = Object.values(found.results).filter((each) => !each.done).map((each) => each.error);
+      say(`${action}: ${found.done} of ${ids.length} done${errors.length ? `; ${errors[0]}` : ""}`);
+      done();
+    } catch (error) {
+      say(error.message);
+    }
+  };
+  const save = () => download(runPath(run, "export"), "rollouts.jsonl", { rollout_ids: ids }).then(() => say(`exported ${ids.length}`), (error) => say(error.message));
+  const annotate = () => act("annotate", { ...(score === "" ? {} : { score: Number(score) }), label });
+  return html`<div class="actions"><b>${ids.length} selected</b><button type="button" disabled=${none} onClick=${save}>Export JSONL</button>
+    ${writable && html`<button type="button" disabled=${none} onClick=${() => act("cancel")}>Cancel</button>
+      <button type="button" disabled=${none} onClick=${() => act("requeue")} title="The same rollout waits again">Requeue</button>
+      <button type="button" disabled=${none} onClick=${() => act("retry")} title="A new rollout of the same task">Retry</button>
+      <input class="narrow" aria-label="Score" placeholder="score" size="5" value=${score} onInput=${(event) => setScore(event.target.value)} />
+      <input aria-label="Label" placeholder="label" size="10" value=${label} onInput=${(event) => setLabel(event.target.value)} />
+      <button type="button" disabled=${none || (score === "" && !label)} onClick=${annotate}>Annotate</button>`}
+    ${!writable && html`<span class="muted small">read only</span>`}<span role="status" class="small">${said}</span></div>`;
+}
+
+export function RolloutsPage({ parts: [run], query, path }) {
+  const address = withQuery(path, query);
+  const view = useView(address);
+  const [chosen, setChosen] = useState([]);
+  useEffect(() => setChosen([]), [address]);
+  const apply = (values) => navigate(withQuery(path, values));
+  const { data } = view;
+  const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id]);
+  const every = data && chosen.length === data.rows.length && chosen.length > 0;
+  const head = { query, apply };
+  return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}
+      <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
+    <${RunTabs} run=${run} here="rollouts" />
+    <div class="panel"><${Filters} key=${address} query=${query} apply=${apply} /></div><${Stale} view=${view} />
+    ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight"><${Actions} run=${run} ids=${chosen} writable=${data.writable} done=${view.reload} />
+      <table><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
+        <${Heading} name="start_time" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
+        <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
+        <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
+      ${!data.rows.length && html`<p class="empty">${data.next ? `None of ${number(data.scanned)} rollouts matches so far.` : "No rollout matches."}</p>`}</div>
+    <div class="head">${query.after && html`<button type="button" onClick=${() => history.back()}>← Back</button>`}
+      ${data.next && html`<button type="button" class="primary" onClick=${() => apply({ ...query, after: data.next })}>${data.rows.length ? "Next page" : "Look further"} →</button>`}
+      <span class="muted small">${number(data.scanned)} rollouts read for this page</span></div>`}`;
+}
+
+export function TaskPage({ parts: [run], path }) {
+  const view = useView(path);
+  if (!view.data) return html`<${Loading} view=${view} />`;
+  const { data } = view;
+  return html`<div class="head"><h1>One task across versions of the weights</h1><div class="right"><${Json} path=${path} name="task.json" /></div></div>
+    <div class="panel"><pre>${data.task}</pre></div>
+    <div class="panel tight"><table><thead><tr><th class="num">Weights</th><th>Mode</th><th>Rewards</th><th>Mean, 95% interval</th><th></th><th>Side by side</th></tr></thead><tbody>
+      ${data.versions.map((each) => html`<tr key=${`${each.version}${each.mode}`}><td class="num">${each.version ?? "–"}</td><td>${each.mode}</td><td><${Rewards} values=${each.rewards} /></td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td>
+        <td><${Link} to=${runPath(run, "rollouts", each.rollouts[0], "group")}>${each.rollouts.length} rollout${each.rollouts.length > 1 ? "s" : ""}<//></td></tr>`)}</tbody></table></div>
+    ${!data.complete && html`<p class="muted">Among the ${number(data.scanned)} newest rollouts.</p>`}
+    <div class="panel tight"><table><tbody>${data.rollouts.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table></div>`;
+}

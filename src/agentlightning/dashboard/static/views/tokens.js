@@ -1,0 +1,116 @@
+// Tokens, coloured by advantage, log-probability, version or weight in the loss.
+import { useView } from "../api.js";
+import { number, reward, signed } from "../format.js";
+import { html, useEffect, useRef, useState } from "../lib.js";
+import { Fact, Json, Loading, Pill, RewardChip } from "../parts.js";
+import { Link, navigate, runPath, withQuery } from "../router.js";
+
+export const COLOURS = [["advantage", "Advantage"], ["logprob", "Log-probability"], ["version", "Weights"], ["loss", "Carries loss"], ["ratio", "Ratio"]];
+const MOST_SHOWN = 6000;
+
+function classOf(by, tokens, place, versions) {
+  const advantage = tokens.advantages?.[place];
+  const weight = tokens.weights?.[place];
+  if (by === "advantage") {
+    if (advantage === undefined || advantage === null) return "";
+    if (Math.abs(advantage) < 1e-9 || weight === 0) return "z";
+    const size = Math.abs(advantage) < 0.5 ? 1 : Math.abs(advantage) < 1.5 ? 2 : 3;
+    return `${advantage > 0 ? "p" : "n"}${size}`;
+  }
+  if (by === "logprob") {
+    const value = tokens.logprobs?.[place];
+    if (value === undefined || value === null) return "";
+    return `s${value > -0.05 ? 0 : value > -0.5 ? 1 : value > -1.5 ? 2 : value > -3 ? 3 : 4}`;
+  }
+  if (by === "version") return tokens.versions ? `v${versions.indexOf(tokens.versions[place]) % 6}` : "";
+  if (by === "loss") return tokens.weights ? (weight > 0 && Math.abs(advantage) > 1e-9 ? "p2" : "z idle") : "idle";
+  return "";
+}
+
+const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "→");
+const textOf = (tokens, place) => (tokens.texts ? tokens.texts[place] : `${tokens.ids[place]} `);
+
+export function CallTokens({ call, index, by, versions, chosen, choose, differsAt }) {
+  const { prompt, tokens } = call;
+  if (call.left_out) return html`<p class="muted">${number(call.sampled_tokens)} tokens are not shown: the rollout has too many.</p>`;
+  if (!tokens && !prompt?.ids.length) return html`<p class="muted">No tokens are recorded for this call.</p>`;
+  const shown = Math.min(tokens?.ids.length ?? 0, MOST_SHOWN);
+  const given = prompt?.texts ? prompt.texts.join("") : (prompt?.ids || []).join(" ");
+  return html`<div class="tokens">${given && html`<span class="t given">${visible(given)}</span>`}${Array.from({ length: shown }, (_, place) => {
+    const isChosen = chosen && chosen.call === index && chosen.token === place;
+    const text = textOf(tokens, place);
+    const special = /^<\|.*\|>$|^<\/?s>$/.test(text) ? "special" : "";
+    return html`<span key=${place} class=${`t ${classOf(by, tokens, place, versions)} ${special} ${isChosen ? "chosen" : ""} ${differsAt === place ? "differs" : ""}`}
+      onMouseEnter=${() => choose({ call: index, token: place })} onClick=${() => choose({ call: index, token: place })}>${visible(text)}</span>`;
+  })}${shown < (tokens?.ids.length ?? 0) && html`<p class="muted">… ${tokens.ids.length - shown} more</p>`}</div>`;
+}
+
+export function ToolResults({ call }) {
+  return call.tool_results.map((each, place) => html`<div key=${place} class=${`part tool_result ${each.failed ? "failed" : ""}`}>
+    <b>${each.failed ? "tool error" : "tool result"}${each.name ? ` · ${each.name}` : ""}</b><pre>${each.text}</pre></div>`);
+}
+
+export function Legend({ by, change, stream, credit }) {
+  const notes = { advantage: "blue: better than expected, orange: worse, grey: none", logprob: "darker: less likely when it was drawn", version: "a colour for each version of the weights", loss: "blue: carries loss; struck through: does not", ratio: "the ratio is known only within an update and is not stored" };
+  return html`<div class="legend-row" role="group" aria-label="Colour of tokens">${COLOURS.map(([name, title]) => html`<button key=${name} type="button" aria-pressed=${by === name ? "true" : "false"} disabled=${name === "ratio"} title=${notes[name]} onClick=${() => change(name)}>${title}</button>`)}
+    <span class="muted small">${notes[by]}. Text in grey was given, not sampled.</span></div>
+    ${credit.notes.map((note) => html`<div class="notice" key=${note}>${note}</div>`)}
+    ${!stream.some((call) => call.tokens) && html`<div class="notice">No call of this rollout has recorded tokens.</div>`}`;
+}
+
+export function Inspector({ stream, chosen }) {
+  const call = chosen && stream[chosen.call];
+  if (!call?.tokens) return html`<div class="inspector muted">Point at a token, or move with the arrow keys.</div>`;
+  const { tokens } = call;
+  const at = chosen.token;
+  const logprob = tokens.logprobs?.[at];
+  return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
+    <span>log-probability ${number(logprob)}${logprob === undefined || logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}</span>
+    <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span></div>`;
+}
+
+export const versionsOf = (stream) => [...new Set(stream.flatMap((call) => call.tokens?.versions || []))].sort((a, b) => a - b);
+
+export function CallHead({ call, index, children }) {
+  return html`<div class="who"><b>Call ${index + 1}</b>${call.agent && html`<span>${call.agent}</span>`}<span>${number(call.sampled_tokens)} sampled of ${number(call.prompt_tokens + call.sampled_tokens)} tokens</span>
+    ${call.version !== null && html`<span>weights ${call.version}</span>`}${call.finish && html`<span>${call.finish}</span>`}${!call.counts && html`<${Pill} kind="failed">does not count<//>`}${call.drift && html`<${Pill} kind="warn">drift: ${call.drift}<//>`}
+    ${call.reward !== null && call.reward !== undefined && html`<${RewardChip} value=${call.reward} />`}${children}</div>`;
+}
+
+export function move(event, stream, chosen, choose) {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by) return;
+  event.preventDefault();
+  let { call, token } = chosen || { call: 0, token: -1 };
+  token += by;
+  while (call >= 0 && call < stream.length) {
+    const length = stream[call].tokens?.ids.length ?? 0;
+    if (token >= 0 && token < length) return choose({ call, token });
+    call += by;
+    token = by > 0 ? 0 : (stream[call]?.tokens?.ids.length ?? 0) - 1;
+  }
+}
+
+export function TokensPage({ parts: [run, rollout], query, path }) {
+  const view = useView(path);
+  const [chosen, choose] = useState(query.call ? { call: Number(query.call), token: Number(query.token || 0) } : null);
+  const target = useRef(null);
+  const by = query.by || "advantage";
+  useEffect(() => target.current?.scrollIntoView({ block: "center" }), [view.data]);
+  if (!view.data) return html`<${Loading} view=${view} />`;
+  const { stream, credit, summary, step } = view.data;
+  const versions = versionsOf(stream);
+  return html`<div class="head"><h1>Tokens</h1><div class="right">
+      <${Link} class="button" to=${runPath(run, "rollouts", rollout)}>Conversation<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${path} name="tokens.json" /></div></div>
+    <div class="panel"><dl class="facts"><${Fact} name="Rollout" note=${summary.task}><span class="mono">${rollout}</span><//><${Fact} name="Reward">${reward(summary.reward)}<//><${Fact} name="Credit rule">${credit.rule || "–"}<//>
+      <${Fact} name="Learned from in">${step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", step)}>step ${step}<//>`}<//><${Fact} name="Versions of weights">${versions.join(", ") || "–"}<//></dl></div>
+    ${!view.data.has_texts && html`<div class="notice">The run has no tokenizer.json that can be read: tokens are shown as their ids.</div>`}
+    <${Legend} by=${by} change=${(name) => navigate(withQuery(path, { ...query, by: name }), { replace: true })} stream=${stream} credit=${credit} />
+    <div class="panel" tabindex="0" role="group" aria-label="Tokens; arrow keys move" onKeyDown=${(event) => move(event, stream, chosen, choose)}>
+      ${stream.map((call, index) => html`<section class="turn" key=${call.span_id} ref=${Number(query.call) === index && query.call ? target : undefined}><${CallHead} call=${call} index=${index} />
+        ${call.error && html`<p class="error-text">${call.error}</p>`}
+        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} chosen=${chosen} choose=${choose} />
+        <${ToolResults} call=${call} /></section>`)}
+      ${!stream.length && html`<p class="empty">This rollout made no model calls.</p>`}</div>
+    <${Inspector} stream=${stream} chosen=${chosen} />`;
+}

@@ -1,0 +1,144 @@
+"""The curves of a run: which metrics share a chart, and their values by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+MOST_POINTS: Final = 2000
+"""Steps that are sent; of more, the last of each interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Metrics that are drawn together."""
+
+    name: str
+    title: str
+    metrics: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name of a metric -> its label."""
+    prefixes: tuple[str, ...] = ()
+    """All metrics whose names begin so belong to it, too."""
+    suffixes: tuple[str, ...] = ()
+    unit: str = ""
+    band: tuple[str, str] | None = None
+    """(metric, its spread): a band of metric - spread to metric + spread."""
+    log: bool = False
+
+
+CHARTS: Final = (
+    Chart("reward", "Reward of the step", {"reward": "mean"}, band=("reward", "reward_std")),
+    Chart("validation", "Validation reward", {}, prefixes=("validation_",)),
+    Chart("dimensions", "Reward by dimension", {}, prefixes=("reward_of_", "air_")),
+    Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
+    Chart(
+        "kl",
+        "Divergence",
+        {"approx_kl": "sampled from trained", "ref_kl": "from the reference", "mismatch_kl": "sampler and trainer"},
+        unit="nats a token",
+    ),
+    Chart("gradient", "Gradient norm", {"grad_norm": "before clipping"}, log=True),
+    Chart("clip", "Clipped tokens", {"clip_fraction": "share"}),
+    Chart("length", "Response length", {"response_tokens": "tokens of a rollout"}, unit="tokens"),
+    Chart("truncated", "Truncated, repeated", {"truncated": "truncated calls", "repeated_ngrams": "repeated n-grams"}),
+    Chart("staleness", "Staleness", {"staleness": "mean", "staleness_max": "highest"}, unit="updates"),
+    Chart(
+        "groups",
+        "Groups without spread",
+        {
+            "groups_without_spread": "all",
+            "groups_failed": "all failed",
+            "groups_solved": "all solved",
+            "groups_repeated": "repeated outputs",
+            "groups_certain": "certain outputs",
+            "groups_constant": "constant reward",
+        },
+        unit="groups",
+    ),
+    Chart(
+        "failures",
+        "Rollouts not learned from",
+        {"failed": "failed", "timeouts": "timed out"},
+        prefixes=("rejected_",),
+        unit="rollouts",
+    ),
+    Chart("seconds", "Seconds by phase", {}, suffixes=("_seconds",), unit="s"),
+    Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
+    Chart("loss", "Loss", {"loss": "loss"}),
+    Chart("lr", "Learning rate", {"lr": "learning rate"}),
+    Chart("guard", "Reward guard", {}, prefixes=("guard_",)),
+)
+HIDDEN: Final = frozenset({"step", "revision"})
+
+
+def charts_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The charts that have a number, and the metrics that are in none of them."""
+    rows = _thinned(metrics)
+    names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if _number(value) is not None))
+    used: set[str] = set(HIDDEN)
+    found: list[dict[str, Any]] = []
+    for chart in CHARTS:
+        series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
+        used.update(each["metric"] for each in series)
+        if chart.band is not None:
+            used.add(chart.band[1])
+        if series:
+            found.append(_chart(chart, series, rows))
+    others = [name for name in names if name not in used]
+    return {
+        "steps": [row.get("step") for row in rows],
+        "charts": found,
+        "others": [_series(rows, name, name.replace("_", " ")) for name in others],
+        "thinned": len(metrics) - len(rows),
+    }
+
+
+def _chart(chart: Chart, series: list[dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    band = None
+    if chart.band is not None:
+        metric, spread = chart.band
+        pairs = [(_number(row.get(metric)), _number(row.get(spread))) for row in rows]
+        if any(width is not None for _, width in pairs):
+            band = {
+                "metric": metric,
+                "label": "± standard deviation within a group",
+                "low": [None if m is None or w is None else m - w for m, w in pairs],
+                "high": [None if m is None or w is None else m + w for m, w in pairs],
+            }
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "unit": chart.unit,
+        "log": chart.log,
+        "series": series,
+        "band": band,
+    }
+
+
+def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
+    found = {name: label for name, label in chart.metrics.items() if name in names}
+    for name in names:
+        for prefix in chart.prefixes:
+            if name.startswith(prefix):
+                found[name] = name.removeprefix(prefix).replace("_", " ")
+        for suffix in chart.suffixes:
+            if name.endswith(suffix):
+                found[name] = name.removesuffix(suffix).replace("_", " ")
+    return found
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str, Any]:
+    return {"metric": name, "label": label, "values": [_number(row.get(name)) for row in rows]}
+
+
+def _number(value: Any) -> float | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def _thinned(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most MOST_POINTS steps, the last one included."""
+    stride = max(1, math.ceil(len(metrics) / MOST_POINTS))
+    return [*metrics[len(metrics) - 1 :: -stride]][::-1]

@@ -1,0 +1,110 @@
+"""Versions: of prompts and models as the store has them, with what changed; of weights, with what each learned from."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
+from agentlightning.dashboard.query import Query
+from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
+from agentlightning.training.governance.audit import AuditRecord
+
+PAGE: Final = 50
+MOST_LINES: Final = 2000
+
+
+async def list_resources(data: DashboardData, query: Query) -> dict[str, Any]:
+    """Versions of the resources, the newest first, each with what it changed against the one published before it."""
+    run = await data.run(query.part("run"))
+    limit, offset = query.integer("limit", PAGE, 1, 200), query.integer("after", 0)
+    contains = query.text("id") or (run.source.run_id if run.shares_store else None)
+    newest = await run.store.query_resources(
+        resources_id_contains=contains, sort_by="version", sort_order="desc", limit=limit + 1, offset=offset
+    )
+    shown = newest[:limit]
+    before = [*newest[1:], None][: len(shown)]
+    return {
+        "versions": [_version(each, earlier) for each, earlier in zip(shown, before, strict=True)],
+        "next": str(offset + limit) if len(newest) > limit else None,
+    }
+
+
+def _version(update: ResourcesUpdate, before: ResourcesUpdate | None) -> dict[str, Any]:
+    resources = named_resources.dump_python(update.resources, mode="json")
+    return {
+        "resources_id": update.resources_id,
+        "version": update.version,
+        "create_time": update.create_time,
+        "update_time": update.update_time,
+        "resources": {name: _without_key(each) for name, each in resources.items()},
+        "changed": [] if before is None else _changed(before, update),
+        "before": None if before is None else before.resources_id,
+    }
+
+
+def _without_key(resource: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: HIDDEN if name == "api_key" and value else value for name, value in resource.items()}
+
+
+def _changed(before: ResourcesUpdate, after: ResourcesUpdate) -> list[dict[str, Any]]:
+    """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
+    old, new = prompts_in(before.resources), prompts_in(after.resources)
+    return [
+        {"name": name, "lines": diff_of(old[name], each)}
+        for name, each in new.items()
+        if name in old and old[name] != each
+    ]
+
+
+def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str]]:
+    """The lines of two templates: kind `same`, `added` or `removed`."""
+    kinds = {" ": "same", "+": "added", "-": "removed"}
+    lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
+    found = [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds]
+    return found[:MOST_LINES]
+
+
+async def list_weights(data: DashboardData, query: Query) -> dict[str, Any]:
+    """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
+    decided, and which checkpoints hold them."""
+    run = await data.run(query.part("run"))
+    files = run.source.run()
+    return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
+
+
+def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
+    records, state = files.audit(), files.state()
+    newest = records[::-1]
+    kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
+    resumed = {new: old for old, new in state.resumes}
+    return {
+        "records": [_record(each, kept, resumed) for each in newest[offset : offset + limit]],
+        "next": str(offset + limit) if offset + limit < len(newest) else None,
+        "best_step": state.best_step,
+        "promoted_step": state.promoted["step"] if state.promoted else None,
+        "checkpoint_step": state.step,
+        "resumes": state.resumes,
+        "has_audit": bool(records),
+    }
+
+
+def _record(record: AuditRecord, kept: Sequence[str] | set[str], resumed: Mapping[int, int]) -> dict[str, Any]:
+    parent = None if record.version is None else resumed.get(record.version, record.version - 1)
+    return {
+        "action": record.action,
+        "step": record.step,
+        "version": record.version,
+        "parent": None if parent is None or parent < 0 else parent,
+        "algorithm": record.algorithm,
+        "time": record.time,
+        "rollouts": len(record.rollouts),
+        "scores": dict(record.scores),
+        "reason": record.reason,
+        "resources_id": record.resources_id,
+        "returned_to": record.returned_to,
+        "has_checkpoint": f"step-{record.step:06d}" in kept,
+    }

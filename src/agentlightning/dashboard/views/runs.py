@@ -1,0 +1,203 @@
+"""The list of runs, and the page of one: state, result, warnings, settings, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from agentlightning.dashboard.data.catalog import Source
+from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.views.curves import charts_of
+from agentlightning.errors import AgentLightningError
+from agentlightning.evaluation.intervals import mean_interval, student_quantile
+from agentlightning.training.persistence.run_dir import RunState
+
+WINDOW: Final = 5
+"""Steps that the reward at the start and the reward now are means of."""
+IN_REPORT: Final = (
+    "steps",
+    "best_step",
+    "seconds",
+    "rollouts",
+    "failed_rollouts",
+    "rejected_rollouts",
+    "warnings",
+    "checkpoint",
+)
+LAST_STEPS: Final = 20
+"""Steps that the time of a step is the mean of."""
+
+
+async def list_runs(data: DashboardData, query: Query) -> dict[str, Any]:
+    """Every run and store."""
+    sources = data.catalog.sources()
+    found = [await asyncio.to_thread(summary, each) for each in sources]
+    return {"runs": found, "writable": data.writable}
+
+
+async def show_run(data: DashboardData, query: Query) -> dict[str, Any]:
+    """One run: its curves, warnings, result, settings and checkpoints."""
+    run = await data.run(query.part("run"))
+    if run.files is None:
+        return {"summary": summary(run.source), "store": await run.store.statistics(), "writable": data.writable}
+    return await asyncio.to_thread(_show, run.source, run.files) | {"writable": data.writable}
+
+
+def _show(source: Source, files: RunFiles) -> dict[str, Any]:
+    state = files.state()
+    return {
+        "summary": summary(source),
+        "curves": charts_of(files.metrics()),
+        "warnings": warnings_of(files, state),
+        "held_out": held_out(files, state),
+        "report": _report(files),
+        "settings": files.settings(),
+        "settings_error": files.config_error(),
+        "changes": files.changes(),
+        "checkpoints": _checkpoints(files, state),
+    }
+
+
+def summary(source: Source) -> dict[str, Any]:
+    """A line of the list of runs. One that cannot be read has an `error` that says why."""
+    if source.files is None:
+        return {"name": source.name, "kind": "store", "state": "store", "warnings": 0}
+    try:
+        return _summary(source.name, source.files)
+    except AgentLightningError as error:
+        return {"name": source.name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
+
+
+def _summary(name: str, files: RunFiles) -> dict[str, Any]:
+    state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
+    algorithm = state.algorithm or (None if config is None else config.algorithm.type)
+    total = None if config is None else getattr(config.algorithm, "steps", None)
+    rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
+    speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
+    return {
+        "name": name,
+        "kind": "run",
+        "run_id": state.run_id,
+        "directory": str(files.path),
+        "state": status,
+        "algorithm": algorithm,
+        "model": None if config is None else config.policy.model,
+        "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
+        "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
+        "steps": total,
+        "seconds": state.seconds,
+        "time_left": _time_left(files, total) if status == "running" else None,
+        "reward_start": window(rewards[:WINDOW]),
+        "reward_now": window(rewards[-WINDOW:]),
+        "rewards": rewards[-200:],
+        "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+        "rollouts": state.rollouts,
+        "failed_rollouts": state.failed_rollouts,
+        "warnings": len(state.warnings),
+        "warning_names": sorted(state.warnings),
+        "held_out": held_out(files, state),
+        "changed": (files.path / "state.json").stat().st_mtime,
+    }
+
+
+def window(values: Sequence[float]) -> dict[str, Any] | None:
+    """The mean of some steps, and its 95% interval by Student's t; None without values. One step has no interval."""
+    if not values:
+        return None
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return {"mean": mean, "low": None, "high": None, "steps": count}
+    half = student_quantile(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return {"mean": mean, "low": mean - half, "high": mean + half, "steps": count}
+
+
+def _time_left(files: RunFiles, total: int | None) -> float | None:
+    """Seconds, by the time of the last steps. None where it cannot be known."""
+    times = [each.time for each in files.audit() if each.action == "learned"][-LAST_STEPS - 1 :]
+    if total is None or len(times) < 2:
+        return None
+    return max(0, total - files.state().step) * (times[-1] - times[0]) / (len(times) - 1)
+
+
+def held_out(files: RunFiles, state: RunState) -> dict[str, Any]:
+    """Held-out reward before and after by mode: the means with their intervals, and the paired gain of the report."""
+    report = files.report() or {}
+    gains: Mapping[str, Any] = report.get("held_out") or {}
+    modes = dict.fromkeys(
+        [*gains, *(n.partition("-")[2] for n in state.evaluations if n.startswith(("before-", "after-")))]
+    )
+    return {
+        mode: {
+            "before": measured(state.evaluations.get(f"before-{mode}")),
+            "after": measured(state.evaluations.get(f"after-{mode}")),
+            "gain": gains.get(mode),
+        }
+        for mode in modes
+    }
+
+
+def measured(rewards: Sequence[float | None] | None) -> dict[str, Any] | None:
+    """The mean of an evaluation with its 95% interval over tasks; None where no task has a reward."""
+    known = [reward for reward in rewards or () if reward is not None]
+    if rewards is None or not known:
+        return None
+    low, high = mean_interval(rewards)
+    return {
+        "mean": statistics.fmean(known),
+        "low": low,
+        "high": high,
+        "tasks": len(rewards),
+        "missing": len(rewards) - len(known),
+    }
+
+
+def warnings_of(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
+    """What the doctor finds, since which step, and what the run itself has warned of besides."""
+    found = [
+        {**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in files.signs()
+    ]
+    seen = {each["name"] for each in found}
+    for kind, text in state.warnings.items():
+        if kind not in seen:
+            found.append({"name": kind, "what": text, "advice": "", "since": _step_of(text), "until": None, "count": 1})
+    return found
+
+
+def _step_of(text: str) -> int | None:
+    """The step that a warning begins with: `step 3: ...`."""
+    head, _, _ = text.partition(":")
+    number = head.removeprefix("step ")
+    return int(number) if head.startswith("step ") and number.isdecimal() else None
+
+
+def _report(files: RunFiles) -> dict[str, Any] | None:
+    report = files.report()
+    if report is None:
+        return None
+    return {name: report.get(name) for name in IN_REPORT}
+
+
+def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
+    roles: dict[str, list[str]] = {}
+    for role, directory in (
+        ("current", state.checkpoint),
+        ("best", state.best_checkpoint),
+        ("healthy", state.healthy and state.healthy["directory"]),
+        ("promoted", state.promoted and state.promoted["directory"]),
+    ):
+        if directory:
+            roles.setdefault(str(directory), []).append(role)
+    found: list[dict[str, Any]] = []
+    for path in sorted((files.path / "checkpoints").glob("step-*")):
+        name = f"checkpoints/{path.name}"
+        step = path.name.removeprefix("step-")
+        size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+        number = int(step) if step.isdecimal() else None
+        found.append({"directory": name, "step": number, "bytes": size, "roles": roles.get(name, [])})
+    return found

@@ -1,0 +1,90 @@
+"""`agl dashboard`: what it opens, that it only reads, and `agl serve --runs`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentlightning.dashboard.demo.runs import write_demo
+from agentlightning.store import LightningStore
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    asyncio.run(write_demo(root))
+    return root
+
+
+def opened(program) -> tuple[str, dict[str, str]]:
+    """The address of its JSON, and the header with the token of its link."""
+    said = program.line(60)
+    url, _, token = said["link"].partition("#token=")
+    assert url == said["url"]
+    return f"{url}/api", {"authorization": f"Bearer {token}"}
+
+
+def names(url: str, headers: dict[str, str]) -> list[str]:
+    return [run["name"] for run in httpx.get(f"{url}/runs", headers=headers).raise_for_status().json()["runs"]]
+
+
+def test_it_opens_one_run_or_several_and_shows_nothing_without_the_token_of_its_link(start, runs):
+    one, several = start("dashboard", str(runs / "calculator-grpo"), "--json"), start("dashboard", str(runs), "--json")
+    url, headers = opened(one)
+    assert names(url, headers) == ["calculator-grpo"]
+    assert httpx.get(f"{url}/runs").status_code == 401
+    body = {"rollout_ids": ["x"]}
+    refused = httpx.post(f"{url}/runs/calculator-grpo/actions/cancel", json=body, headers=headers)
+    assert "only reads" in refused.json()["error"]["message"]
+    assert set(names(*opened(several))) == {"calculator-grpo", "calculator-rloo"}
+    assert one.stop(signal.SIGINT) in (0, -signal.SIGINT, 130)
+
+
+def test_it_opens_a_database(start, tmp_path):
+    async def fill() -> None:
+        store = LightningStore(tmp_path / "some.db")
+        await store.enqueue_rollout({"question": "6 x 7"}, rollout_id="mine")
+        await store.close()
+
+    asyncio.run(fill())
+    url, headers = opened(start("dashboard", "some.db", "--json"))
+    assert names(url, headers) == ["store"]
+    rows = httpx.get(f"{url}/runs/store/rollouts", headers=headers).json()["rows"]
+    assert [row["rollout_id"] for row in rows] == ["mine"]
+
+
+def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
+    server = start("serve", "--port", "0", "--db", "s.db", "--runs", str(runs), "--json", AGL_TOKEN="theirs").line(60)
+    url, headers = opened(start("dashboard", server["url"], "--json", AGL_TOKEN="theirs"))
+    assert names(url, headers)[-1] == "store"
+    assert {"calculator-grpo", "calculator-rloo"} < set(names(url, headers))
+    run = httpx.get(f"{url}/runs/calculator-grpo", headers=headers).json()
+    assert run["summary"]["step"] == 24
+    assert httpx.get(f"{url}/runs").status_code == 401
+    path = f"{url}/runs/calculator-grpo/actions/cancel"
+    assert httpx.post(path, json={"rollout_ids": ["x"]}, headers=headers).status_code == 405
+    own = {"authorization": "Bearer theirs"}
+    assert httpx.get(f"{server['url']}/dashboard/api/runs", headers=own).json()["writable"]
+    wrong = start("dashboard", server["url"], "--json", AGL_TOKEN="wrong").line(60)
+    assert "requires its access token" in wrong["error"]["message"]
+
+
+def test_made_up_runs_need_no_run(start):
+    url, headers = opened(start("dashboard", "--demo", "--json"))
+    assert set(names(url, headers)) == {"calculator-grpo", "calculator-rloo"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [((), "'runs'"), (("nowhere",), "'nowhere'"), (("x", "--demo"), "--demo")]
+)
+def test_what_is_not_there_is_named_with_the_way_out(invoke, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    done = invoke("dashboard", *arguments)
+    assert done.exit_code == 2
+    assert said in done.output

@@ -1,0 +1,58 @@
+"""`agl report`: the text and the page of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import orjson
+import pytest
+
+from agentlightning.dashboard.demo.runs import write_demo
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    asyncio.run(write_demo(root))
+    return root
+
+
+def test_the_text_says_what_changed_with_its_interval(invoke, runs):
+    done = invoke("report", str(runs / "calculator-grpo"), "--examples", "1")
+    assert done.exit_code == 0, done.output
+    gain = orjson.loads((runs / "calculator-grpo" / "report.json").read_bytes())["held_out"]["greedy"]
+    assert f"| greedy | {gain['before']:.3f} | {gain['after']:.3f} | {gain['gain']:+.3f} |" in done.output
+
+
+def test_the_page_has_the_curves_and_no_script_and_needs_nothing_else(invoke, runs, tmp_path):
+    page = tmp_path / "report.html"
+    done = invoke("report", str(runs / "calculator-grpo"), "--html", "--out", str(page))
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert text.count("<figure>") >= 12
+    lines = (runs / "calculator-grpo" / "metrics.jsonl").read_bytes().splitlines()
+    first = re.search(r'<polyline points="([^"]+)"', text)
+    assert first is not None
+    assert len(first[1].split()) == len(lines)
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=", text)
+    assert "<b>&amp; sells</b>" not in text, "the text of a task is no HTML"
+    assert "&lt;b&gt;" in text
+
+
+def test_a_run_that_is_not_finished_has_a_page_and_no_text(invoke, runs):
+    path = runs / "calculator-rloo"
+    assert "is not finished" in invoke("report", str(path)).output
+    done = invoke("report", str(path), "--html")
+    assert done.exit_code == 0, done.output
+    text = (path / "report.html").read_text()
+    assert "The run is not finished" in text
+    assert "<b>truncated outputs</b>, since step" in text
+
+
+def test_a_directory_without_a_run_is_named(invoke, tmp_path):
+    done = invoke("report", str(tmp_path), "--html")
+    assert done.exit_code == 2
+    assert "holds no run" in done.output

@@ -1,0 +1,65 @@
+"""Made-up runs, written once, and a client of their dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from agentlightning.dashboard.app import dashboard_routes
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.demo.runs import write_demo
+
+TOKEN = "a-token"
+GRPO, RLOO = "calculator-grpo", "calculator-rloo"
+
+
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with both runs. Read it; copy it to change something."""
+    root = tmp_path_factory.mktemp("made-up")
+    asyncio.run(write_demo(root))
+    return root
+
+
+@pytest.fixture
+def copied(made_up: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_up, tmp_path / "runs"))
+
+
+@pytest.fixture(name="client_of")
+def _client_of() -> object:
+    return client_of
+
+
+def client_of(data: DashboardData, token: str | None = TOKEN) -> httpx.AsyncClient:
+    """A client that sends the token."""
+    transport = httpx.ASGITransport(Starlette(routes=list(dashboard_routes(data, token))))
+    return httpx.AsyncClient(
+        transport=transport,
+        base_url="http://127.0.0.1/dashboard/api",
+        headers={"authorization": f"Bearer {TOKEN}"},
+    )
+
+
+@pytest.fixture
+async def client(made_up: Path) -> AsyncIterator[httpx.AsyncClient]:
+    data = DashboardData(Catalog(roots=[made_up]))
+    async with client_of(data) as client:
+        yield client
+    await data.close()
+
+
+@pytest.fixture
+async def writer(copied: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that may change the store."""
+    data = DashboardData(Catalog(roots=[copied]), writable=True)
+    async with client_of(data) as client:
+        yield client
+    await data.close()

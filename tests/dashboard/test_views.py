@@ -1,0 +1,288 @@
+"""What the JSON of each view holds, over two runs whose numbers are known."""
+
+from __future__ import annotations
+
+import statistics
+import tarfile
+from pathlib import Path
+
+import orjson
+import pytest
+
+from agentlightning.credit import training_samples
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.store import LightningStore
+from agentlightning.training.sources.reader import TrajectoryReader
+
+GRPO, RLOO = "calculator-grpo", "calculator-rloo"
+
+
+async def get(client, path):
+    response = await client.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def rows_of(client, query):
+    """All pages of a table."""
+    rows, after = [], ""
+    while True:
+        page = await get(client, f"/runs/{GRPO}/rollouts?limit=100{query}{after}")
+        rows += page["rows"]
+        if page["next"] is None:
+            return rows
+        after = f"&after={page['next']}"
+
+
+async def test_the_list_names_every_run_with_state_progress_and_reward_with_its_interval(client):
+    runs = {run["name"]: run for run in (await get(client, "/runs"))["runs"]}
+    assert set(runs) == {GRPO, RLOO}
+    done, half = runs[GRPO], runs[RLOO]
+    assert (done["state"], done["step"], done["steps"]) == ("finished", 24, 24)
+    assert (half["state"], half["step"], half["steps"]) == ("unfinished", 14, 24)
+    now, start = done["reward_now"], done["reward_start"]
+    assert start["low"] < start["mean"] < start["high"] < now["low"] < now["mean"]
+    assert done["held_out"]["greedy"]["gain"]["interval"][0] > 0
+    assert (done["algorithm"], done["model"], done["agent"]) == ("lightning_rl", "tiny", "examples/calculator.py:solve")
+
+
+async def test_a_run_has_its_curves_band_settings_and_checkpoints(client, made_up):
+    found = await get(client, f"/runs/{GRPO}")
+    lines = [orjson.loads(line) for line in (made_up / GRPO / "metrics.jsonl").read_bytes().splitlines()]
+    charts = {chart["name"]: chart for chart in found["curves"]["charts"]}
+    assert charts["reward"]["series"][0]["values"] == [line["reward"] for line in lines]
+    assert charts["reward"]["band"]["high"][3] == pytest.approx(lines[3]["reward"] + lines[3]["reward_std"])
+    assert {"entropy", "kl", "gradient", "clip", "length", "staleness", "groups", "failures", "seconds"} <= set(charts)
+    drawn = {each["metric"] for chart in charts.values() for each in chart["series"]}
+    assert {each["metric"] for each in found["curves"]["others"]} | drawn >= set(lines[0]) - {"step", "reward_std"}
+    assert found["settings"]["algorithm.credit"] == "group_relative"
+    assert found["checkpoints"][0]["roles"] == ["current", "best"]
+
+
+async def test_the_doctors_warnings_are_placed_on_steps(client):
+    warnings = {each["name"]: each for each in (await get(client, f"/runs/{RLOO}"))["warnings"]}
+    assert warnings, "most calls of this run are cut off"
+    first = min(each["since"] for each in warnings.values())
+    assert [each["name"] for each in (await get(client, f"/runs/{RLOO}/steps/{first}"))["warnings"]]
+
+
+async def test_validation_has_an_interval_over_its_tasks(client):
+    modes = (await get(client, f"/runs/{GRPO}/validation"))["modes"]
+    assert [each["step"] for each in modes["greedy"]] == [6, 12, 18, 24]
+    assert all(each["low"] < each["mean"] <= each["high"] and each["tasks"] == 8 for each in modes["greedy"])
+
+
+async def test_a_step_leads_to_its_groups_the_largest_spread_first(client):
+    step = await get(client, f"/runs/{GRPO}/steps/9")
+    spreads = [group["spread"] for group in step["groups"]]
+    assert spreads == sorted(spreads, reverse=True)
+    assert len(spreads) == 4
+    rewards = [reward for group in step["groups"] for reward in group["rewards"] if reward is not None]
+    assert statistics.fmean(rewards) == pytest.approx(step["metrics"]["reward"])
+    assert step["versions"] == [8]
+
+
+async def test_pages_of_rollouts_together_hold_each_of_them_once(client):
+    first = await get(client, f"/runs/{GRPO}/rollouts?limit=100")
+    rows = await rows_of(client, "")
+    assert first["total"] == len(rows) == len({row["rollout_id"] for row in rows})
+
+
+@pytest.mark.parametrize(
+    ("query", "holds"),
+    [
+        ("&state=failed", lambda row: row["status"] == "failed"),
+        ("&mode=val", lambda row: row["mode"] == "val"),
+        ("&reward_min=0.5&reward_max=1", lambda row: row["reward"] == 1.0),
+        ("&reward=missing", lambda row: row["reward"] is None),
+        ("&task=CHLOE", lambda row: "Chloe" in row["task"]),
+        ("&failure=connection", lambda row: row["failure_kind"] == "ConnectionError"),
+        ("&tools=failed", lambda row: row["tool_errors"] > 0),
+        ("&agent=solve", lambda row: row["agents"] == ["solver"]),
+        ("&version=3", lambda row: 3 in row["versions"]),
+        ("&id=train-000004", lambda row: "train-000004" in row["rollout_id"]),
+        ("&step=5", lambda row: "train-000004" in row["rollout_id"]),
+        ("&group=r00000001-train-000004-0002", lambda row: row["group"] == "r00000001-train-000004-0002"),
+    ],
+)
+async def test_a_filter_shows_all_that_match_and_no_others(client, query, holds):
+    everything, found = await rows_of(client, ""), await rows_of(client, query)
+    expected = {row["rollout_id"] for row in everything if holds(row)}
+    assert expected
+    assert {row["rollout_id"] for row in found} == expected
+
+
+async def test_a_step_is_sorted_by_what_spans_hold_and_the_whole_store_by_its_own_fields(client):
+    page = await get(client, f"/runs/{GRPO}/rollouts?step=9&sort=reward_number&order=asc")
+    rewards = [row["reward"] for row in page["rows"]]
+    known = [reward for reward in rewards if reward is not None]
+    assert known == sorted(known)
+    times = [row["start_time"] for row in await rows_of(client, "&sort=start_time&order=asc")]
+    assert times == sorted(times)
+    refused = await client.get(f"/runs/{GRPO}/rollouts?sort=reward_number")
+    assert refused.status_code == 400
+    assert "one step= or group=" in refused.json()["error"]["message"]
+
+
+async def test_a_filter_over_many_rollouts_stops_and_says_where_to_go_on(client, monkeypatch):
+    monkeypatch.setattr("agentlightning.dashboard.data.selection.MOST_SCANNED", 200)
+    page = await get(client, f"/runs/{GRPO}/rollouts?task=nobody&limit=10")
+    assert (page["rows"], page["scanned"]) == ([], 200)
+    assert page["next"] is not None
+    assert await rows_of(client, "&task=nobody") == []
+
+
+async def worst_with_a_tool_error(client):
+    groups = (await get(client, f"/runs/{GRPO}/steps/9"))["groups"]
+    return next(group for group in groups if group["tool_errors"])
+
+
+async def test_a_group_shows_the_best_beside_the_worst_and_where_they_part(client):
+    group = await worst_with_a_tool_error(client)
+    found = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/group")
+    rewards = [row["reward"] for row in found["rollouts"]]
+    assert rewards == sorted(rewards, reverse=True)
+    left, right = found["streams"]
+    at = found["difference"]
+    mine, theirs = left[at["call"]]["tokens"]["ids"], right[at["call"]]["tokens"]["ids"]
+    assert mine[: at["token"]] == theirs[: at["token"]]
+    assert mine[at["token"]] != theirs[at["token"]]
+    chosen = found["rollouts"][1]["rollout_id"]
+    other = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/group?left={chosen}")
+    assert (other["left"], other["right"]) == (chosen, found["right"])
+
+
+async def test_the_turn_that_called_a_tool_has_its_error(client):
+    rows = await rows_of(client, "&tools=failed&mode=train")
+    found = await get(client, f"/runs/{GRPO}/rollouts/{rows[0]['rollout_id']}/tokens")
+    results = found["stream"][0]["tool_results"]
+    assert results[0]["failed"]
+    assert "invalid syntax" in results[0]["text"]
+
+
+async def test_token_advantages_are_those_of_the_steps_own_rule_over_its_own_rollouts(client, made_up):
+    group = await worst_with_a_tool_error(client)
+    found = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/tokens")
+    assert (found["step"], found["credit"]["rule"], found["credit"]["notes"]) == (9, "group_relative", [])
+    store = LightningStore(made_up / GRPO / "store.db")
+    rollouts = await store.query_rollouts(rollout_id_contains="train-000008", status_in=["succeeded"])
+    groups = {each.rollout_id: each.metadata["group"] for each in rollouts}
+    trajectories, _ = await TrajectoryReader(store).read(groups)
+    await store.close()
+    by_group = {}
+    for each in trajectories:
+        by_group.setdefault(each.group, []).append(each)
+    samples, _ = training_samples(list(by_group.values()), "group_relative")
+    for call in found["stream"]:
+        parts = [
+            (sample.advantages[i].tolist(), sample.weights[i].tolist())
+            for sample in samples
+            for i, node in enumerate(sample.tree.nodes)
+            if (node.rollout_id, node.call) == (group["worst"], call["span_id"])
+        ]
+        assert call["tokens"]["advantages"] == [number for own, _ in parts for number in own]
+        assert call["tokens"]["weights"] == [number for _, own in parts for number in own]
+        assert len(call["tokens"]["texts"]) == len(call["tokens"]["logprobs"]) == call["sampled_tokens"]
+
+
+async def test_a_rollout_that_measures_has_no_advantages_and_says_why(client):
+    row = (await rows_of(client, "&mode=test&state=succeeded"))[0]
+    found = await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}/tokens")
+    assert found["stream"][0]["tokens"]["advantages"] is None
+    assert found["credit"]["notes"] == ["this rollout measures the policy: nothing is learned from it"]
+
+
+async def test_prompt_tokens_are_shown_once(client):
+    row = (await rows_of(client, "&tools=failed&mode=train"))[0]
+    first, second = (await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}/tokens"))["stream"]
+    assert second["known_tokens"] == first["prompt_tokens"] + first["sampled_tokens"]
+    assert "".join(second["prompt"]["texts"]).startswith("<|tool|>error")
+
+
+async def test_a_rollout_has_attempts_spans_and_its_conversation_without_repetition(client):
+    row = (await rows_of(client, "&tools=failed&mode=train"))[0]
+    found = await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}")
+    assert [attempt["status"] for attempt in found["attempts"]] == ["succeeded"]
+    assert [span["kind"] for span in found["spans"]] == ["model", "error", "model", "reward"]
+    roles = [[message["role"] for message in call["messages"]] for call in found["stream"]]
+    assert roles == [["system", "user"], ["tool"]]
+    assert found["stream"][0]["answer"][0]["parts"][1]["kind"] == "tool_call"
+
+
+async def test_one_task_is_followed_across_versions_of_the_weights(client):
+    group = (await get(client, f"/runs/{GRPO}/steps/3"))["groups"][0]
+    key = (await get(client, f"/runs/{GRPO}/rollouts/{group['first']}"))["summary"]["task_key"]
+    found = await get(client, f"/runs/{GRPO}/tasks/{key}")
+    versions = [each["version"] for each in found["versions"]]
+    assert versions == [2, 8, 14, 20]
+    assert all(each["reward"]["low"] <= each["reward"]["mean"] <= each["reward"]["high"] for each in found["versions"])
+    assert found["complete"]
+
+
+async def test_a_prompt_that_changed_is_shown_as_a_difference(client):
+    versions = (await get(client, f"/runs/{GRPO}/resources"))["versions"]
+    newest = versions[0]["changed"][0]
+    kinds = [(line["kind"], line["text"]) for line in newest["lines"]]
+    assert ("removed", "Reply with a number.") in kinds
+    assert ("added", "Reply ### ANSWER: number ###") in kinds
+
+
+async def test_weights_say_what_they_learned_from(client):
+    records = (await get(client, f"/runs/{GRPO}/weights"))["records"]
+    assert [each["step"] for each in records] == list(range(24, 0, -1))
+    assert records[0]["rollouts"] == (await get(client, f"/runs/{GRPO}/steps/24"))["learned"]
+    assert records[0]["parent"] == 23
+
+
+async def test_runs_are_compared_by_settings_and_by_the_tasks_both_have_measured(writer, copied):
+    found = await get(writer, f"/compare?runs={GRPO},{RLOO}")
+    settings = {each["setting"]: each["values"] for each in found["settings"]}
+    assert settings["algorithm.credit"] == {GRPO: "group_relative", RLOO: "leave_one_out"}
+    assert "algorithm.steps" not in settings
+    assert "no held-out tasks in common" in found["tasks"][0]["error"]
+    state = orjson.loads((copied / RLOO / "state.json").read_bytes())
+    mine = orjson.loads((copied / GRPO / "state.json").read_bytes())["evaluations"]["after-greedy"]
+    state["evaluations"]["after-greedy"] = [0.0, *mine[1:]]
+    (copied / RLOO / "state.json").write_bytes(orjson.dumps(state))
+    compared = (await get(writer, f"/compare?runs={GRPO},{RLOO}"))["tasks"][0]["modes"]["greedy"]
+    assert [(each["first"], each["second"]) for each in compared["lost"]] == [(1.0, 0.0)]
+    assert (compared["won"], compared["result"]["worse"], compared["result"]["better"]) == ([], 1, 0)
+    low, high = compared["result"]["interval"]
+    assert low < compared["result"]["gain"] < 0 < high
+
+
+async def test_what_happens_now_has_workers_and_queues(client):
+    workers = (await get(client, f"/runs/{GRPO}/workers"))["workers"]
+    assert {each["worker_id"] for each in workers} >= {"worker-0", "worker-1", "worker-2"}
+    queues = {each["name"]: each for each in (await get(client, f"/runs/{GRPO}/queues"))["queues"]}
+    assert (queues["train"]["waiting"], queues["train"]["limit"]) == (2, 24)
+    live = await get(client, f"/runs/{GRPO}/live")
+    assert live["statistics"]["rollouts.queuing"] == 2
+
+
+async def test_unknown_names_are_404_with_a_message(client):
+    run = f"/runs/{GRPO}"
+    for path in ("/runs/nope", f"{run}/rollouts/nope", f"{run}/steps/99", "/nope", f"{run}/tasks/no"):
+        response = await client.get(path)
+        assert response.status_code == 404, path
+        assert response.json()["error"]["message"]
+
+
+async def test_a_view_that_has_not_changed_is_not_sent_again(client):
+    first = await client.get(f"/runs/{GRPO}")
+    again = await client.get(f"/runs/{GRPO}", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, client_of):
+    with tarfile.open(Path(__file__).parents[1] / "compat/fixtures/run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    data = DashboardData(Catalog(directories=[tmp_path / "run"]))
+    async with client_of(data) as client:
+        assert (await get(client, "/runs/run"))["summary"]["state"] == "finished"
+        row = (await get(client, "/runs/run/rollouts?step=2&limit=1"))["rows"][0]
+        found = await get(client, f"/runs/run/rollouts/{row['rollout_id']}/tokens")
+        assert any("no audit log" in note for note in found["credit"]["notes"])
+        assert found["stream"][0]["tokens"]["advantages"]
+    await data.close()
