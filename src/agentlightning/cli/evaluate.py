@@ -52,6 +52,7 @@ def evaluate(
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval."""
     output = Output(as_json)
     with errors_reported(output):
+        from agentlightning.algorithms import make_algorithm
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
@@ -64,7 +65,7 @@ def evaluate(
             agent, reward = agent or known.agent, reward or known.reward
             dataset = dataset or str(run / "data" / "held_out.jsonl")
             model = model or str(run / "checkpoint")
-            weights = weights or known.algorithm.reward_weights
+            weights = weights or make_algorithm(known.algorithm).reward_weights
         if agent is None or dataset is None:
             raise ConfigError("agl eval needs --agent and --dataset, or --run RUN_DIR")
         result = measure(
