@@ -9,8 +9,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -78,17 +80,20 @@ def test_a_critic_is_given_to_the_rules_that_use_one_and_only_where_it_is_asked_
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_with_a_critic_differs_from_one_without_by_what_the_rule_makes_of_its_values() -> None:
-    recipe = replace(credit.RECIPES["sql"], imitation_steps=5, most_rollouts=48, evaluate_every=4)
+def test_a_critic_changes_what_is_learned_by_a_rule_that_uses_it_and_by_no_other() -> None:
+    recipe = replace(credit.RECIPES["corridor 1"], imitation_steps=1, most_rollouts=16, evaluate_every=100)
     start = make_start(recipe, 0)
 
-    def rewards(rule: str, critic: bool) -> list[float]:
-        return asyncio.run(learn(start, rule, **credit.critic_of(rule, critic))).rewards
+    def weights(rule: str, **settings: Any) -> torch.Tensor:
+        asyncio.run(learn(start, rule, **settings))
+        return torch.cat([each.detach().flatten().clone() for each in start.policy.model.parameters()])
 
-    head = credit.critic_of("hierarchical", True)["value_head"]
-    uniform = asyncio.run(learn(start, "group_relative", value_head=head)).rewards
-    assert uniform == rewards("group_relative", False), "a head that nothing uses changes nothing"
-    assert rewards("hierarchical", True) != rewards("hierarchical", False)
+    begun = torch.cat([start.weights[name].flatten() for name, _ in start.policy.model.named_parameters()])
+    critic = credit.critic_of("hierarchical", True)
+    uniform = weights("group_relative")
+    assert not torch.equal(uniform, begun)
+    assert torch.equal(weights("group_relative", value_head=critic["value_head"]), uniform)
+    assert not torch.equal(weights("hierarchical", **critic), weights("hierarchical"))
 
 
 @pytest.mark.slow
