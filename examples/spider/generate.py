@@ -296,7 +296,7 @@ def _conversation(system: str, user: str, assistant: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in roles.items()]}
 
 
-def write_demonstrations(path: Path, seed: int = 0, number: int = 8000) -> Path:
+def write_demonstrations(path: Path, seed: int = 0, number: int = 5760) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in demonstrations(number, seed)))
     return path
 
