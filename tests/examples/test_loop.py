@@ -145,6 +145,7 @@ def test_groups_of_equal_rewards_teach_nothing(loop: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_loop_learns_its_task(loop: ModuleType) -> None:
     torch.set_num_threads(1)
     *rewards, last = loop.train()
