@@ -96,16 +96,16 @@ def _answer(task: dict[str, Any], place: int, calculates: bool) -> list[dict[str
     ]
 
 
-def starting_policy(folder: Path, seed: int) -> Path:
+def starting_policy(folder: Path, seed: int, steps: int) -> Path:
     """The policy that every arm begins with; made once."""
     start = folder / f"start-{seed}"
     if not start.exists():
-        records = demonstrations(recipe.SFT_STEPS * recipe.SFT_BATCH, seed)
+        records = demonstrations(steps * recipe.SFT_BATCH, seed)
         agl.SFTAlgorithm(
             make_tiny(folder / f"tiny-{seed}", records, seed=seed),
             records,
             output=start,
-            steps=recipe.SFT_STEPS,
+            steps=steps,
             batch_size=recipe.SFT_BATCH,
             shuffle=False,
             seed=seed,
@@ -152,12 +152,14 @@ def algorithm(arm: str, url: str, steps: int, budget: int, seed: int) -> agl.Alg
         group_size=recipe.GROUP_SIZE,
         minibatches=recipe.MINIBATCHES,
         aggregate="token",
-        optimizer=agl.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=2, clip_norm=1.0),
+        optimizer=agl.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=min(2, steps - 1), clip_norm=1.0),
     )
     return {"prompts": search, "weights": learn}.get(arm) or agl.Sequential([search, learn])
 
 
-def run(arm: str, start: Path, directory: Path, seed: int, steps: int, budget: int) -> agl.TrainingResult:
+def run(
+    arm: str, start: Path, directory: Path, seed: int, steps: int, budget: int, held_out: int
+) -> agl.TrainingResult:
     """One arm. A prompt search alone trains no policy: the gateway serves the starting one."""
     served = {"models": {"policy": str(start)}, "default_model": "policy"} if arm == "prompts" else {}
     config = agl.TrainConfig(
@@ -179,8 +181,8 @@ def run(arm: str, start: Path, directory: Path, seed: int, steps: int, budget: i
         ).fit(
             solve,
             make_tasks("train", recipe.TASKS_PER_STEP * steps, seed + FRESH),
-            make_tasks("val", recipe.VALIDATION, seed),
-            held_out_dataset=make_tasks("test", recipe.HELD_OUT, seed),
+            make_tasks("val", held_out // 2, seed),
+            held_out_dataset=make_tasks("test", held_out, seed),
         )
 
 
@@ -194,14 +196,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="steps of reinforcement learning")
     parser.add_argument("--budget", type=int, default=120, help="evaluations of the prompt search")
+    parser.add_argument("--held-out", type=int, default=recipe.HELD_OUT, help="tasks; half as many validate")
+    parser.add_argument("--warm-start", type=int, default=recipe.SFT_STEPS, help="its steps")
     parser.add_argument("--folder", type=Path, help="where runs and starting policies are kept")
     parser.add_argument("--arms", default=",".join(ARMS))
     given = parser.parse_args()
     folder: Path = given.folder or Path(tempfile.mkdtemp())
     for seed in range(given.seeds):
-        start = starting_policy(folder, seed)
+        start = starting_policy(folder, seed, given.warm_start)
         for arm in given.arms.split(","):
-            result = run(arm, start, folder / f"{arm}-{seed}", seed, given.steps, given.budget)
+            result = run(arm, start, folder / f"{arm}-{seed}", seed, given.steps, given.budget, given.held_out)
             text = result.report(examples=1)
             (result.run_dir / "report.md").write_text(text)
             print(f"seed {seed}, {arm}: {shown(result.held_out['sampled'])}, {result.seconds:.0f} s", flush=True)
