@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update.muon import Muon
 
 
 class Optimizer:
@@ -151,8 +152,7 @@ def _build(
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         matrices = [master for each, master in masters.items() if each in hidden]
-        muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="original")
-        optimizers.append(muon)
+        optimizers.append(Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay))
     if rest:
         optimizers.append(_adamw(rest, config))
     return optimizers
