@@ -104,7 +104,13 @@ ALL = [
     Example("Google ADK", "google_adk/agent.py", "adk", "google-adk"),
     Example("Vercel AI SDK", "vercel_ai/agent.mjs", "node", "ai"),
     Example("bash, curl and jq", "shell/agent.sh", ""),
-    Example("Claude Code", "claude_code/agent.sh", "commands", "@anthropic-ai/claude-code"),
+    Example(
+        "Claude Code",
+        "claude_code/agent.sh",
+        "commands",
+        "@anthropic-ai/claude-code",
+        changed="short prompt, one tool",
+    ),
     Example("Codex", "codex/agent.sh", "commands", "@openai/codex", changed="its address is in `-c`"),
 ]
 BY_NAME = {each.name: each for each in ALL}

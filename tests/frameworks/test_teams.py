@@ -1,0 +1,60 @@
+"""In teams of real frameworks only the agents that are told to learn do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.frameworks.service import ENVIRONMENTS, EXAMPLES
+
+TEAMS = {"graph.py": "modern"}
+TWO = ['algorithm.agents.editor={ type = "lora", r = 4 }']
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def train(file: str, folder: Path, *changes: str) -> dict[str, float]:
+    """The metrics of the only step."""
+    home, teams = ENVIRONMENTS / TEAMS[file], EXAMPLES / "teams"
+    if not (home / ".installed").exists():
+        pytest.skip(f"{home} is not there; run: tests/frameworks/setup.sh {TEAMS[file]}")
+    files = [f"reward={teams}/reward.py:score", f"data.train={teams}/topics.jsonl", "--config", f"{teams}/writer.toml"]
+    agent = ["--agent", f"{home}/bin/python {teams / file}", "--run-dir", str(folder / "run")]
+    command = [str(Path(sys.executable).with_name("agl")), "train", "--json", *agent, *files, *changes]
+    environment = {**os.environ, "HOME": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def changed(folder: Path) -> dict[str, bool]:
+    """Whether the adapter of each agent is another than at the start, where its second factor is zero."""
+    from safetensors.numpy import load_file
+
+    adapters = folder / "run" / "checkpoint" / "adapters"
+    weights = {path.name: load_file(path / "adapter_model.safetensors") for path in adapters.iterdir()}
+    return {
+        agent: any(values.any() for name, values in own.items() if "lora_B" in name) for agent, own in weights.items()
+    }
+
+
+@pytest.mark.parametrize("file", TEAMS)
+def test_only_the_writer_learns(file: str, tmp_path: Path) -> None:
+    step = train(file, tmp_path)
+    calls = step["calls_per_rollout"] * step["rollouts"]
+    assert step["calls_per_rollout"] == 3
+    assert (step["calls_frozen"], step["calls_unlisted"]) == (calls * 2 / 3, 0)
+    assert step["tokens_trained"] == step["writer/tokens_trained"] > 0
+    assert changed(tmp_path) == {"writer": True}
+
+
+@pytest.mark.parametrize("file", TEAMS)
+def test_two_of_three_learn_together(file: str, tmp_path: Path) -> None:
+    step = train(file, tmp_path, *TWO)
+    assert step["calls_frozen"] == step["rollouts"]
+    assert step["tokens_trained"] == step["writer/tokens_trained"] + step["editor/tokens_trained"]
+    assert changed(tmp_path) == {"writer": True, "editor": True}
