@@ -2,7 +2,7 @@
 
     python benchmarks/prompts_and_weights.py [--seeds 3] [--steps 10] [--budget 120] [--folder DIR] [--arms both]
 
-The starting policy has seen demonstrations under prompts with up to three of eight instructions. One of these makes it
+The starting policy has seen demonstrations under prompts with up to three of six instructions. One of these makes it
 use the calculator more often, one a little; the others change nothing, and without any it mostly answers with the first
 number that it reads. From the same policy and the same prompt, without instructions, there are three arms: a prompt
 search (`agl.APO`), reinforcement learning (`agl.LightningRL`), and the one after the other (`agl.Sequential`). A critic
@@ -32,7 +32,7 @@ from agentlightning.testing.prompt_world import PromptWorld
 SYSTEM: Final = "Reply ### ANSWER: number ###"
 START: Final = "{question}\nHow many?"
 """The prompt that every arm begins with."""
-USEFUL: Final = {"Use the calculator.": 0.45, "Write one expression.": 0.1}
+USEFUL: Final = {"Use the calculator.": 0.75, "Write one expression.": 0.15}
 """What an instruction adds to the share of demonstrations that use the calculator."""
 WITHOUT: Final = 0.05
 """That share without one."""
@@ -42,8 +42,6 @@ INSTRUCTIONS: Final = (
     "Think step by step.",
     "Be concise.",
     "Check your work.",
-    "Take your time.",
-    "Be exact.",
 )
 INSIGHT: Final = 0.25
 """How often the critic names the most useful instruction; else it names any."""

@@ -23,7 +23,7 @@ from agentlightning.credit.base import Group, returns_to_go, step_reward
 from agentlightning.credit.memory import CreditMemory
 from agentlightning.credit.states import StateKeys
 
-Predictor: TypeAlias = Literal["mean", "states", "critic"]
+Predictor: TypeAlias = Literal["states", "critic"]
 TABLE = "hierarchical/evidence"
 """Its place in the memory. One table: a critic is one for all tasks."""
 ROW = "errors"
@@ -52,11 +52,10 @@ class Evidence:
 
     def better(self, margin: float) -> Predictor | None:
         """The prediction to use; None before there is any evidence. `states` where their error is at most that of the
-        critic less the share `margin`, else `critic`; `mean` where the chosen one predicts no better than it."""
+        critic less the share `margin`, else `critic`."""
         if self.predictions <= 0:
             return None
-        chosen: Predictor = "states" if self.states <= (1 - margin) * self.critic else "critic"
-        return chosen if getattr(self, chosen) < self.mean else "mean"
+        return "states" if self.states <= (1 - margin) * self.critic else "critic"
 
 
 def read_evidence(memory: CreditMemory) -> Evidence:

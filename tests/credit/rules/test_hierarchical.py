@@ -114,9 +114,9 @@ def opposite(rollout: Any) -> float:
         (decided, opposite, "state_value"),
         (decided, lambda _: 0.5, "state_value"),
         (undecided, truth, "value"),
-        (undecided, opposite, "uniform"),
+        (undecided, opposite, "state_value"),
     ],
-    ids=["states", "states, not a constant critic", "critic", "neither"],
+    ids=["states", "states, not a constant critic", "critic", "states, not a critic that is wrong"],
 )
 def test_with_a_critic_the_better_predictor_of_earlier_groups_decides(
     make: Any, groups: Any, critic: Any, chosen: str
@@ -165,8 +165,10 @@ def test_the_margin_and_how_long_evidence_counts_are_settings(make: Any) -> None
     assert last(HierarchicalCredit(margin=0.0), [guess] * 2, mostly) == "state_value"
     assert last(HierarchicalCredit(margin=0.1), [guess] * 2, mostly) == "value"
     changed = [opposite, opposite, truth, truth]
-    assert last(HierarchicalCredit(evidence=0.0), changed, undecided) == "value"
-    assert last(HierarchicalCredit(evidence=0.99), changed, undecided) == "state_value", "the pooled mean of a state"
+    assert last(HierarchicalCredit(evidence=0.0, margin=0.1), changed, undecided) == "value"
+    assert last(HierarchicalCredit(evidence=0.99, margin=0.1), changed, undecided) == "state_value", (
+        "the pooled mean of a state"
+    )
 
 
 def test_the_evidence_goes_through_a_checkpoint(make: Any) -> None:

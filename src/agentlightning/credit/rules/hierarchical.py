@@ -12,9 +12,9 @@ Other rollouts are those of the group, and of earlier groups of the task that ar
 With a value head that is trained (the loss "value"), the evidence is how well state values and the critic have
 predicted returns of earlier groups that neither was fit to (`agentlightning.credit.evidence`):
 
-- `state_value` where the states' mean squared error is at least `margin` below the critic's;
-- else `value`;
-- `uniform` where the chosen one has predicted no better than the mean of the group's other rollouts.
+- `state_value` where the states' mean squared error is below the critic's by the share `margin`, by default a tenth;
+- else `value`, also where the mean of the group's other rollouts predicts as well: the critic is a baseline for groups
+  without spread, too.
 
 The first group, of which nothing is known, is decided as without a head. Whatever is chosen, the critic learns from
 every group.
@@ -50,7 +50,7 @@ from agentlightning.credit.rules.value import VALUES, ValueCredit
 from agentlightning.credit.states import StateKeys, repeated_states, state_keys
 
 Choice = Literal["state_value", "value", "uniform"]
-CHOICES: Mapping[Predictor, Choice] = MappingProxyType({"states": "state_value", "critic": "value", "mean": "uniform"})
+CHOICES: Mapping[Predictor, Choice] = MappingProxyType({"states": "state_value", "critic": "value"})
 
 
 @register
