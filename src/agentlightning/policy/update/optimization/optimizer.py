@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.muon import Muon
+from agentlightning.policy.update.optimization.muon import Muon
 
 
 class Optimizer:
