@@ -70,7 +70,7 @@ peers:  ## Make the environments of the peers for the benchmarks (.peers/)
 frameworks:  ## Make the environments of the agent frameworks for make test-slow (.peers/frameworks/)
 	tests/frameworks/setup.sh
 
-frameworks-table: $(STAMP) frameworks  ## Measure the agent frameworks and write the table of docs/frameworks.md
+frameworks-table: $(STAMP) frameworks  ## Measure the agent frameworks and write the table of docs/guides/frameworks.md
 	$(BIN)/python -m tests.frameworks.measuring
 
 examples:  ## Make the environments of the examples for make test-slow (.peers/examples/)

@@ -199,7 +199,8 @@ class EvaluationConfig(Section):
 
 
 class RewardGuard(Section):
-    """What the rewards of a run must be like: a check of every batch before it is learned from (docs/governance.md).
+    """What the rewards of a run must be like: a check of every batch before it is learned from
+    (docs/guides/operations/governance.md).
 
     >>> agl.RewardGuard(low=0, high=1, on_violation="stop").max_missing
     0.1
@@ -238,7 +239,8 @@ class RewardGuard(Section):
 
 
 class GateConfig(Section):
-    """Which versions of weights and prompts are promoted: those that do not lose on a guard set (docs/governance.md).
+    """Which versions of weights and prompts are promoted: those that do not lose on a guard set
+    (docs/guides/operations/governance.md).
 
     >>> agl.GateConfig(every=5).on_loss
     'rollback'
@@ -281,8 +283,8 @@ class RunConfig(Section):
     """Updates by which tokens may be older than the weights that learn from them. So many further steps' rollouts run
     while a step trains, and a step learns from the first groups to complete. 0: each step waits for its own."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
-    """What happens when the policy collapses (docs/health.md). stop: the run returns to the last healthy checkpoint and
-    ends; rollback: it returns there and goes on with a lower learning rate."""
+    """What happens when the policy collapses (docs/reference/health.md). stop: the run returns to the last healthy
+    checkpoint and ends; rollback: it returns there and goes on with a lower learning rate."""
     max_rollbacks: int = Field(default=2, ge=0)
     """Returns to a healthy checkpoint in the life of a run; at the next collapse it stops."""
     rollback_lr_factor: float = Field(default=0.3, gt=0, le=1)

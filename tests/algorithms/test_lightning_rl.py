@@ -129,7 +129,7 @@ def test_rollouts_that_never_call_the_policy_are_rejected_with_where_calls_must_
         ".env",
         "Codex",
         "cache",
-        "docs/frameworks.md",
+        "docs/guides/frameworks.md",
     ):
         assert sought in found[0].message
     assert "OPENAI_BASE_URL" in found[0].message

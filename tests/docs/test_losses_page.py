@@ -8,7 +8,7 @@ from agentlightning.algorithms.presets import PRESETS
 from agentlightning.policy.losses import LOSSES
 from agentlightning.policy.mismatch import CORRECTIONS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "losses.md").read_text()
 
 
 def test_every_loss_preset_and_correction_is_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Measures the examples of `examples/frameworks` and writes what it finds into the table of docs/frameworks.md.
+"""Measures the examples of `examples/frameworks` and writes what it finds into the table of docs/guides/frameworks.md.
 
     python -m tests.frameworks.measuring [NAME...]
 
@@ -29,7 +29,7 @@ from agentlightning import span as names
 from agentlightning.assemble import calls as answered
 from agentlightning.span import Span
 
-PAGE = ROOT / "docs" / "frameworks.md"
+PAGE = ROOT / "docs" / "guides" / "frameworks.md"
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 HEADINGS = (
     "framework",
@@ -181,7 +181,7 @@ def rewards(report: dict[str, Any]) -> tuple[float, float]:
 def row(example: Example, found: Speech, report: dict[str, Any]) -> str:
     before, after = rewards(report)
     values = (
-        f"[{example.title}](../examples/frameworks/{example.file.partition('/')[0]}/README.md)",
+        f"[{example.title}](../../examples/frameworks/{example.file.partition('/')[0]}/README.md)",
         example.version(),
         found.endpoint,
         _yes(found.streams),

@@ -1,6 +1,6 @@
 """Agents of real frameworks are trained as they are, each in the environment of its framework.
 
-What is not installed is skipped; `measuring.py` writes what such a run gains into docs/frameworks.md.
+What is not installed is skipped; `measuring.py` writes what such a run gains into docs/guides/frameworks.md.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
             " (or the injected base_url), which are in the environment of each attempt. Look for an address in its code"
             " or configuration (base_url=, api_base=, a .env file that overrides the environment), for a client that"
             " reads none of these variables (Codex takes its address on the command line), for a cache of answers, and"
-            " for errors that the agent catches; docs/frameworks.md says what each framework needs"
+            " for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
         )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 

@@ -86,5 +86,5 @@ def check_tracer(tracer: Any) -> None:
         raise ConfigError(
             f"tracer={tracer!r} has no place here: attempts are traced with OpenTelemetry, whatever records the spans."
             " Leave it out; instrument libraries in the agent, or export spans with OTEL_EXPORTER_OTLP_ENDPOINT"
-            " (docs/opentelemetry.md)"
+            " (docs/guides/operations/opentelemetry.md)"
         )

@@ -98,7 +98,7 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
 
 def test_the_table_of_the_guide_is_current() -> None:
     """Make it anew with `python -c "from agentlightning.store.http.openapi import table; print(table())"`."""
-    page = (ROOT / "docs" / "rest.md").read_text()
+    page = (ROOT / "docs" / "reference" / "rest.md").read_text()
     shown = re.search(
         r"<!-- made by agentlightning.store.http.openapi.table\(\) -->\n(.*)<!-- end -->", page, re.DOTALL
     )
