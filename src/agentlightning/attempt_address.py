@@ -17,6 +17,10 @@ ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
 WORK_HEADER: Final = "x-agentlightning-work-of"
 """Header with the key of the attempt whose queue item the caller works on, where another attempt started the caller.
 Without other evidence that the call belongs to that attempt, it is rejected."""
+UNCERTAIN: Final = "uncertain"
+ENDED: Final = "ended"
+"""Values of this header where the caller may work for any attempt: a task or thread that serves several, or that has
+outlived the attempt that started it. Only a URL or key of an attempt is evidence then."""
 JUDGE_HEADER: Final = "x-agentlightning-judge"
 """Header of calls made by a reward function: the id of the attempt that it scores."""
 ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"

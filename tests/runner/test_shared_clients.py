@@ -77,6 +77,52 @@ async def test_calls_of_shared_clients_belong_to_the_attempt_that_makes_them(
         assert [span.attributes[ATTRIBUTION] for span in calls] == ["header", "header"]
 
 
+SHARING = Path(__file__).with_name("sharing_agents.py")
+
+
+@pytest.fixture
+def calls_of(start: Any, roll: Any, store: Any, server: Server) -> Any:
+    """calls_of(agent, size) -> for each of many rollouts of the agent in one process, `size` at a time: its status, why
+    it failed, and for each call recorded under it whether it is its own"""
+
+    async def calls_of(agent: str, size: int = 6) -> list[tuple[str, str, list[bool]]]:
+        await start(f"{SHARING}:{agent}", server_url=server.url, secret=SECRET, concurrency=size, redirect=True)
+        found: list[tuple[str, str, list[bool]]] = []
+        for rollout in await roll(*({"word": f"word-{number:02}"} for number in range(12)), wait=120):
+            spans = [span for span in await store.query_spans(rollout.rollout_id) if INPUT_MESSAGES in span.attributes]
+            own = [rollout.input["word"] in str(span.attributes[INPUT_MESSAGES]) for span in spans]
+            attempt = await store.get_latest_attempt(rollout.rollout_id)
+            found.append((rollout.status, str(attempt.metadata.get("error", "")), own))
+        return found
+
+    return calls_of
+
+
+async def test_attempts_that_share_a_client_and_a_connection_to_tools_keep_their_calls(calls_of: Any) -> None:
+    for status, error, own in await calls_of("with_tools"):
+        assert (status, error, own) == ("succeeded", "", [True] * 3)
+
+
+async def test_a_task_that_takes_work_for_another_is_refused_where_its_client_proves_nothing(calls_of: Any) -> None:
+    found = await calls_of("with_worker")
+    assert all(all(own) for _, _, own in found)
+    failed = [error for status, error, _ in found if status == "failed"]
+    assert failed
+    assert all("the attempt of this call is uncertain" in error for error in failed)
+
+
+async def test_a_task_that_outlives_its_attempt_is_refused_where_its_client_proves_nothing(
+    calls_of: Any, server: Server
+) -> None:
+    (first, *others) = await calls_of("with_list", size=1)
+    assert first == ("succeeded", "", [True])
+    for status, error, own in others:
+        assert (status, own) == ("failed", [])
+        assert "has outlived the attempt that started it" in error
+    assert server.gateway is not None
+    assert server.gateway.metrics()["attribution_refused"] == len(others)
+
+
 async def test_a_judge_keeps_the_key_it_has_and_what_an_agent_sets_stays(
     start: Any, roll: Any, rewards_of: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ class Gateway:
             "provider_dollars": sum(pool.dollars for pool in providers),
             "over_budget": self.budgets.num_rejected,
             "attribution_conflicts": self.attribution.conflicts,
+            "attribution_refused": self.attribution.refused,
         }
 
     async def close(self) -> None:

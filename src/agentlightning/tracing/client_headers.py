@@ -3,7 +3,8 @@
 `install()` patches `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib`. Requests to the server of
 the current attempt, and to no other, get the attempt's key, W3C `traceparent` and `baggage`, so that calls of a client
 shared between attempts are attributed one by one. Headers that are already present are kept; nothing else changes.
-Requests of a task that works on another attempt's queue items, and those of reward functions, are marked as such.
+Requests of a task that works on another attempt's queue items, or whose attempt is uncertain or has ended, and those of
+reward functions are marked as such.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from agentlightning.attempt_address import (
     AGENT_BAGGAGE,
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
+    ENDED,
     JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
+    UNCERTAIN,
     WORK_HEADER,
     root_span_id_of,
 )
@@ -48,9 +51,11 @@ def attempt_headers(url: str) -> dict[str, str]:
         return _baggage({})
     if inside.role == "judge":
         return {JUDGE_HEADER: inside.attempt_id}
+    if (scope := current_scope()) is not None:
+        return _headers_of(scope)
     if (other := foreign_work()) is not None:
         return {WORK_HEADER: other.key} if other.key else {}
-    return {} if (scope := current_scope()) is None else _headers_of(scope)
+    return {WORK_HEADER: ENDED if inside.lifetime.ended else UNCERTAIN} if inside.key else {}
 
 
 def _headers_of(scope: Scope) -> dict[str, str]:

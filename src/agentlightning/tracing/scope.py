@@ -5,7 +5,8 @@ The runner enters `scope(...)` around an agent. Everything emitted within, in th
 reward recorded for the wrong attempt is worse than one dropped with a warning.
 
 Inheritance ends when the attempt ends. A task or thread that takes an item which another attempt has put into a queue
-has no scope until it takes an item of its own attempt again (`runner/hosts/context_propagation.py` tracks queues).
+has no scope until it takes an item of its own attempt again (`runner/hosts/context_propagation.py` tracks queues). An
+answer is no such item: one that comes through a queue that the task made itself, from a task that serves its attempt.
 
 A program whose environment names an attempt (`AGL_EVENT_URL`, `AGL_KEY`) is in that attempt's scope wherever no other
 scope is entered.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
+from weakref import WeakSet
 
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import EXCEPTION, REWARD, Span, new_trace_id
@@ -64,6 +66,8 @@ class Lifetime:
     """A task or thread that it started passed on another attempt's work in an untracked way, so that an inherited scope
     is no longer reliable."""
 
+    served: WeakSet[Scope] = field(default_factory=WeakSet["Scope"])
+    """The other attempts whose items its tasks and threads have taken from queues, as a shared connection's do."""
     only_marked: bool = False
     """Only what lies in a block of `track_critical_path` is recorded."""
     prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
@@ -185,23 +189,52 @@ def current_location() -> Location:
     return threading.get_ident(), task
 
 
-def origin_of_work() -> Scope | None:
-    """The attempt on whose behalf the current code puts items into queues; None if unknown."""
-    if (work := _run.get()) is not None:
-        return work
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who has put an item into a queue."""
+
+    attempt: Scope
+    """On whose behalf."""
+    started_by: Scope | None
+    """The attempt that has started the task or thread; None for the attempt's own."""
+
+
+def origin_of_work() -> Origin | None:
+    """On whose behalf the current code puts items into queues; None if unknown."""
     inside = _scope.get()
-    return inside if inside is not None and _is_valid(inside) else None
+    started_by = None if is_owner() else inside
+    if (work := _run.get()) is not None:
+        return Origin(work, started_by)
+    return Origin(inside, started_by) if inside is not None and _is_valid(inside) else None
 
 
-def take_work(origin: Scope) -> bool:
-    """Note that an item put by `origin` was taken from a queue. True if that is another attempt than the inherited one:
-    what this task or thread does next has no scope. Items taken by an attempt's own task, such as a client from a
-    pool of clients, change nothing."""
+def take_work(origin: Origin, own_queue: bool = False) -> bool:
+    """Note that an item was taken from a queue, which the current task or thread has made itself if `own_queue`. True
+    if it was put for another attempt than the inherited one: what this task or thread does next has no scope.
+
+    Two kinds of items change nothing: those taken by an attempt's own task, such as a client from a pool of clients,
+    and answers to requests, such as those of a tool server's connection that another attempt has opened.
+    """
     inside = _scope.get()
     if inside is None or is_owner():
         return False
-    _run.set(origin)
-    return origin is not inside
+    if own_queue and origin.started_by is not None and (_run.get() or inside) in origin.started_by.lifetime.served:
+        return False
+    if origin.attempt is not inside:
+        inside.lifetime.served.add(origin.attempt)
+    _run.set(origin.attempt)
+    return origin.attempt is not inside
+
+
+def current_work() -> Scope | None:
+    """The attempt that had put the last item taken from a queue in this context, if any."""
+    return _run.get()
+
+
+def continue_work(work: Scope | None) -> None:
+    """Note that what this task or thread does next is for the attempt that a task it waited for works for."""
+    if work is not None and _scope.get() is not None and not is_owner():
+        _run.set(work)
 
 
 def foreign_work() -> Scope | None:

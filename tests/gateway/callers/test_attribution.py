@@ -207,6 +207,17 @@ async def test_a_call_on_behalf_of_another_attempt_needs_something_that_agrees(s
         assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
 
 
+@pytest.mark.parametrize("why", ["uncertain", "ended"])
+async def test_a_caller_that_may_work_for_any_attempt_needs_a_url_or_key_of_one(store, secret, whose, why):
+    ids, doubt = await start(store, "w"), {"x-agentlightning-work-of": why}
+    assert (await whose(doubt, in_url(ids))).attempt == ids
+    assert (await whose(doubt | bearer(attempt_key(secret, *ids)))).attempt == ids
+    for headers, path in (({}, in_process_of("w", ids)), (trace(ids), {}), ({}, {"worker_id": "w"})):
+        with pytest.raises(ApiError, match="the attempt of this call is uncertain") as refused:
+            await whose(doubt | headers, path)
+        assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
+
+
 async def test_a_reward_function_cannot_use_a_client_of_the_agents(store, secret, whose):
     ids = await start(store, "w")
     judge = {"x-agentlightning-judge": ids[1]}

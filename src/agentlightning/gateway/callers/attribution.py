@@ -13,8 +13,8 @@ Runs for every model call, before its body is parsed. The first of these that na
 7. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the attempt it is running now.
 
 So the claims of the request itself precede those that its client inherited. A caller whose
-`x-agentlightning-work-of` says that one attempt started it and another one's work runs in it is rejected (409), unless
-its URL or key names the attempt or all its claims agree. A reward function that calls through a client of the agent is
+`x-agentlightning-work-of` says that it may work for several attempts is rejected (409), unless its URL or key names the
+attempt or all its claims agree. A reward function that calls through a client of the agent is
 rejected (409), since its call is not part of the attempt.
 
 An API key of another attempt or worker than the URL names, or of another worker than the trace's, is rejected (401).
@@ -33,7 +33,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentlightning import span as names
-from agentlightning.attempt_address import root_span_id_of, trace_id_of
+from agentlightning.attempt_address import ENDED, root_span_id_of, trace_id_of
 from agentlightning.gateway.callers.agents import UNKNOWN, Agent
 from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.client_retries import RequestIdentity
@@ -133,6 +133,8 @@ class Attribution:
         """Owners of the traces that are not an attempt's own."""
         self.conflicts = 0
         """Calls whose URL or key names another attempt than their context."""
+        self.refused = 0
+        """Calls whose attempt is uncertain."""
         self._store = store
         self._claims = ClaimsReader(secret, mode_temperatures, require_key=require_key)
         self._allow_unattributed = allow_unattributed
@@ -154,8 +156,8 @@ class Attribution:
             )
         elif worker_id is not None:
             await self._check_worker(worker_id, attempt)
-        if claims.works_for is not None and attempt != claims.works_for:
-            raise _ambiguous_attempt(claims.works_for, attempt)
+        if claims.uncertain or (claims.works_for is not None and attempt != claims.works_for):
+            raise self._refuse(claims, attempt)
         self._count_conflict(claims, attempt)
         return self._make_caller(claims, attempt, source)
 
@@ -166,7 +168,7 @@ class Attribution:
             if not (claims.key or claims.hints or claims.trace_id or "worker_id" in path_params):
                 self._check_unattributed()
             return None
-        if claims.ignored or claims.works_for is not None:
+        if claims.ignored or claims.uncertain or claims.works_for is not None:
             return None
         return self._make_caller(claims, claims.attempt, claims.source)
 
@@ -184,6 +186,14 @@ class Attribution:
         access token that the secret was derived from is accepted as well."""
         if self._claims.require_key and not self._claims.is_access_token(headers):
             self._claims.read(headers, path_params)
+
+    def _refuse(self, claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
+        self.refused += 1
+        api_error = _ambiguous_attempt(claims, attempt)
+        if self.refused == 1:
+            before = "; calls that it made before were recorded under that attempt" if claims.uncertain == ENDED else ""
+            logger.warning("a model call is refused: %s%s", api_error.message, before)
+        return api_error
 
     def _count_conflict(self, claims: RequestClaims, attempt: AttemptIds | None) -> None:
         if claims.ignored and claims.source in ("url", "key"):
@@ -294,11 +304,16 @@ class Attribution:
         return worker.current_rollout_id, worker.current_attempt_id
 
 
-def _ambiguous_attempt(works_for: AttemptIds, attempt: AttemptIds | None) -> ApiError:
-    client = "" if attempt is None else f", with a client that was made in the attempt {attempt[1]!r}"
+def _ambiguous_attempt(claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
+    work = "" if claims.works_for is None else f", and works for the attempt {claims.works_for[1]!r} now,"
+    client = "" if attempt is None else f" with a client that was made in the attempt {attempt[1]!r}"
+    maker = (
+        "a task or thread that has outlived the attempt that started it"
+        if claims.uncertain == ENDED
+        else f"a task or thread that serves several attempts{work}"
+    )
     message = (
-        f"a task or thread that another attempt has started works for the attempt {works_for[1]!r}{client}, so the "
-        "attempt of this call is uncertain: make the client in each attempt with the llm.base_url and llm.api_key that "
-        "it is given, and pass it along with the work"
+        f"{maker} made this call{client}, so the attempt of this call is uncertain: make the client in each attempt "
+        "with the llm.base_url and llm.api_key that it is given, and pass it along with the work"
     )
     return ApiError(409, message, code="attempt_ambiguous", retry=False)

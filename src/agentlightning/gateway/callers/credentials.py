@@ -16,8 +16,10 @@ from msgspec import Struct
 from agentlightning.attempt_address import (
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
+    ENDED,
     JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
+    UNCERTAIN,
     WORK_HEADER,
     attempt_of_trace,
     attempt_secret,
@@ -77,6 +79,8 @@ class RequestClaims(Struct, frozen=True):
     """Other attempts that the header, the URL or the key name."""
     works_for: AttemptIds | None
     """The attempt whose work the caller took over, unless the URL or the key names the attempt."""
+    uncertain: str | None
+    """Why the caller may work for any attempt (`uncertain`, `ended`), unless the URL or the key names one."""
 
 
 class ClaimsReader:
@@ -101,6 +105,8 @@ class ClaimsReader:
         trace_id, parent_id = _trace(headers.get("traceparent"))
         may_be_stale = path_params.keys() >= {"worker_id", "attempt_id"}  # the client may be an earlier attempt's
         is_explicit = attempt is not None and not may_be_stale
+        work = headers.get(WORK_HEADER)
+        uncertain = work if work in (UNCERTAIN, ENDED) else None
         return RequestClaims(
             mode=mode,
             temperature=None if mode is None else self._modes[mode],
@@ -111,7 +117,8 @@ class ClaimsReader:
             parent_id=parent_id,
             hints=_hints(trace_id, headers.get("baggage")),
             ignored=ignored,
-            works_for=None if is_explicit else self._attempt_from_header(headers, WORK_HEADER),
+            works_for=None if is_explicit or uncertain else self._attempt_from_header(headers, WORK_HEADER),
+            uncertain=None if is_explicit else uncertain,
         )
 
     def is_access_token(self, headers: Mapping[str, str]) -> bool:

@@ -8,8 +8,10 @@
   submitted in, with its environment variables; what is emitted there is posted to the server;
 - `queue.Queue`, `queue.SimpleQueue`, `asyncio.Queue` and anyio's memory streams record which attempt put each item.
   A worker that inherited the scope of one attempt and takes an item of another leaves its scope, so that its work is
-  not recorded under the attempt that happened to start it. Last-in-first-out queues are not tracked: they usually hold
-  pooled connections and clients.
+  not recorded under the attempt that happened to start it. A task that takes an answer to its own request from a queue
+  that it made itself keeps its scope. Last-in-first-out queues are not tracked: they usually hold pooled connections
+  and clients;
+- Python 3.11's `asyncio.wait_for` waits in a task of its own: an item that this took counts as taken by its caller.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import functools
 import inspect
 import multiprocessing.pool
 import queue
+import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
@@ -35,9 +39,13 @@ from agentlightning.tracing import client_headers
 from agentlightning.tracing.agents import track_agent
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.scope import (
+    Origin,
     Scope,
+    continue_work,
     current_agent,
+    current_location,
     current_scope,
+    current_work,
     enter_scope,
     foreign_work,
     inherited_scope,
@@ -46,7 +54,9 @@ from agentlightning.tracing.scope import (
 )
 
 _ORIGINS: Final = "_agentlightning_origins"
-"""Attribute of a queue: id of an item -> the scopes that have put it, in order."""
+"""Attribute of a queue: id of an item -> who has put it, in order."""
+_MAKER: Final = "_agentlightning_maker"
+"""Attribute of a queue: the thread and a reference to the task that made it."""
 
 
 def install() -> None:
@@ -58,6 +68,8 @@ def install() -> None:
     _wrap(ProcessPoolExecutor, "submit", _submit_to_processes)
     for method in ("apply_async", "_map_async", "imap", "imap_unordered"):
         _wrap(multiprocessing.pool.Pool, method, _submit_to_pool)
+    _wrap(queue.Queue, "__init__", _make)
+    _wrap(asyncio.Queue, "__init__", _make)
     _wrap(queue.Queue, "put", _put)
     _wrap(queue.Queue, "get", _get)
     queue.SimpleQueue = _SimpleQueue  # pyright: ignore[reportAttributeAccessIssue]
@@ -65,6 +77,8 @@ def install() -> None:
     _wrap(asyncio.Queue, "get_nowait", _get)
     client_headers.when_imported("anyio.streams.memory", _patch_anyio)
     _wrap(Future, "add_done_callback", _add_callback)
+    if sys.version_info < (3, 12):
+        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for(asyncio.wait_for)
     client_headers.when_imported("joblib.parallel", _patch_joblib)
     client_headers.when_imported("joblib.externals.loky.process_executor", _patch_loky)
     client_headers.when_imported("loky.process_executor", _patch_loky)
@@ -244,6 +258,29 @@ def _patch_loky(module: Any) -> None:
 # -- queues ------------------------------------------------------------------------------------------------------------
 
 
+def _make(target: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    original(target, *args, **kwargs)
+    _record_maker(target)
+
+
+def _make_stream(stream: Any, original: Callable[..., None]) -> None:
+    original(stream)
+    _record_maker(stream._state)
+
+
+def _record_maker(target: Any) -> None:
+    thread, task = current_location()
+    target.__dict__.setdefault(_MAKER, (thread, None if task is None else weakref.ref(task)))
+
+
+def _is_own(target: Any) -> bool:
+    """Whether the current task, or the current thread outside of tasks, has made the queue."""
+    if (maker := target.__dict__.get(_MAKER)) is None:
+        return False
+    thread, task = maker
+    return (thread, None if task is None else task()) == current_location()
+
+
 def _put(target: Any, original: Callable[..., None], item: Any, *args: Any, **kwargs: Any) -> None:
     undo = _record_origin(target, item)
     try:
@@ -260,11 +297,11 @@ def _get(target: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _record_origin(target: Any, item: Any) -> Callable[[], object]:
-    """Record the scope that puts the item; the returned function undoes it."""
+    """Record who puts the item; the returned function undoes it."""
     origin = None if isinstance(target, queue.LifoQueue | asyncio.LifoQueue) else origin_of_work()
     if origin is None:
         return _nothing
-    origins: dict[int, deque[Scope]] = target.__dict__.setdefault(_ORIGINS, {})
+    origins: dict[int, deque[Origin]] = target.__dict__.setdefault(_ORIGINS, {})
     origins_of_item = origins.setdefault(id(item), deque())
     origins_of_item.append(origin)
     return origins_of_item.pop
@@ -275,18 +312,18 @@ def _nothing() -> None:
 
 
 def _restore_origin(target: Any, item: Any) -> None:
-    origins: dict[int, deque[Scope]] | None = target.__dict__.get(_ORIGINS)
+    origins: dict[int, deque[Origin]] | None = target.__dict__.get(_ORIGINS)
     if not origins or not (origins_of_item := origins.get(id(item))):
         return
     origin = origins_of_item.popleft()
     if not origins_of_item:
         origins.pop(id(item), None)
-    if take_work(origin):
+    if take_work(origin, _is_own(target)) and not _reports_work.get():
         _watch_for_handover()
 
 
 def _watch_for_handover() -> None:
-    """A task that ends right after taking an item, as in `wait_for(queue.get(), ...)`, took it for its caller."""
+    """A task that ends right after taking an item, as in `create_task(queue.get())`, took it for its caller."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -300,8 +337,42 @@ def _check_handover(task: asyncio.Task[Any], scope: Scope | None) -> None:
         _mark_mixed(scope)
 
 
+_reports_work: ContextVar[bool] = ContextVar("agentlightning_reports_work", default=False)
+"""True in a task whose work its caller continues."""
+
+
+def _wait_for(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`asyncio.wait_for` whose caller continues the work of the task that it waits in."""
+
+    @functools.wraps(original)
+    async def wait_for(fut: Awaitable[Any], timeout: float | None) -> Any:
+        if inherited_scope() is None or not inspect.iscoroutine(fut):
+            return await original(fut, timeout)
+        work: list[Scope | None] = []
+
+        async def run() -> Any:
+            token = _reports_work.set(True)
+            try:
+                return await fut
+            finally:
+                work.append(current_work())
+                _reports_work.reset(token)
+
+        try:
+            return await original(run(), timeout)
+        finally:
+            if not work:
+                fut.close()  # it was cancelled before its first step
+            continue_work(work[0] if work else None)
+
+    return wait_for
+
+
 class _SimpleQueue(queue.SimpleQueue[Any]):
-    """Replaces `queue.SimpleQueue`, which cannot be patched, and records origins too."""
+    """Replaces `queue.SimpleQueue`, which cannot be patched, and records makers and origins too."""
+
+    def __init__(self) -> None:
+        _record_maker(self)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         _record_origin(self, item)
@@ -327,6 +398,7 @@ def _patch_anyio(module: Any) -> None:
     """An item may go straight from a sender to a waiting receiver, so both ends are wrapped at their public methods and
     the origins are stored on the state they share."""
     sender, receiver = module.MemoryObjectSendStream, module.MemoryObjectReceiveStream
+    _wrap(receiver, "__post_init__", _make_stream)
     send, send_nowait = sender.send, sender.send_nowait
     receive, receive_nowait = receiver.receive, receiver.receive_nowait
 
