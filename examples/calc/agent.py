@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ SERVER = StdioServerParams(
     args=[str(Path(__file__).with_name("calculator.py"))],
     read_timeout_seconds=PATIENCE_SECONDS,
 )
+
+
+@cache
+def model_client() -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(model="gpt-4.1-nano", max_tokens=int(os.environ.get("MAX_TOKENS", "512")))
 
 
 class Calculator(McpWorkbench):
@@ -58,9 +64,8 @@ calculator: Calculator | None = None
 async def solve(question: str) -> str:
     global calculator
     workbench = calculator = calculator or Calculator(SERVER)
-    client = OpenAIChatCompletionClient(model="gpt-4.1-nano", max_tokens=int(os.environ.get("MAX_TOKENS", "512")))
     agent = AssistantAgent(
-        "solver", model_client=client, workbench=workbench, system_message=SYSTEM, max_tool_iterations=4
+        "solver", model_client=model_client(), workbench=workbench, system_message=SYSTEM, max_tool_iterations=4
     )
     try:
         result = await agent.run(task=question)
@@ -68,6 +73,4 @@ async def solve(question: str) -> str:
         if calculator is workbench:
             calculator = None  # the next problem starts another server
         raise
-    finally:
-        await client.close()
     return result.messages[-1].to_text()
