@@ -14,7 +14,8 @@ Reward = Annotated[
 Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file, or an environment.")]
 Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
 Models = Annotated[
-    list[str] | None, typer.Option("--model", help="[NAME=]DIR: a model that answers model calls; repeatable.")
+    list[str] | None,
+    typer.Option("--model", help="[NAME=]DIR or tiny: a model that answers calls; repeatable."),
 ]
 Routes = Annotated[
     Path | None,

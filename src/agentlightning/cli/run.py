@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -20,6 +20,7 @@ import orjson
 import typer
 from rich.console import Console
 
+from agentlightning.cli.formatting.advice import CALLS, NO_CALLS, NOT_REDIRECTED, run_advice
 from agentlightning.cli.opening import (
     database_name,
     file_beside_store,
@@ -153,6 +154,8 @@ class Summary:
     redirected: bool
     """Whether the model calls of the command went to our gateway."""
     error: str | None = None
+    advice: list[str] = field(default_factory=list[str])
+    """What the rollout lacks for training, and what to do about it."""
 
 
 def _task(text: str | None, file: Path | None) -> Any:
@@ -436,21 +439,27 @@ def _summary(
     def total(name: str) -> Any:
         return sum(span.attributes.get(name) or 0 for span in calls)
 
+    reward, message = find_final_reward(spans), None if error is None else str(error)
+    failed = sum(span.status_code == "ERROR" for span in calls)
+    advice = run_advice(
+        error=message, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
+    )
     return Summary(
         *ids,
         status,
         code,
         round(seconds, 3),
         len(calls),
-        sum(span.status_code == "ERROR" for span in calls),
+        failed,
         total(names.INPUT_TOKENS),
         total(names.OUTPUT_TOKENS),
         float(total(names.COST)),
         list(agents),
-        find_final_reward(spans),
+        reward,
         target.name,
         target.redirect,
-        None if error is None else str(error),
+        message,
+        advice,
     )
 
 
@@ -465,7 +474,9 @@ def _print_summary(summary: Summary, console: Console) -> None:
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
     calls = f"{summary.calls}{failed}, {summary.input_tokens} tokens in, {summary.output_tokens} out{cost}"
     if not summary.redirected:
-        calls = "none recorded: give --model or --routes, or the key of a provider (OPENAI_API_KEY, ANTHROPIC_API_KEY)"
+        calls = NOT_REDIRECTED.removeprefix(CALLS)
+    elif not summary.calls:
+        calls = NO_CALLS.removeprefix(CALLS)
     lines = {
         "rollout": f"{summary.rollout_id} {summary.status} in {summary.seconds:.1f} s, in {summary.store}",
         "calls": calls,

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agentlightning.cli.formatting.advice import evaluation_advice
 from agentlightning.evaluation.comparison import Comparison
 from agentlightning.evaluation.evaluation import Evaluation
 
@@ -45,6 +46,7 @@ def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
     }
     if result.comparison is not None:
         record["comparison"] = asdict(result.comparison) | {"significant": result.comparison.significant}
+    record["advice"] = evaluation_advice(result)
     if aa:
         found = asdict(result.null_test())
         smallest = found["smallest_gain"]

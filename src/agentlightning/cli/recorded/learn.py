@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
 
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
-Model = Annotated[str | None, typer.Option(help="A directory (or hub name) that transformers loads.")]
+Model = Annotated[str | None, typer.Option(help="A directory (or hub name) that transformers loads, or `tiny`.")]
 RunDir = Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
@@ -176,7 +176,7 @@ def _train(
     from agentlightning.util.progress import Progress
 
     if model is None:
-        raise ConfigError("--model is missing: give the directory of a model that transformers loads")
+        raise ConfigError("--model is missing: give the directory of a model that transformers loads, or tiny")
     every = options.checkpoint_every
     config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
     trainer = Trainer(

@@ -131,19 +131,21 @@ class OfflineJob:
         named = self.config.policy.model
         if named != TINY:
             return await asyncio.to_thread(lambda: str(Path(named).resolve()) if Path(named).exists() else named)
-        if not sessions:
+        records = self._own_conversations() or _texts(sessions)
+        if not records:
             raise ConfigError("no model: give model=DIRECTORY to the trainer")
         from agentlightning.models.tiny import make_tiny
 
-        records = [
-            {"messages": [*call.messages, call.answer], "tools": list(call.tools)}
-            for session in sessions
-            for call in session.calls
-            if call.messages and call.answer is not None
-        ] or [session.rollout.input for session in sessions]
         self.progress.note("warning: no model was given, so a tiny one with random weights is trained; set model=...")
         directory = (self.run_dir / TINY).resolve()
         return str(await asyncio.to_thread(make_tiny, directory, records, seed=self.config.run.seed))
+
+    def _own_conversations(self) -> list[Any]:
+        """Those that supervised learning was given as a file or as a list of them."""
+        found = self.algorithm.dataset if isinstance(self.algorithm, SFTAlgorithm) else ()
+        if isinstance(found, str | Path):
+            return load_dataset(found)
+        return [] if isinstance(found, TrajectoryQuery) else [each for each in found if isinstance(each, Mapping)]
 
     async def open(self, model: str, plan: Plan) -> Policy:
         """The policy, at the position of the run."""
@@ -243,6 +245,16 @@ def reads_store(algorithm: Algorithm[Any]) -> bool:
     if isinstance(algorithm, SFTAlgorithm):
         return isinstance(algorithm.dataset, TrajectoryQuery) or not algorithm.has_dataset
     return not (isinstance(algorithm, DPO) and algorithm.has_dataset)
+
+
+def _texts(sessions: Sequence[Session]) -> list[Any]:
+    """What the model calls of sessions say, or the tasks of sessions without any."""
+    return [
+        {"messages": [*call.messages, call.answer], "tools": list(call.tools)}
+        for session in sessions
+        for call in session.calls
+        if call.messages and call.answer is not None
+    ] or [session.rollout.input for session in sessions]
 
 
 async def learn_offline(job: OfflineJob) -> OfflineResult:
