@@ -34,8 +34,9 @@ The store: LightningStore (opens one, and is what all of them are), InMemoryLigh
     LightningStoreClient (one behind a server), Worker, Queue, Retention, Pruned, RolloutRecord, UNSET (an argument
     not given), Unset (its type).
 Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it makes), Hook (code around each attempt),
-    LitAgentRunner (runs an agent), LightningStoreServer (a store over HTTP), OtelTracer (the spans of a block),
-    TracerTraceToTriplet, TraceToMessages (spans for algorithms of your own), Triplet (one model call).
+    LitAgentRunner (runs an agent), LightningStoreServer (a store over HTTP), OtelTracer, AgentOpsTracer (the spans of
+    a block), setup_logging (shows the log), TracerTraceToTriplet, TraceToMessages (spans for algorithms of your own),
+    Triplet (one model call).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
@@ -91,9 +92,10 @@ if TYPE_CHECKING:
     from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, Triplet
     from agentlightning.compat.algorithm import FunctionalAlgorithm, algo
     from agentlightning.compat.hooks import Hook
+    from agentlightning.compat.logging import setup_logging
     from agentlightning.compat.runner import LitAgentRunner
     from agentlightning.compat.store_server import LightningStoreServer
-    from agentlightning.compat.tracer import OtelTracer
+    from agentlightning.compat.tracer import AgentOpsTracer, OtelTracer
     from agentlightning.config import (
         Branching,
         CurriculumConfig,
@@ -211,9 +213,10 @@ _NAMES = {
     "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
     "compat.algorithm": "FunctionalAlgorithm algo",
     "compat.hooks": "Hook",
+    "compat.logging": "setup_logging",
     "compat.runner": "LitAgentRunner",
     "compat.store_server": "LightningStoreServer",
-    "compat.tracer": "OtelTracer",
+    "compat.tracer": "AgentOpsTracer OtelTracer",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
         "TrainConfig TurnLimit WarmStartConfig"
@@ -287,6 +290,7 @@ __all__ = [
     "APOConfig",
     "AgentError",
     "AgentLightningError",
+    "AgentOpsTracer",
     "AgentTimeoutError",
     "Algorithm",
     "Attempt",
@@ -439,11 +443,15 @@ __all__ = [
     "recording_status",
     "rescore",
     "rollout",
+    "setup_logging",
     "track_agent",
     "track_all",
     "track_critical_path",
     "track_session",
 ]
+
+
+import_module("agentlightning.compat.modules").install()
 
 
 def __getattr__(name: str) -> Any:

@@ -107,6 +107,7 @@ class Trainer:
         store: LightningStoreBase | None = None,
         run_dir: str | Path | None = None,
         n_runners: int | None = None,
+        n_workers: int | None = None,
         seed: int | None = None,
         initial_resources: NamedResources | None = None,
         progress: Progress | None = None,
@@ -117,7 +118,8 @@ class Trainer:
         check_tracer(tracer)
         self.hooks = hooks
         self.algorithm = with_adapter(None if algorithm is None else check_algorithm(algorithm), adapter)
-        self.config = with_arguments(config or TrainConfig(), self.algorithm, model, n_runners, seed)
+        runners = n_workers if n_runners is None else n_runners
+        self.config = with_arguments(config or TrainConfig(), self.algorithm, model, runners, seed)
         prompts, others = split_prompts(initial_resources or {})
         self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
         self.reward = reward if reward is not None else self.config.reward

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.compat.adapters import TracerTraceToTriplet, check_adapter
+from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, check_adapter
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
@@ -106,6 +106,8 @@ def with_adapter(algorithm: Algorithm[Any] | None, adapter: Any) -> Algorithm[An
     """The algorithm with the `adapter=` of a trainer. Raises ConfigError where it would not be used."""
     if adapter is None:
         return algorithm
+    if isinstance(adapter, TraceToMessages) and algorithm is not None and algorithm.name == "apo":
+        return algorithm  # that is how it reads rollouts
     if not isinstance(algorithm, FunctionalAlgorithm) or "adapter" not in algorithm.wanted:
         check_adapter(adapter)
         return algorithm

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.compat.hooks import Hook, with_hooks
-from agentlightning.compat.tracer import OtelTracer, check_tracer
+from agentlightning.compat.tracer import AgentOpsTracer, OtelTracer, check_tracer
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import PRIVATE_QUEUE, Rollout, RolloutConfig, RolloutMode
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
+
+logger = logging.getLogger(__name__)
 
 
 class LitAgentRunner:
@@ -30,10 +33,16 @@ class LitAgentRunner:
 
     def __init__(self, tracer: Any = None, max_rollouts: int | None = None, *, poll_interval: float = 0.5) -> None:
         check_tracer(tracer)
+        if isinstance(tracer, AgentOpsTracer):
+            logger.warning("AgentOpsTracer: calls to a provider are recorded after agl.track_all(), not by themselves")
         self.tracer, self.max_rollouts, self.poll_interval = tracer, max_rollouts, poll_interval
         self.worker_id: int | None = None
         self._agent: Any = None
         self._store: LightningStoreBase | None = None
+
+    def __class_getitem__(cls, task: Any) -> type[Self]:
+        """`LitAgentRunner[Task]`, for annotations."""
+        return cls
 
     def init(self, agent: Any, *, hooks: Hook | Sequence[Hook] | None = None) -> None:
         """Set the agent, and the hooks around each attempt."""

@@ -1,4 +1,5 @@
-"""`OtelTracer` of 0.x. Agents are always traced with OpenTelemetry here, so that a trainer has nothing to choose."""
+"""`OtelTracer` and `AgentOpsTracer` of 0.x. Agents are always traced with OpenTelemetry here, so that a trainer has
+nothing to choose."""
 
 from __future__ import annotations
 
@@ -78,11 +79,24 @@ class OtelTracer:
         """Make these the last trace."""
         self._last = list(spans)
 
+    def get_langchain_handler(self) -> None:
+        """None: LangChain needs no callback handler, as the gateway records its model calls."""
+        return None
+
+
+class AgentOpsTracer(OtelTracer):
+    """An `OtelTracer`. What AgentOps recorded, model calls, the gateway of a training run and `agl run` record. Where
+    an agent calls a provider directly, `agl.track_all()` does; a `LitAgentRunner` says so.
+
+    >>> agl.AgentOpsTracer().get_last_trace()
+    []
+    """
+
 
 def check_tracer(tracer: Any) -> None:
     """Raises ConfigError for a tracer other than an OtelTracer, which says what is done anyway."""
     kind = tracer if isinstance(tracer, type) else type(tracer)
-    if tracer is not None and kind.__name__ != "OtelTracer":
+    if tracer is not None and kind.__name__ not in ("OtelTracer", "AgentOpsTracer"):
         raise ConfigError(
             f"tracer={tracer!r} has no place here: attempts are traced with OpenTelemetry, whatever records the spans."
             " Leave it out; instrument libraries in the agent, or export spans with OTEL_EXPORTER_OTLP_ENDPOINT"

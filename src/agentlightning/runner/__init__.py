@@ -36,6 +36,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name == "LitAgentRunner":  # where 0.x has it
+        return getattr(import_module("agentlightning"), name)
     if home is None:
         raise AttributeError(f"module 'agentlightning.runner' has no attribute {name!r}")
     value = getattr(import_module(f"agentlightning.runner.{home}"), name)

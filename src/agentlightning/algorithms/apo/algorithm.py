@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Final, Literal, Self, TypedDict, Unpack
 
 from agentlightning.algorithms.apo.budget import Spending, announcement, check_budget
 from agentlightning.algorithms.apo.config import (
@@ -38,6 +38,13 @@ from agentlightning.util.settings import SettingsSignature, settings_from
 SEARCHES: Mapping[str, type[Search]] = {"reflective": ReflectiveSearch, "gepa": GepaSearch, "beam": BeamSearch}
 BEAM = tuple(BeamSearchConfig.model_fields)
 """Settings of search "beam", which Agent Lightning 0.x took as arguments of APO."""
+
+
+GONE: Final = {
+    "rollout_batch_timeout": "each attempt has its own limit, runner.timeout_seconds",
+    "_poml_trace": "prompts of critic and editor are no POML; leave it out",
+}
+"""Arguments of 0.x without a place here, and why."""
 
 
 class APOSettings(TypedDict, total=False):
@@ -108,10 +115,8 @@ class APO(Algorithm[APOConfig]):
         if isinstance(async_openai_client, APOConfig):
             async_openai_client, config = None, async_openai_client
         given: dict[str, Any] = dict(settings)
-        if "rollout_batch_timeout" in given:
-            raise ConfigError(
-                "rollout_batch_timeout is no setting here: each attempt has its own limit, runner.timeout_seconds"
-            )
+        for name in given.keys() & GONE.keys():
+            raise ConfigError(f"{name} is no setting here: {GONE[name]}")
         given |= _models(given, config, gradient_model, apply_edit_model, diversity_temperature)
         beam = {name: given.pop(name) for name in BEAM if name in given}
         if beam:
@@ -123,6 +128,10 @@ class APO(Algorithm[APOConfig]):
         self.on_favourite: Callable[[Mapping[str, str], int], object] | None = None
         """Called with the texts, by name, that would be the result if the search ended now, and the evaluations so far,
         whenever they may have changed."""
+
+    def __class_getitem__(cls, task: Any) -> type[Self]:
+        """`APO[Task]`, for annotations."""
+        return cls
 
     @property
     def total_steps(self) -> int:

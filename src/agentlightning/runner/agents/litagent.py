@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from agentlightning.errors import AgentError
@@ -43,6 +44,11 @@ class LitAgent(Generic[Task]):
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
         self.trained_agents = trained_agents
+
+    @property
+    def tracer(self) -> Any:
+        """An `agl.OtelTracer`, as agents of 0.x use it: its `get_langchain_handler()` is None, as none is needed."""
+        return import_module("agentlightning").OtelTracer()
 
     def rollout(self, task: Task, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines neither rollout nor rollout_async")

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str]
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
 _FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
+_MAIN_GUARD = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
 
 
 class Reference(Struct, frozen=True, tag=True):
@@ -104,7 +106,29 @@ def _spec_of_object(given: Any, role: str) -> Reference | Pickled:
     if not callable(given) and not isinstance(given, LitAgent):
         raise AgentError(not_callable_message(given, role))
     label = f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
-    return _reference_to(given) or Pickled(_pickle(given, label, role), label)
+    if reference := _reference_to(given):
+        return reference
+    try:
+        return Pickled(_pickle(given, label, role), label)
+    except AgentError:
+        if script := _script_reference(given):
+            return script
+        raise
+
+
+def _script_reference(given: Any) -> Reference | None:
+    """A reference to what the script that runs defines, if importing its file does not run it again."""
+    main, name = sys.modules["__main__"], getattr(given, "__qualname__", "<")
+    file = getattr(main, "__file__", None)
+    if getattr(given, "__module__", None) != "__main__" or "<" in name or not str(file).endswith(".py"):
+        return None
+    path = Path(str(file)).resolve()
+    if not _MAIN_GUARD.search(path.read_text(encoding="utf-8")):
+        return None
+    try:
+        return Reference(str(path), name) if resolve(main, name) is given else None
+    except AttributeError:
+        return None
 
 
 def _reference_to(given: Any) -> Reference | None:
