@@ -145,6 +145,28 @@ def test_rows_are_joined_only_for_attention_that_takes_a_mask(updater: Updater, 
     assert not any(each.joined for each in updater.forward.plan(samples(groups()), sharing="shared"))
 
 
+@pytest.mark.parametrize("part", ["model", "decoder"])
+def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypatch: Any) -> None:
+    updater = Updater(made(llama))
+    batch = samples(groups(turns=2))
+    expected = gradient(updater, batch, sharing="rows")
+    patched = type(updater.model if part == "model" else updater.model.get_decoder())
+    theirs = patched.forward
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        if part == "model":
+            assert inputs.get("attention_mask") is inputs.get("past_key_values") is None, "rows share a pass"
+        return theirs(self, *args, **inputs)
+
+    forward.__module__ = "unsloth.models.llama"
+    monkeypatch.setattr(patched, "forward", forward)
+    batches = updater.forward.plan(batch, token_budget=10_000)
+    assert not any(each.joined or each.shared_length for each in batches)
+    assert apart(gradient(updater, batch, sharing="auto"), expected) < 1e-5
+    with pytest.raises(ConfigError, match="shared"):
+        updater.forward.plan(batch, sharing="shared")
+
+
 def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Updater) -> None:
     forked = [
         Trajectory(

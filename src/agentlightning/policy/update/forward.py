@@ -197,13 +197,22 @@ class Forward:
 
 def can_share(model: PreTrainedModel) -> bool:
     """Whether several rows can use the keys and values of one prefix: every layer caches all of them."""
+    if has_unsloth_forward(model):
+        return False
     layers = DynamicCache(config=model.config).layers
     return all(type(layer) is DynamicLayer for layer in layers)
 
 
 def can_mask(model: PreTrainedModel) -> bool:
     """Whether its attention takes a mask of any shape."""
-    return getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+    return not has_unsloth_forward(model) and getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+
+
+def has_unsloth_forward(model: PreTrainedModel) -> bool:
+    """Whether Unsloth has replaced the forward pass. Its own reads a cache in its own way, and a mask in some modes
+    only, so each row is given by itself."""
+    passes = (type(part).forward for part in (model, model.get_decoder()) if part is not None)
+    return any("unsloth" in str(getattr(each, "__module__", "")) for each in passes)
 
 
 def cost_model(model: PreTrainedModel) -> CostModel:
