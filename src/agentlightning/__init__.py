@@ -43,7 +43,7 @@ Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, 
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
     AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
     StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
-    StoreAuthError, PolicyError, ContextLengthError, UnfaithfulSampleError, ServerError, TrainingStopped,
+    StoreAuthError, PolicyError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError, TrainingStopped,
     UnknownTokensError, ResumeError.
 
 A first agent, and its score:
@@ -122,6 +122,7 @@ if TYPE_CHECKING:
         MissingRewardError,
         NotFoundError,
         PolicyError,
+        RankError,
         ResumeError,
         RewardError,
         RewardServiceError,
@@ -225,7 +226,7 @@ _NAMES = {
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
         "DatasetError MissingExtraError MissingRewardError NotFoundError PolicyError ResumeError RewardError "
-        "RewardServiceError "
+        "RankError RewardServiceError "
         "RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError StoreFullError "
         "StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
     ),
@@ -356,6 +357,7 @@ __all__ = [
     "ProxyLLM",
     "Pruned",
     "Queue",
+    "RankError",
     "RankingJudge",
     "RecordingStatus",
     "Rejection",

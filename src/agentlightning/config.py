@@ -16,6 +16,7 @@ from agentlightning.algorithms.sequential.config import SequentialConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.fsdp.config import check_fed
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import PromptTemplate
 from agentlightning.task import ENVIRONMENTS
@@ -367,8 +368,14 @@ class TrainConfig(Section):
     def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
         stages = self.algorithm.stages if isinstance(self.algorithm, SequentialConfig) else (self.algorithm,)
+        if self.warm_start.dataset is not None:
+            size = self.warm_start.batch_size
+            check_fed(self.policy.processes, size, f"warm_start.batch_size={size}")
         for stage in stages:
             if isinstance(stage, LightningRLConfig):
+                tasks, parts = stage.tasks_per_step, stage.minibatches
+                settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"
+                check_fed(self.policy.processes, max(1, tasks // parts), settings)
                 check_value_head(stage.loss, self.policy.value_head)
                 if self.curriculum.branching is not None:
                     self.curriculum.branching.check_group_size(stage.group_size)

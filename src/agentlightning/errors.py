@@ -20,6 +20,7 @@
     │       └── StoreAuthError the server requires a token, or rejects the given one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
     │   ├── ContextLengthError a prompt that leaves no room for a response
+    │   ├── RankError          a process of training on several has ended, or cannot take part
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
     ├── ServerError            a server that cannot start, e.g. because the port is in use
     ├── TrainingStopped        training ended early, e.g. because of too many failures
@@ -130,6 +131,10 @@ class PolicyError(AgentLightningError):
 
 class ContextLengthError(PolicyError, ValueError):
     """A prompt leaves no room for a response."""
+
+
+class RankError(PolicyError):
+    """A process of training on several has ended, or cannot take part."""
 
 
 class UnfaithfulSampleError(PolicyError, ValueError):

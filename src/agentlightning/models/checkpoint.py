@@ -46,7 +46,7 @@ def save(
     model: Savable,
     tokenizer: PreTrainedTokenizerBase,
     state: Mapping[str, Any] | None,
-    beside_model: Savable | None = None,
+    *beside_model: Savable | None,
 ) -> None:
     """Write model, tokenizer, any training state, and what stands beside the model; an older checkpoint is replaced.
 
@@ -60,8 +60,9 @@ def save(
             with without_progress_bars():
                 model.save_pretrained(new)
                 tokenizer.save_pretrained(new)
-            if beside_model is not None:
-                beside_model.save_pretrained(new)
+            for each in beside_model:
+                if each is not None:
+                    each.save_pretrained(new)
             if state is not None:
                 torch.save(dict(state), new / TRAINING_STATE)
             _flush(new)
@@ -90,10 +91,12 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     return saved
 
 
-def read_scorer(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def read_scorer(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> PreTrainedModel:
     """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability. Raises PolicyError
     if it cannot be loaded or has another vocabulary."""
-    saved = _load_model(directory, model.dtype)
+    saved = _load_model(directory, dtype).eval()
     try:
         vocabulary = AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab()
     except (OSError, ValueError, KeyError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.fsdp.config import RanksConfig, parse_address
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.kept_sets import MAX_SET
@@ -58,7 +59,39 @@ class PolicyConfig(Section):
     drain_seconds: float | None = Field(default=None, ge=0)
     """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
     finish."""
+    kind: Literal["local", "fsdp"] = "local"
+    """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
+    (docs/scaling.md)."""
+    processes: int = Field(default=1, ge=1)
+    """With fsdp, how many processes train, on all machines together."""
+    address: str | None = None
+    """With fsdp, HOST:PORT where the trainer waits for these processes, which are started elsewhere and know the secret
+    in AGL_RANK_TOKEN. None: it starts them on its own machine."""
+    rank_timeout_seconds: float = Field(default=600.0, gt=0)
+    """With fsdp, how long the trainer waits for the processes to join, and each of them for another."""
     engine: Literal["local", "vllm", "sglang"] = "local"
     """What samples: local, the training process; vllm or sglang, servers that get the weights after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
     """Model servers: their addresses, or how to start them."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.kind == "local":
+            for name in ("processes", "address", "rank_timeout_seconds"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f'{name}={getattr(self, name)} is for several processes: set policy.kind = "fsdp"')
+        elif self.address is not None:
+            parse_address(self.address)
+        return self
+
+    @property
+    def ranks(self) -> RanksConfig | None:
+        """The processes that train; None: the trainer's own."""
+        if self.kind == "local":
+            return None
+        return RanksConfig(
+            processes=self.processes,
+            address=self.address,
+            timeout_seconds=self.rank_timeout_seconds,
+            device=self.device,
+        )

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,18 +40,25 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
-from agentlightning.policy.update.forward import Forward
+from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
-MAX_REFERENCES = 2
-"""Models kept to score tokens with: a reference and a teacher."""
+RANK_STATE: Final = "ranks"
+"""In the training state of a policy that several processes train (`policy.fsdp`): their counters."""
 
 
 class LocalPolicy:
     """One model on one device. Make it with `LocalPolicy.open`."""
 
-    def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: LocalPolicyConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: TrainedWeights | None = None,
+    ) -> None:
+        """`weights`: what it trains; None: as `config` says."""
         self.config = config
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
@@ -61,8 +67,8 @@ class LocalPolicy:
         self._model = model
         self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
-        self._references: dict[Path, Forward] = {}
-        self._weights: TrainedWeights = trained_weights(model, config)
+        self._weights: TrainedWeights = weights or trained_weights(model, config)
+        self._learner = Learner(model, tokenizer, self._weights)
         self._views = AgentViews(self, config.agents, [name for name in self._weights.updaters if name is not None])
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
@@ -214,11 +220,14 @@ class LocalPolicy:
         """See `Policy.score`. The model in `reference` is loaded beside the policy, may have another shape, and stays
         until two others are. Where adapters are trained, the weights below them are the reference unless another is
         given."""
+        self._check_scores(what, reference)
+        return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
+
+    def _check_scores(self, what: AbstractSet[ScoreColumn], reference: Path | None) -> None:
         if "values" in what and self._weights.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
         if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
-        return await self._engine.run(lambda: self._score(trees, what, reference, adapter))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
@@ -245,72 +254,14 @@ class LocalPolicy:
     def _train(
         self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
     ) -> dict[str, float]:
-        by_name = self._by_trained_weights(samples)
+        by_name = self._learner.by_trained_weights(samples)
         self._prepare_weight_change(in_flight, by_name)
         version = self._version + 1
-        return joint_metrics({name: self._step(name, own, options, version) for name, own in by_name.items()})
 
-    def _by_trained_weights(self, samples: Sequence[TrainingSample]) -> dict[str | None, list[TrainingSample]]:
-        """The samples by the weights that they train. Raises PolicyError for weights that do not learn."""
-        own, updaters = self._weights.own, self._weights.updaters
-        by_name: dict[str | None, list[TrainingSample]] = {}
-        for sample in samples:
-            by_name.setdefault(own if sample.adapter is None else sample.adapter, []).append(sample)
-        for name in by_name:
-            self._check_trained(name)
-        return by_name or {own if own in updaters else next(iter(updaters)): []}
+        def changed(name: str | None) -> None:
+            self._set_version(version, [name])
 
-    def _check_trained(self, name: str | None) -> None:
-        updaters = self._weights.updaters
-        if name not in updaters:
-            raise PolicyError(
-                f"samples are for the adapter {name!r}, which this policy does not train; it trains "
-                f"{', '.join(repr(each) for each in updaters if each is not None) or 'all weights'}"
-            )
-
-    def _step(
-        self, name: str | None, samples: Sequence[TrainingSample], options: Mapping[str, Any], version: int
-    ) -> dict[str, float]:
-        updater = self._weights.updaters[name]
-        steps = updater.optimizer.steps
-        try:
-            with self._weights.use(name):
-                metrics = updater.step(samples, **options)
-        except BaseException:
-            updater.zero_grad()  # The next step must not start from these gradients.
-            if updater.optimizer.steps > steps:  # A later minibatch failed: the weights have changed.
-                self._set_version(version, [name])
-            raise
-        self._set_version(version, [name])
-        return metrics
-
-    def _score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
-    ) -> Columns:
-        found: dict[str, Any] = {}
-        name, updaters = self._weights.own if adapter is None else adapter, self._weights.updaters
-        if adapter is not None:
-            self._check_trained(adapter)
-        own = updaters[name] if name in updaters else next(iter(updaters.values()))  # The model below is one.
-        if present := what & {"logprobs", "entropy", "values"}:
-            with self._weights.use(name):
-                found |= own.forward.score(trees, present, value_head=self._weights.value_head)
-        if "average_logprobs" in what:
-            with self._weights.use(name), own.average_in_use() if name in updaters else nullcontext():
-                found["average_logprobs"] = own.forward.score(trees, {"logprobs"})["logprobs"]
-        if "ref_logprobs" in what:
-            reference_forward = own.forward if reference is None else self._reference_at(reference)
-            found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]
-        return found
-
-    def _reference_at(self, directory: Path) -> Forward:
-        directory = directory.absolute()
-        if directory not in self._references:
-            while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
-                del self._references[next(iter(self._references))]
-            model = cast("torch.nn.Module", checkpoint.read_scorer(directory, self._model, self._tokenizer).eval())
-            self._references[directory] = Forward(cast(PreTrainedModel, model.to(self._model.device)))
-        return self._references[directory]
+        return joint_metrics({name: self._learner.step(name, own, options, changed) for name, own in by_name.items()})
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
@@ -323,18 +274,24 @@ class LocalPolicy:
                 self._generator.adapter_versions[name] = version
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        state = None
-        if training_state:
-            state = {
-                "policy_version": self._version,
-                **self._weights.state_dict(),
-                "generator": self._generator.state_dict(),
-                "torch_random": torch.get_rng_state(),
-            }
+        state = {**self._own_state(), **self._weights.state_dict()} if training_state else None
         self._weights.save(directory, self._tokenizer, state)
+
+    def _own_state(self) -> dict[str, Any]:
+        """All that a resume needs beside the weights and their optimisers."""
+        return {
+            "policy_version": self._version,
+            "generator": self._generator.state_dict(),
+            "torch_random": torch.get_rng_state(),
+        }
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = checkpoint.load_state(directory)
+        if RANK_STATE in state:
+            raise PolicyError(
+                f'{directory} was saved by policy.kind = "fsdp"; continue with that, or start a new run from its'
+                " weights with policy.model"
+            )
         load = self._weights.read(directory, state)
         generator, random = state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1

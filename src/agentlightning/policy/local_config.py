@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.policy.fsdp.config import RanksConfig
 from agentlightning.policy.lora_config import AgentSetting, Lora
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
@@ -57,5 +58,7 @@ class LocalPolicyConfig(BaseModel):
     """Train an adapter of this shape in place of all weights."""
     agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
     """What the calls of each agent train. Empty: all train the policy itself."""
+    ranks: RanksConfig | None = None
+    """The processes that train it. None: this process does."""
     objective: Objective = "reinforcement"
     """What it is trained for, which decides the default learning rate."""

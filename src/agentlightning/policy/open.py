@@ -48,7 +48,7 @@ def policy_config(
     return LocalPolicyConfig(
         model=path,
         name=settings.name,
-        device=settings.device,
+        device="cpu" if settings.kind == "fsdp" and settings.engine != "local" else settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
@@ -60,6 +60,7 @@ def policy_config(
         seed=seed,
         lora=lora,
         agents=dict(agents or {}),
+        ranks=settings.ranks,
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
@@ -69,10 +70,13 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
     """Raises PolicyError for a model that cannot be loaded."""
     from safetensors import SafetensorError
 
-    from agentlightning.policy.local import LocalPolicy
+    if config.ranks is None:
+        from agentlightning.policy.local import LocalPolicy as Opened
+    else:
+        from agentlightning.policy.fsdp.policy import FsdpPolicy as Opened
 
     try:
-        return await asyncio.to_thread(LocalPolicy.open, config)
+        return await asyncio.to_thread(Opened.open, config)
     except SafetensorError as error:
         raise PolicyError(
             f"the weights in {config.model} cannot be read: {error}; a file is cut short or damaged: fetch it again"

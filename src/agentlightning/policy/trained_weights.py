@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
@@ -22,6 +23,20 @@ from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, L
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
 from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
 from agentlightning.policy.update.value_head import ValueHead, open_value_head, reading
+
+
+class MakeUpdater(Protocol):
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        optimizer: OptimizerConfig | None = None,
+        adapter: nn.Module | None = None,
+        value_head: ValueHead | None = None,
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> Updater:
+        """See `Updater`."""
+        ...
 
 
 class TrainedWeights(Protocol):
@@ -42,7 +57,13 @@ class TrainedWeights(Protocol):
         """The weights have changed."""
         ...
 
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
+    def save(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        state: Mapping[str, Any] | None,
+        *beside: checkpoint.Savable,
+    ) -> None:
         """See `models.checkpoint.save`."""
         ...
 
@@ -76,8 +97,14 @@ class AllWeights:
 
     def changed(self) -> None: ...
 
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
-        checkpoint.save(directory, self._model, tokenizer, state, self.value_head)
+    def save(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        state: Mapping[str, Any] | None,
+        *beside: checkpoint.Savable,
+    ) -> None:
+        checkpoint.save(directory, self._model, tokenizer, state, self.value_head, *beside)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updater": self._updater.state_dict()}
@@ -116,6 +143,7 @@ class AdapterWeights:
         config: LocalPolicyConfig,
         shapes: Mapping[str, Lora],
         value_head: ValueHead | None,
+        make_updater: MakeUpdater = Updater,
     ) -> None:
         """Raises ConfigError for adapters that the model cannot have, and for a critic of several."""
         if value_head is not None and list(shapes) != [SHARED]:
@@ -134,12 +162,10 @@ class AdapterWeights:
             adapter = self._adapters.add(
                 name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed
             )
-            self._updaters[name] = Updater(
-                model,
-                _optimizer(lora, config, weights),
-                adapter,
-                value_head,
-                gradient_checkpointing=config.gradient_checkpointing,
+            optimizer = _optimizer(lora, config, weights)
+            checkpointing = config.gradient_checkpointing
+            self._updaters[name] = make_updater(
+                model, optimizer, adapter, value_head, gradient_checkpointing=checkpointing
             )
         self.updaters: Mapping[str | None, Updater] = {**self._updaters}
 
@@ -149,7 +175,13 @@ class AdapterWeights:
     def changed(self) -> None:
         self._adapters.drop_stacks()
 
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any] | None) -> None:
+    def save(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        state: Mapping[str, Any] | None,
+        *beside: checkpoint.Savable,
+    ) -> None:
         by_name = self._adapters.by_name
         files = AdapterFiles(
             _absolute(self._base),
@@ -157,7 +189,7 @@ class AdapterWeights:
             {name: adapter for name, adapter in by_name.items() if name != SHARED},
             {agent: _as_json(setting) for agent, setting in self._agents.items()},
         )
-        checkpoint.save(directory, files, tokenizer, state, self.value_head)
+        checkpoint.save(directory, files, tokenizer, state, self.value_head, *beside)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adapters": {name: updater.state_dict() for name, updater in self._updaters.items()}}
@@ -196,16 +228,18 @@ class AdapterWeights:
         return load
 
 
-def trained_weights(model: PreTrainedModel, config: LocalPolicyConfig) -> AllWeights | AdapterWeights:
+def trained_weights(
+    model: PreTrainedModel, config: LocalPolicyConfig, make_updater: MakeUpdater = Updater
+) -> AllWeights | AdapterWeights:
     """What a configuration trains. Raises ConfigError where that is nothing, or impossible."""
     head = None
     if config.value_head is not None:
         head = open_value_head(model, config.value_head, config.model, config.seed)
     if shapes := adapters_of(config.lora, config.agents):
-        return AdapterWeights(model, config, shapes, head)
+        return AdapterWeights(model, config, shapes, head, make_updater)
     optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
     checkpointing = config.gradient_checkpointing
-    return AllWeights(model, Updater(model, optimizer, value_head=head, gradient_checkpointing=checkpointing))
+    return AllWeights(model, make_updater(model, optimizer, None, head, gradient_checkpointing=checkpointing))
 
 
 def _optimizer(lora: Lora, config: LocalPolicyConfig, weights: int) -> OptimizerConfig:

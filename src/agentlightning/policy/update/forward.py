@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,9 +52,15 @@ class States:
 class Forward:
     """Computes log-probabilities with one model. Not thread safe: the weights may not change during a pass."""
 
+    always_uses_prefix: ClassVar[bool] = False
+    """Whether the output of a shared prefix has a gradient, if only of 0, where nothing is predicted from it. Layers
+    that processes divide are gathered for the backward pass when it reaches their output."""
+
     def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
         """Raises ConfigError for a model that cannot have gradient checkpointing."""
         self.model = model
+        self.dtype = model.dtype
+        """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
         self.last_mlp = tokenwise_last_mlp(model)
@@ -85,6 +92,11 @@ class Forward:
             join=can_mask(self.model),
         )
 
+    def aligned(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """The passes over `batches` are within. Where several processes divide the model (`policy.fsdp`), these then
+        make as many passes each."""
+        return nullcontext()
+
     def states(self, batch: MicroBatch) -> States:
         """Run the body of the model."""
         shared, lines = batch.shared_length, batch.lines
@@ -93,7 +105,7 @@ class Forward:
         ids = [[token for row in line for token in row.token_ids[shared:-1]] for line in lines]
         masked = self._line_inputs(batch) if batch.joined else {}
         states = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
-        if prefix is None or not len(where.prefix):
+        if prefix is None or not (len(where.prefix) or self.always_uses_prefix):
             return states
         order_N = self.tensor(where.order)
         hidden_NH = torch.cat([prefix.hidden, states.hidden])[order_N]
@@ -131,9 +143,11 @@ class Forward:
         table = token_table(samples)
         found = {name: np.zeros(len(table.call), np.float32) for name in what}
         self.model.eval()
-        for batch in self.plan(samples, token_budget=token_budget, trains_zero_advantage=True):
-            for name, values_N in self._columns(batch, what, value_head).items():
-                found[name][batch.places] = values_N.cpu().numpy()
+        batches = self.plan(samples, token_budget=token_budget, trains_zero_advantage=True)
+        with self.aligned(batches):
+            for batch in batches:
+                for name, values_N in self._columns(batch, what, value_head).items():
+                    found[name][batch.places] = values_N.cpu().numpy()
         return {
             name: [_by_node(tree, values, starts) for tree, starts in zip(trees, table.starts, strict=True)]
             for name, values in found.items()
@@ -174,8 +188,8 @@ class Forward:
         number_BT = self.tensor(numbers)
         later_TT = torch.ones(width, width, dtype=torch.bool, device=self.model.device).triu_(1)
         hidden_BTT = later_TT | (number_BT[:, :, None] != number_BT[:, None, :])
-        mask_BTK = torch.zeros(*hidden_BTT.shape[:2], shared + width, dtype=self.model.dtype, device=self.model.device)
-        mask_BTK[:, :, shared:].masked_fill_(hidden_BTT, torch.finfo(self.model.dtype).min)
+        mask_BTK = torch.zeros(*hidden_BTT.shape[:2], shared + width, dtype=self.dtype, device=self.model.device)
+        mask_BTK[:, :, shared:].masked_fill_(hidden_BTT, torch.finfo(self.dtype).min)
         return {"attention_mask": mask_BTK[:, None], "position_ids": self.tensor(shared + positions)}
 
     def _states(

@@ -63,6 +63,13 @@ class CostModel:
         lines = families * width * (1 + self.pair * (shared_length + width))
         return self.rows(families, shared_length) + lines + self.launch
 
+    def price(self, batch: MicroBatch) -> float:
+        if batch.joined:
+            return self.joined(len(batch.families), batch.shared_length, batch.width)
+        if batch.shared_length:
+            return self.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
+        return self.rows(len(batch.rows), batch.width)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixFamily:
@@ -111,7 +118,7 @@ def plan(
     choices: list[list[tuple[PrefixFamily | None, list[Row]]]] = [[(None, tree.rows) for tree in trees]]
     choices += [[tree.best_family(each, force=False) for tree in trees] for each in (cost, replace(cost, launch=0.0))]
     plans = [packer.pack(choice) for choice in choices]
-    return min(plans, key=lambda batches: sum(packer.price(batch) for batch in batches))
+    return min(plans, key=lambda batches: sum(cost.price(batch) for batch in batches))
 
 
 class _Paths:
@@ -261,13 +268,6 @@ class _Packer:
             current.append(row)
         return [*batches, MicroBatch(tuple(current), self.table)] if current else batches
 
-    def price(self, batch: MicroBatch) -> float:
-        if batch.joined:
-            return self._cost.joined(len(batch.families), batch.shared_length, batch.width)
-        if batch.shared_length:
-            return self._cost.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
-        return self._cost.rows(len(batch.rows), batch.width)
-
     def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
         """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
         if family.shared_length + 2 * family.width > self._token_budget:
@@ -287,7 +287,7 @@ class _Packer:
                 last = batches[-1]
                 both = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
                 both = self._cheapest(both)
-                cheaper = self.price(both) <= self.price(last) + self.price(alone)
+                cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(alone)
                 if both.tokens <= self._token_budget and cheaper:
                     batches[-1] = both
                     continue
@@ -297,4 +297,4 @@ class _Packer:
     def _cheapest(self, batch: MicroBatch) -> MicroBatch:
         """With the rows of each family joined or not."""
         ways = [replace(batch, joined=joined) for joined in ((False, True) if self._join else (False,))]
-        return min(ways, key=self.price)
+        return min(ways, key=self._cost.price)

@@ -68,12 +68,13 @@ class Updater:
         value_head: ValueHead | None = None,
         *,
         gradient_checkpointing: bool = False,
+        forward: Forward | None = None,
     ) -> None:
         """With an `adapter`, whose weights the model's forward pass uses during a step, only these are trained, and the
-        `value_head`."""
+        `value_head`. `forward`: the passes through the model, with their own gradient checkpointing."""
         self.model = model
         self.optimizer = Optimizer(model if adapter is None else adapter, optimizer or OptimizerConfig())
-        self.forward = Forward(model, gradient_checkpointing=gradient_checkpointing)
+        self.forward = forward or Forward(model, gradient_checkpointing=gradient_checkpointing)
         self.value_head = value_head
         self.value_optimizer = (
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
@@ -127,8 +128,7 @@ class Updater:
         totals = dict.fromkeys(COUNTS, 0.0)
 
         def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
-            batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
-            return self.accumulate(batches, losses, within) if batches else {}
+            return self._gradient(part, losses, within, token_budget=token_budget, sharing=sharing)
 
         for index, part in enumerate(_split_minibatches(samples, minibatches)):
             sums = self._step(streams.normalized(part, losses), losses, gradient)
@@ -197,6 +197,19 @@ class Updater:
         sums = gradient([streams.without(part[rollout[0]], lambda node: str(node.rollout_id) != rollout[1])])
         return not sums or _finite(sums, self.optimizer.grad_norm())
 
+    def _gradient(
+        self,
+        part: Sequence[TrainingSample],
+        losses: Sequence[TokenLoss],
+        within: Sequence[Correction],
+        *,
+        token_budget: int,
+        sharing: Sharing,
+    ) -> dict[str, float]:
+        """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
+        batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
+        return self.accumulate(batches, losses, within) if batches else {}
+
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
     ) -> dict[str, float]:
@@ -209,21 +222,22 @@ class Updater:
         self.model.eval()
         totals: dict[str, float] = {}
         ratios_R = self._rollout_log_ratios(batches, losses, at_temperature)
-        for batch in batches:
-            states = self.forward.states(batch)
-            logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
-            tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
-            tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
-            if within:
-                tokens, sums, count = interpolation.corrected(tokens, within)
-                _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
-            value, counts = _sum_of_losses(losses, tokens)
-            value.loss.backward()
-            _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
-            _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
-            _add(totals, {"shared_prefixes": len(batch.families)})
-            if at_temperature and batch.kept is not None:
-                _add(totals, _kept_metrics(batch.kept))
+        with self.forward.aligned(batches):
+            for batch in batches:
+                states = self.forward.states(batch)
+                logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
+                tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
+                tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
+                if within:
+                    tokens, sums, count = interpolation.corrected(tokens, within)
+                    _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
+                value, counts = _sum_of_losses(losses, tokens)
+                value.loss.backward()
+                _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
+                _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
+                _add(totals, {"shared_prefixes": len(batch.families)})
+                if at_temperature and batch.kept is not None:
+                    _add(totals, _kept_metrics(batch.kept))
         return totals
 
     @torch.no_grad()
@@ -233,19 +247,25 @@ class Updater:
         """For each rollout of the table the mean log-ratio of its tokens, if a loss needs it and a rollout has tokens
         in several micro-batches: their log-probabilities are then computed once more."""
         spanning = [loss for loss in losses if loss.spans_rollout]
-        if not spanning or not _divides_rollouts(batches):
+        if not spanning or not self._divides_rollouts(batches):
             return None
-        rollouts = int(batches[0].table.rollout.max()) + 1
+        rollouts = max((int(batch.table.rollout.max()) + 1 for batch in batches[:1]), default=0)
         device = self.model.device
         sums_R, counts_R = torch.zeros(rollouts, device=device), torch.zeros(rollouts, device=device)
-        for batch in batches:
-            logprobs_N, entropy_N = self.forward.logprobs(batch, self.forward.states(batch), at_temperature)
-            tokens = self._tokens(batch, logprobs_N, entropy_N, None)
-            counts = _counts(tokens, spanning[0]).to(logprobs_N.dtype)
-            rollout_N = self.forward.tensor(batch.table.rollout[batch.places])
-            sums_R.index_add_(0, rollout_N, clamped_log_ratio(tokens) * counts)
-            counts_R.index_add_(0, rollout_N, counts)
+        with self.forward.aligned(batches):
+            for batch in batches:
+                logprobs_N, entropy_N = self.forward.logprobs(batch, self.forward.states(batch), at_temperature)
+                tokens = self._tokens(batch, logprobs_N, entropy_N, None)
+                counts = _counts(tokens, spanning[0]).to(logprobs_N.dtype)
+                rollout_N = self.forward.tensor(batch.table.rollout[batch.places])
+                sums_R.index_add_(0, rollout_N, clamped_log_ratio(tokens) * counts)
+                counts_R.index_add_(0, rollout_N, counts)
         return sums_R / counts_R.clamp(min=1)
+
+    def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether a rollout has tokens in several micro-batches."""
+        found = [np.unique(batch.table.rollout[batch.places]) for batch in batches]
+        return sum(map(len, found)) > len(np.unique(np.concatenate(found))) if found else False
 
     def average_in_use(self) -> AbstractContextManager[None]:
         """Forward passes within use the moving average of the weights, where one is kept."""
@@ -255,6 +275,14 @@ class Updater:
         if self.average is None:
             self.average = WeightAverage(self.optimizer.parameters, self.optimizer.masters, rate)
         self.average.rate = rate
+
+    def set_average(self, rate: float | None, weights: Sequence[Tensor]) -> None:
+        """Continue a moving average; None: there is none."""
+        self.average = None
+        if rate is not None:
+            self._average_at(float(rate))
+            assert self.average is not None
+            self.average.load_state_dict({"weights": weights})
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
@@ -276,11 +304,8 @@ class Updater:
             self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
         self.entropy = EntropyHistory(float(mean), int(steps))
-        self.average = None
-        if (average := state.get("average")) is not None:
-            self._average_at(float(average["rate"]))
-            assert self.average is not None
-            self.average.load_state_dict(average)
+        average: Mapping[str, Any] = state.get("average") or {"rate": None, "weights": ()}
+        self.set_average(average["rate"], average["weights"])
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, ratios_R: Tensor | None) -> TokenBatch:
         table, places = batch.table, batch.places
@@ -299,7 +324,7 @@ class Updater:
 
 
 Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
-"""Adds the gradient of samples, and returns sums over their tokens; empty where nothing is trained."""
+"""`Updater._gradient` of samples."""
 
 
 def _corrected(
@@ -347,12 +372,6 @@ def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> Non
     for loss in losses:
         if loss.needs_values and head is None:
             raise PolicyError(f'loss "{loss.type}" trains a critic: {NO_HEAD}')
-
-
-def _divides_rollouts(batches: Sequence[MicroBatch]) -> bool:
-    """Whether a rollout has tokens in several micro-batches."""
-    found = [np.unique(batch.table.rollout[batch.places]) for batch in batches]
-    return sum(map(len, found)) > len(np.unique(np.concatenate(found))) if found else False
 
 
 def _renumbered(numbers: IntArray) -> IntArray:

@@ -86,6 +86,9 @@ CHANGEABLE = (
     "policy.gradient_checkpointing",
     "policy.in_flight",
     "policy.drain_seconds",
+    "policy.processes",
+    "policy.address",
+    "policy.rank_timeout_seconds",
     "policy.engine",
     "policy.servers",
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 Coefficients = tuple[float, float, float]
 
@@ -22,7 +23,8 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if any(parameter.is_cuda and not isinstance(parameter, DTensor) for parameter in parameters):
             return super().step(closure)
         loss = None
         if closure is not None:
@@ -41,10 +43,20 @@ class Muon(torch.optim.Muon):
         buffer: Tensor = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        update = orthogonalized(update.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = _orthogonalized(update.float(), group)
         rows, columns = parameter.shape
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+
+def _orthogonalized(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Of a matrix that processes divide, each computes the whole and keeps its own part."""
+    whole = update.full_tensor() if isinstance(update, DTensor) else update
+    whole = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    if not isinstance(update, DTensor):
+        return whole
+    everywhere = [Replicate()] * update.device_mesh.ndim
+    return DTensor.from_local(whole, update.device_mesh, everywhere).redistribute(placements=update.placements)
 
 
 def orthogonalized(matrix_MN: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:

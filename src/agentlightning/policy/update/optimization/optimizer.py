@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -46,7 +47,8 @@ class Optimizer:
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients."""
-        return nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        norm = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, loss: float = 0.0, norm: Tensor | None = None) -> dict[str, float]:
         """Clip the gradients, whose `norm` may be given, update the weights, clear the gradients.
@@ -76,6 +78,17 @@ class Optimizer:
     def zero_grad(self) -> None:
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
+
+    def moments(self) -> dict[Tensor, dict[str, Tensor]]:
+        """What is remembered of each of `masters`, by its name in torch; empty before the first step."""
+        return {parameter: dict(state) for each in self._optimizers for parameter, state in each.state.items()}
+
+    def set_moments(self, moments: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Continue from what another optimiser of the same type remembered."""
+        for optimizer in self._optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            optimizer.state.clear()
+            optimizer.state.update({p: dict(moments[p]) for p in parameters if p in moments})
 
     def state_dict(self) -> dict[str, Any]:
         return {

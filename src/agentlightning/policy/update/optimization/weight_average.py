@@ -41,11 +41,15 @@ class WeightAverage:
     @contextmanager
     def in_use(self) -> Generator[None]:
         """Forward passes within use the average."""
-        own = [parameter.data for parameter in self._parameters]
-        for parameter, average in zip(self._parameters, self.weights, strict=True):
-            parameter.data = average.to(parameter.dtype)
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._set(self.weights)
         try:
             yield
         finally:
-            for parameter, data in zip(self._parameters, own, strict=True):
-                parameter.data = data
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        """In place: a parameter that processes divide is read from the memory that it has."""
+        for parameter, values in zip(self._parameters, weights, strict=True):
+            parameter.copy_(values)

@@ -1,0 +1,257 @@
+"""A policy that several processes train and this one samples from: `policy.kind = "fsdp"`.
+
+This process has the whole weights in the dtype that is sampled from, and the ranks (`group`) divide the master copies,
+gradients and moments. After an update rank 0 sends the weights that have changed, and they take the place of the old
+ones between two tokens, as those of a local policy do. Sampling goes on while the ranks train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentlightning.errors import PolicyError
+from agentlightning.models import checkpoint
+from agentlightning.models.lora import Adapters
+from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
+from agentlightning.policy.fsdp.group import RankGroup
+from agentlightning.policy.fsdp.identity import model_digest
+from agentlightning.policy.fsdp.learner import MODEL, VALUE_HEAD, adapter_owner
+from agentlightning.policy.fsdp.messages import TensorHeader
+from agentlightning.policy.local import RANK_STATE as STATE
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import adapters_of
+from agentlightning.policy.trained_weights import TrainedWeights, trained_weights
+from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.value_head import ValueHead, open_value_head
+from agentlightning.trajectory import TokenTree, TrainingSample
+
+T = TypeVar("T", Path, Path | None)
+Weights: TypeAlias = dict[str, dict[str, Tensor]]
+"""By owner, tensors by name."""
+
+
+class WholeWeights:
+    """The weights that are sampled from, where all are trained, and trained elsewhere (`TrainedWeights`)."""
+
+    adapters: Adapters | None = None
+    own: str | None = None
+
+    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None) -> None:
+        self.updaters: Mapping[str | None, Updater] = {}
+        self.value_head = value_head
+        self._model = model
+
+    def use(self, name: str | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def changed(self) -> None: ...
+
+    def save(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        state: Mapping[str, Any] | None,
+        *beside: checkpoint.Savable,
+    ) -> None:
+        checkpoint.save(directory, self._model, tokenizer, state, self.value_head, *beside)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        return self.read_weights(directory)
+
+    def read_weights(self, directory: Path) -> Callable[[], None]:
+        raise PolicyError(f"weights that ranks train come from them, and not from {directory}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Saves the training state of the ranks beside a model, and their counters in `state`."""
+
+    call: Callable[..., Any]
+    state: dict[str, Any]
+
+    def save_pretrained(self, directory: Path, /) -> None:
+        self.state[STATE] = self.call("save", directory / FOLDER)
+        check_complete(directory / FOLDER)
+
+
+class FsdpPolicy(LocalPolicy):
+    """Make it with `FsdpPolicy.open`."""
+
+    def __init__(
+        self,
+        config: LocalPolicyConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: TrainedWeights | None = None,
+    ) -> None:
+        super().__init__(config, model, tokenizer, weights or _sampled_weights(model, config))
+        self.digest = model_digest(model)
+        """Of the model as it was loaded."""
+        self.group: RankGroup | None = None
+        self._unpublished: list[str | None] = []
+        """The names of what has been trained since the weights were published."""
+
+    @classmethod
+    def open(cls, config: LocalPolicyConfig) -> FsdpPolicy:
+        """Load the model, and start the ranks or wait for them. Raises as `LocalPolicy.open` and `RankGroup.open`."""
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(super().open, config)
+            try:
+                group = RankGroup.open(config, lambda: cast(FsdpPolicy, loading.result()).digest)
+            except BaseException:
+                if loading.exception() is None:
+                    pool.submit(asyncio.run, loading.result().close())
+                raise
+        policy = cast(FsdpPolicy, loading.result())
+        policy.group = group
+        return policy
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    async def train(
+        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+    ) -> Mapping[str, float]:
+        """See `Policy.train`. Raises RankError for a rank that ends or fails: the policy is then of no more use."""
+        await self._engine.run(lambda: self._require_idle(in_flight))
+        metrics = await self.train_apart(samples, **options)
+        return {**metrics, **await self.publish_update(in_flight=in_flight)}
+
+    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+        """See `SeparatePolicy.train_apart`. Raises as `train`."""
+        metrics, names = await self._call("train", list(samples), options)
+        self._unpublished = list(dict.fromkeys([*self._unpublished, *names]))
+        return metrics
+
+    async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
+        """See `SeparatePolicy.publish_update`. Returns publish_bytes, what rank 0 has sent, and publish_seconds."""
+        started, names = time.monotonic(), self._unpublished
+        weights = await self._gather(names)
+        await self._engine.run(lambda: self._take(weights, names, in_flight, self._version + 1))
+        self._unpublished = []
+        size = sum(each.nbytes for own in weights.values() for each in own.values())
+        return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
+
+    async def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
+    ) -> Columns:
+        """See `Policy.score`; computed by the ranks, which read `reference` themselves."""
+        self._check_scores(what, reference)
+        return await self._call("score", list(trees), frozenset(what), _absolute(reference), adapter)
+
+    async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
+        """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
+        path = _absolute(Path(directory))
+        state = await self._engine.run(lambda: self._state_in(path, in_flight))
+        names = await self._call("load", path / FOLDER, state[STATE])
+        weights = await self._gather(names)
+        await self._engine.run(lambda: self._continue(weights, names, state, in_flight, above))
+        self._unpublished = []
+
+    async def close(self) -> None:
+        if self.group is not None:
+            await asyncio.to_thread(self.group.close)
+        await super().close()
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        assert self.group is not None
+        return await asyncio.to_thread(self.group.call, name, *arguments)
+
+    async def _gather(self, names: Sequence[str | None]) -> Weights:
+        """The weights of these names, from rank 0."""
+        assert self.group is not None
+        found: Weights = {}
+
+        def add(header: TensorHeader, values: Tensor) -> None:
+            found.setdefault(header.owner, {})[header.name] = values
+
+        await asyncio.to_thread(self.group.call, "gather", list(names), on_tensor=add)
+        return found
+
+    # -- in the worker thread --------------------------------------------------------------------------------------
+
+    def _require_idle(self, in_flight: bool) -> None:
+        if not in_flight and not self._generator.idle:
+            raise PolicyError(
+                "answers are in flight; wait for them before the weights change, or let them continue with"
+                " in_flight=True"
+            )
+
+    @torch.no_grad()
+    def _take(self, weights: Weights, names: Sequence[str | None], in_flight: bool, version: int) -> None:
+        """Sample from new weights."""
+        self._prepare_weight_change(in_flight, names)
+        for owner, values in weights.items():
+            parameters = dict(self._module_of(owner).named_parameters())
+            for name, value in values.items():
+                parameters[name].copy_(value)
+        self._set_version(version, names)
+
+    def _module_of(self, owner: str) -> torch.nn.Module:
+        adapters, head = self._weights.adapters, self._weights.value_head
+        by_owner: dict[str, torch.nn.Module] = {MODEL: cast(torch.nn.Module, self._model)}
+        by_owner |= {} if head is None else {VALUE_HEAD: head}
+        by_owner |= {} if adapters is None else {adapter_owner(name): own for name, own in adapters.by_name.items()}
+        return by_owner[owner]
+
+    def _save(self, directory: Path, training_state: bool) -> None:
+        assert self.group is not None
+        if self._unpublished:
+            raise PolicyError("an update has been trained and not published; call publish_update before save")
+        if not training_state:
+            self._weights.save(directory, self._tokenizer, None)
+            return
+        state = self._own_state()
+        self._weights.save(directory.absolute(), self._tokenizer, state, RankState(self.group.call, state))
+
+    def _state_in(self, directory: Path, in_flight: bool) -> dict[str, Any]:
+        """The training state in a checkpoint. Raises PolicyError for that of a local policy."""
+        self._require_idle(in_flight)
+        state = checkpoint.load_state(directory)
+        if STATE not in state:
+            raise PolicyError(
+                f'{directory} was saved by policy.kind = "local"; continue with that, or start a new run from its'
+                " weights with policy.model"
+            )
+        return state
+
+    def _continue(
+        self, weights: Weights, names: Sequence[str | None], state: Mapping[str, Any], in_flight: bool, above: int
+    ) -> None:
+        version = max(self._version, int(state["policy_version"]), above) + 1
+        self._take(weights, names, in_flight, version)
+        self._generator.load_state_dict(state["generator"])
+        torch.set_rng_state(state["torch_random"])
+
+
+def _absolute(path: T) -> T:
+    """What ranks with another working directory can read."""
+    return path if path is None else path.absolute()
+
+
+def _sampled_weights(model: PreTrainedModel, config: LocalPolicyConfig) -> TrainedWeights:
+    if adapters_of(config.lora, config.agents):
+        return trained_weights(model, config)
+    head = config.value_head and open_value_head(model, config.value_head, config.model, config.seed)
+    return WholeWeights(model, head)

@@ -1,0 +1,160 @@
+"""One process of those that train:
+
+    AGL_RANK_TOKEN=... python -m agentlightning.policy.fsdp.rank HOST:PORT
+
+It joins the trainer at that address, is told its number and what to train, and follows its commands until the trainer
+closes. When the trainer is gone, it ends with status 3; a launcher such as `torchrun --max-restarts` then starts it
+again, to join the resumed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.policy.fsdp.collectives import Ranks
+from agentlightning.policy.fsdp.config import parse_address, shared_token
+from agentlightning.policy.fsdp.identity import code
+from agentlightning.policy.fsdp.learner import RankLearner
+from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, Welcome, connect, send_tensor
+
+logger = logging.getLogger(__name__)
+
+TRAINER_GONE: Final = 3
+"""Exit status."""
+CLOSE: Final = "close"
+"""The last command."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m agentlightning.policy.fsdp.rank", description=__doc__)
+    parser.add_argument("address", help="HOST:PORT of the trainer")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for the trainer")
+    options = parser.parse_args(arguments)
+    try:
+        address = parse_address(options.address)
+        connection = connect(address, shared_token(), options.timeout)
+        return _serve(connection, address[0])
+    except AgentLightningError as error:
+        logger.error("%s", error)
+        return 1
+
+
+def _serve(connection: Connection, trainer: str) -> int:
+    connection.send(_hello(os.environ))
+    answer = connection.recv()
+    if isinstance(answer, Refusal):
+        raise ConfigError(f"the trainer refuses this rank: {answer.reason}")
+    assert isinstance(answer, Welcome)
+    logging.getLogger("agentlightning").setLevel(logging.WARNING if answer.rank == 0 else logging.ERROR)
+    commands = _read_in_background(connection)
+    try:
+        ranks = _join(answer, trainer)
+        learner = RankLearner(answer.config, ranks)
+        connection.send(Reply(learner.digest))
+    except Exception as error:  # noqa: BLE001
+        connection.send(Reply(failure=Failure.of(error)))
+        commands.get()  # Until the trainer closes.
+        return 1
+    while (command := commands.get()).name != CLOSE:
+        connection.send(_answer(command, learner, ranks, connection))
+    return 0
+
+
+def _hello(environment: Mapping[str, str]) -> Hello:
+    def number(*names: str) -> int | None:
+        found = [int(environment[name]) for name in names if environment.get(name, "").isdigit()]
+        return found[0] if found else None
+
+    return Hello(
+        socket.gethostname(), os.getpid(), code(), number("RANK", "SLURM_PROCID"), number("LOCAL_RANK", "SLURM_LOCALID")
+    )
+
+
+def _read_in_background(connection: Connection) -> queue.SimpleQueue[Command]:
+    """The commands that arrive. When the trainer is gone, this process ends, wherever it is: it may wait for a rank
+    that will not answer."""
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                commands.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(TRAINER_GONE)
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    return commands
+
+
+def _join(welcome: Welcome, trainer: str) -> Ranks:
+    """The process group. Raises ConfigError for a device that this machine has not."""
+    config = welcome.config
+    assert config.ranks is not None
+    device = _device(config.ranks.device, welcome.local_rank)
+    torch.set_num_threads(config.threads)
+    wait = timedelta(seconds=config.ranks.timeout_seconds)
+    store: Any
+    if isinstance(welcome.store, str):
+        store = dist.FileStore(welcome.store, welcome.count)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            trainer, welcome.store, is_master=False, timeout=wait
+        )
+    backend = (
+        "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    )
+    dist.init_process_group(backend, store=store, rank=welcome.rank, world_size=welcome.count, timeout=wait)
+    mesh = init_device_mesh(device.type, (welcome.count,))
+    control: Any = dist.new_group(backend="gloo", timeout=wait)
+    return Ranks(mesh, control, device)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else torch.device(name)
+    if found is None or found.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no device: {socket.gethostname()} has {count} of type {found.type};"
+            " start at most one rank for each"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(found.type, local_rank)
+
+
+def _answer(command: Command, learner: RankLearner, ranks: Ranks, connection: Connection) -> Reply:
+    learner.changed = False
+    try:
+        arguments = ranks.from_first(command.arguments)
+        if command.name == "gather":
+            for owner, name, values in learner.tensors(*arguments):
+                if ranks.rank == 0:
+                    send_tensor(connection, owner, name, values)
+            return Reply()
+        method: Any = getattr(learner, command.name)
+        return Reply(method(*arguments))
+    except Exception as error:  # noqa: BLE001
+        return Reply(failure=Failure.of(error, changed=learner.changed))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # Threads of the process group may wait for ranks that have ended.

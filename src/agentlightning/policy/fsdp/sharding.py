@@ -1,0 +1,142 @@
+"""A model whose weights the ranks divide (FSDP2, `fully_shard`), and passes through it that all ranks make together.
+
+Each layer is gathered before it is computed and released afterwards, so that a rank holds its share of the weights
+and one whole layer; embeddings, final norm and output layer are gathered for a whole pass. What the ranks exchange in a
+pass must match: a rank that has fewer micro-batches than another makes idle passes, over two tokens, whose loss counts
+0.
+With weights in bfloat16, the shares are float32: they are the master copies, and only what is gathered is rounded.
+
+Zhao et al. 2023, arXiv:2304.11277; FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from agentlightning.errors import ConfigError
+from agentlightning.policy.fsdp.collectives import Ranks
+from agentlightning.policy.fsdp.division import divide, prices_of
+from agentlightning.policy.update.forward import Forward, States, cost_model
+from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, Row, TokenTable
+from agentlightning.policy.update.value_head import ValueHead
+from agentlightning.trajectory import TokenTree, TrainingSample
+
+IDLE_TOKENS = (0, 0)
+
+
+class ShardedForward(Forward):
+    """Passes through a model that it divides over the ranks."""
+
+    always_uses_prefix = True
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, *, gradient_checkpointing: bool = False) -> None:
+        """`model` is whole, on the CPU. Raises ConfigError for one without layers that can be divided."""
+        super().__init__(model, gradient_checkpointing=gradient_checkpointing)  # Probes the whole model.
+        self.ranks = ranks
+        self._left: list[int] = []
+        """Passes of the longest rank at each position that is still to come."""
+        shard(model, ranks, self.dtype)
+        self.cost = cost_model(model)
+
+    @contextmanager
+    def aligned(self, batches: Sequence[MicroBatch]) -> Generator[None]:
+        """See `Forward.aligned`: idle passes where another rank has more."""
+        self._left = self.ranks.most([_passes(batch) for batch in batches])
+        done = False
+        try:
+            yield
+            for passes in self._left:
+                idle = self._idle(passes)
+                if idle.requires_grad:
+                    idle.backward()
+            done = True
+        finally:
+            self._left = []
+            if not done or not torch.is_grad_enabled():  # Gathered weights must not outlive their next change.
+                cast(FSDPModule, self.model).reset_iter_state()
+
+    def states(self, batch: MicroBatch) -> States:
+        """See `Forward.states`, with the idle passes of this position."""
+        idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
+        states = super().states(batch)
+        return states if idle is None else States(states.hidden + idle.to(states.hidden.dtype), states.logits)
+
+    def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[str] = frozenset({"logprobs", "entropy"}),
+        *,
+        value_head: ValueHead | None = None,
+        token_budget: int = 8192,
+    ) -> dict[str, list[tuple[FloatArray, ...]]]:
+        """See `Forward.score`: the columns of all trees, on every rank."""
+        samples = [TrainingSample(tree, weights=_ones(tree)) for tree in trees]
+        prices = prices_of(self, samples, token_budget=token_budget, trains_zero_advantage=True)
+        parts = divide([price or 1.0 for price in prices], self.ranks.count)
+        own = parts[self.ranks.rank]
+        found = super().score([trees[i] for i in own], what, value_head=value_head, token_budget=token_budget)
+        columns: dict[str, list[Any]] = {name: [()] * len(trees) for name in what}
+        for part, each in zip(parts, self.ranks.gather(found), strict=True):
+            for name, values in each.items():
+                for index, column in zip(part, values, strict=True):
+                    columns[name][index] = column
+        return columns
+
+    def _idle(self, passes: int) -> Tensor:
+        """Passes whose sum is 0; every weight has a gradient of 0."""
+        total = torch.zeros((), device=self.model.device)
+        batch = _idle_batch()
+        for _ in range(passes):
+            states = super().states(batch)
+            logprobs_1, _ = self.logprobs(batch, states, at_temperature=False)
+            total = total + logprobs_1.sum() * 0.0
+        return total
+
+
+def _passes(batch: MicroBatch) -> int:
+    return 2 if batch.shared_length else 1
+
+
+def _idle_batch() -> MicroBatch:
+    """One target behind one token."""
+    place = np.zeros(1, np.int64)
+    table = TokenTable({}, np.ones(1, np.float32), place, place, (), ())
+    return MicroBatch((Row(IDLE_TOKENS, np.ones(1, np.int64), place),), table)
+
+
+def _ones(tree: TokenTree) -> list[FloatArray]:
+    return [np.ones(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
+
+
+def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Divide the weights of `model`, computed with in `dtype`, over the ranks. Gradients are sums over them."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        cast(nn.Module, model).float()
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in _layers(model):
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = list(getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None) or [])
+    if not layers:
+        raise ConfigError(
+            f'policy.kind="fsdp" divides a model by its layers, and {type(model).__name__} names none; train it with'
+            ' policy.kind="local"'
+        )
+    return layers

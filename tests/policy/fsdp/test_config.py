@@ -1,0 +1,60 @@
+"""Settings of training on several processes that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import agentlightning as agl
+from agentlightning.errors import ConfigError
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.fsdp.config import TOKEN, RanksConfig, parse_address
+from agentlightning.policy.open import policy_config
+
+
+@pytest.mark.parametrize("setting", [{"processes": 2}, {"address": "0.0.0.0:1"}, {"rank_timeout_seconds": 5}])
+def test_a_setting_of_several_processes_is_refused_where_one_trains(setting: Any) -> None:
+    with pytest.raises(ValidationError, match=r'set policy.kind = "fsdp"'):
+        agl.PolicyConfig(**setting)
+
+
+@pytest.mark.parametrize("address", ["here", "host:", ":1", "host:99999", "host:http"])
+def test_an_address_without_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        parse_address(address)
+    with pytest.raises(ValidationError, match="give HOST:PORT"):
+        agl.PolicyConfig(kind="fsdp", address=address)
+
+
+def test_more_processes_than_the_trees_of_an_update_are_refused() -> None:
+    policy: Any = {"kind": "fsdp", "processes": 4}
+    with pytest.raises(ValidationError, match=r"policy.processes=4: an update has 3 trees at most"):
+        agl.TrainConfig(policy=policy, algorithm=agl.LightningRLConfig(tasks_per_step=7, minibatches=2))
+    assert agl.TrainConfig(policy=policy, algorithm=agl.LightningRLConfig(tasks_per_step=8, minibatches=2))
+
+
+def test_more_processes_than_a_batch_of_the_warm_start_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"warm_start.batch_size=2"):
+        agl.TrainConfig(
+            policy=agl.PolicyConfig(kind="fsdp", processes=4),
+            warm_start=agl.WarmStartConfig(dataset="a.jsonl", batch_size=2),
+        )
+
+
+def test_ranks_that_join_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=TOKEN):
+        RanksConfig(processes=2, address="0.0.0.0:29400").token()
+    assert RanksConfig(processes=2).token() != RanksConfig(processes=2).token()
+
+
+def test_every_setting_reaches_the_ranks() -> None:
+    settings = PolicyConfig(
+        kind="fsdp", processes=3, address="10.0.0.1:29400", rank_timeout_seconds=7, device="cuda", engine="vllm"
+    )
+    config = policy_config(settings, "model")
+    assert config.ranks == RanksConfig(processes=3, address="10.0.0.1:29400", timeout_seconds=7, device="cuda")
+    assert config.device == "cpu"  # Servers sample: the trainer's copy needs no accelerator.
+    assert policy_config(PolicyConfig(), "model").ranks is None

@@ -1,0 +1,194 @@
+"""A policy that two processes train is the policy that one process trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentlightning.engine.base import SamplingParams
+from agentlightning.errors import ConfigError, PolicyError, RankError
+from agentlightning.policy.base import Policy, SeparatePolicy
+from agentlightning.policy.fsdp.config import RanksConfig
+from agentlightning.policy.fsdp.policy import FsdpPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.open import open_policy
+from agentlightning.testing.models import tiny_checkpoint
+from agentlightning.trajectory import Node, TokenTree, TrainingSample
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("fsdp") / "model")
+
+
+def samples(seed: int, trees: int = 5) -> list[TrainingSample]:
+    found: list[TrainingSample] = []
+    for number in range(trees):
+        answers = [
+            tuple((seed * 31 + number * 7 + i * 5 + k) % 250 for k in range(2 + (number + i) % 4)) for i in range(3)
+        ]
+        nodes = [Node(0, a, True, (-3.0,) * len(a), f"{number}.{i}", f"c{i}") for i, a in enumerate(answers)]
+        columns: dict[str, Sequence[Any]] = {
+            "advantages": [(), *((i - 1.0,) * len(a) for i, a in enumerate(answers))],
+            "weights": [(), *((1 / trees / 3 / len(a),) * len(a) for a in answers)],
+        }
+        found.append(TrainingSample(TokenTree((Node(-1, (1, 2, 3, number)), *nodes)), columns=columns))
+    return found
+
+
+def config(model: Path, ranks: int | None, **settings: Any) -> LocalPolicyConfig:
+    divided = None if ranks is None else RanksConfig(processes=ranks, device="cpu", timeout_seconds=300)
+    given = {"optimizer": {"lr": 1e-3}, **settings}
+    return LocalPolicyConfig.model_validate({"model": str(model), "device": "cpu", "ranks": divided, **given})
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Any]:
+    policies: list[Policy] = []
+
+    async def open_one(*given: Any, **settings: Any) -> Policy:
+        policies.append(await open_policy(config(*given, **settings)))
+        return policies[-1]
+
+    yield open_one
+    for policy in policies:
+        await policy.close()
+
+
+async def answers(policy: Policy) -> list[Any]:
+    return [await policy.sample((1, 2, n), GREEDY) for n in range(3)]
+
+
+async def assert_same(one: Policy, several: Policy) -> None:
+    """The same answers, with the same probabilities."""
+    for own, other in zip(await answers(one), await answers(several), strict=True):
+        assert own.token_ids == other.token_ids
+        assert own.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": Lora(r=4)},
+    "muon": {"optimizer": {"type": "muon", "lr": 1e-3}},
+    "critic": {"value_head": "linear"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_it_learns_what_one_process_learns_and_continues_on_another_number(
+    model: Path, tmp_path: Path, opened: Any, name: str
+) -> None:
+    settings = SETTINGS[name]
+    one, several = await opened(model, None, **settings), await opened(model, 2, **settings)
+    assert isinstance(several, SeparatePolicy)
+    await assert_same(one, several)
+    loss = ["ppo", "value"] if name == "critic" else "ppo"
+    columns = ("returns", "values") if name == "critic" else ()
+    for step in range(2):
+        batch = [
+            TrainingSample(s.tree, columns={**s.columns, **dict.fromkeys(columns, s.advantages)}) for s in samples(step)
+        ]
+        options: dict[str, Any] = {"loss": loss, "minibatches": 2, "token_budget": 40, "average": 0.5}
+        expected, found = await one.train(batch, **options), await several.train(batch, **options)
+        assert found["idle_ranks"] == 0
+        for metric in ("loss", "grad_norm", "entropy", "tokens_trained", "optimizer_steps", "lr"):
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-4), metric
+        await assert_same(one, several)
+    assert several.policy_version == one.policy_version == 2
+    await several.save(tmp_path / "checkpoint", training_state=True)
+    trees = [sample.tree for sample in samples(7)]
+    what = {"logprobs", "entropy", "average_logprobs"}
+    expected, found = await one.score(trees, what), await several.score(trees, what)
+    for column in what:
+        for own, other in zip(expected[column], found[column], strict=True):
+            for here, there in zip(own, other, strict=True):
+                assert there == pytest.approx(here, abs=1e-3)
+
+    resumed = await opened(model, 1 if name == "lora" else 3, **settings)
+    await resumed.load(tmp_path / "checkpoint")
+    assert resumed.policy_version == 3
+    await assert_same(one, resumed)
+    last = samples(9)
+    expected, found = await one.train(last, average=0.5), await resumed.train(last, average=0.5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert found["lr"] == expected["lr"]
+    await assert_same(one, resumed)
+
+
+async def test_masters_are_float32_where_bfloat16_is_sampled(model: Path, tmp_path: Path, opened: Any) -> None:
+    settings = {"dtype": "bfloat16", "optimizer": {"lr": 1e-5}}
+    one, several = await opened(model, None, **settings), await opened(model, 2, **settings)
+    for step in range(3):  # Each far smaller than the distance of two values in bfloat16.
+        expected, found = await one.train(samples(step)), await several.train(samples(step))
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    await several.save(tmp_path / "bf16", training_state=True)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype="auto")
+    assert saved.dtype == torch.bfloat16
+    resumed = await opened(model, 1, **settings)
+    await resumed.load(tmp_path / "bf16")
+    for number in range(12):
+        await resumed.train(samples(number))
+        await one.train(samples(number))
+    before, after = AutoModelForCausalLM.from_pretrained(model), tmp_path / "after"
+    await resumed.save(after)
+    moved = AutoModelForCausalLM.from_pretrained(after, dtype=torch.float32)
+    changed = [
+        (a != b.bfloat16().float()).float().mean() for a, b in zip(moved.parameters(), before.parameters(), strict=True)
+    ]
+    assert max(changed) > 0.01
+
+
+async def test_what_it_refuses_and_how_it_ends(model: Path, tmp_path: Path, opened: Any) -> None:
+    policy = await opened(model, 2)
+    with pytest.raises(ConfigError, match="minibatches=0"):
+        await policy.train(samples(0), minibatches=0)
+    with pytest.raises(PolicyError, match="'nobody'"):
+        await policy.train([TrainingSample(s.tree, columns=s.columns, adapter="nobody") for s in samples(0)])
+    few = await policy.train(samples(0, trees=1))
+    assert (few["idle_ranks"], few["rank_imbalance"]) == (1, 2)
+
+    local = await opened(model, None)
+    await local.save(tmp_path / "local", training_state=True)
+    with pytest.raises(PolicyError, match=r'saved by policy.kind = "local"'):
+        await policy.load(tmp_path / "local")
+    await policy.save(tmp_path / "ours", training_state=True)
+    with pytest.raises(PolicyError, match=r'saved by policy.kind = "fsdp"'):
+        await local.load(tmp_path / "ours")
+    part = next((tmp_path / "ours" / "ranks").glob("__*"))
+    part.write_bytes(part.read_bytes()[:100])
+    before = await answers(policy)
+    with pytest.raises(PolicyError, match="choose an earlier checkpoint"):
+        await policy.load(tmp_path / "ours")
+    assert await answers(policy) == before
+    await policy.train(samples(1))
+
+    assert isinstance(policy, FsdpPolicy)
+    assert policy.group is not None
+    killed = policy.group.members[1]
+    os.kill(killed.hello.pid, signal.SIGKILL)
+    named = f"rank 1 of 2 .process {killed.hello.pid} on .* was killed by SIGKILL during 'train'"
+    with pytest.raises(RankError, match=named):
+        await policy.train(samples(2))
+    with pytest.raises(RankError, match=named):
+        await policy.score([samples(0)[0].tree], {"logprobs"})
+    assert not [each for each in policy.group.members if _runs(each.hello.pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
