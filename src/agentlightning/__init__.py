@@ -21,7 +21,8 @@ Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a m
     that ranks a group of rollouts), JudgedRollout (one of them).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     RewardGuard (what rewards must be like), GateConfig (which versions are promoted), TurnLimit, Branching,
-    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), PPOLoss, NLLLoss.
+    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), TinkerConfig (a server that trains),
+    PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,
     emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
@@ -151,6 +152,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
+    from agentlightning.policy.tinker.config import TinkerConfig
     from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.feedback import feedback_link
     from agentlightning.recording.flushing import flush_recording, recording_status
@@ -239,6 +241,7 @@ _NAMES = {
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
     "policy.config": "PolicyConfig",
+    "policy.tinker.config": "TinkerConfig",
     "policy.losses.nll": "NLLLoss",
     "policy.losses.ppo": "PPOLoss",
     "policy.lora_config": "Lora",
@@ -399,6 +402,7 @@ __all__ = [
     "StoreFullError",
     "StoreLostError",
     "StoreServerError",
+    "TinkerConfig",
     "TokenTree",
     "TraceToMessages",
     "TracerTraceToTriplet",

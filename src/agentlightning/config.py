@@ -367,6 +367,11 @@ class TrainConfig(Section):
 
     def check_sections(self) -> None:
         """Raises ConfigError where settings of different sections do not go together."""
+        if self.policy.kind == "tinker" and self.warm_start.dataset is not None:
+            raise ConfigError(
+                'warm_start trains on this machine, and policy.kind = "tinker" elsewhere; leave it out, and name a model'
+                " that is warm"
+            )
         stages = self.algorithm.stages if isinstance(self.algorithm, SequentialConfig) else (self.algorithm,)
         if self.warm_start.dataset is not None:
             size = self.warm_start.batch_size

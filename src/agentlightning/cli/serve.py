@@ -28,6 +28,8 @@ from agentlightning.cli.options import Db, Json, LogFormat, Models, Routes, Toke
 from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.observability.logs import SlowLog
     from agentlightning.observability.metrics import Metrics
@@ -80,6 +82,19 @@ Runs = Annotated[
     Path | None,
     typer.Option(envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.", show_default=False),
 ]
+Tinker = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tinker",
+        envvar="AGL_TINKER",
+        help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
+        show_default=False,
+    ),
+]
+TinkerWeights = Annotated[
+    Path | None,
+    typer.Option(help="Where weights that these programs save go; by default beside the store.", show_default=False),
+]
 MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
 SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
@@ -98,6 +113,8 @@ def serve(
     allow_origins: AllowOrigins = None,
     models: Models = None,
     routes: Routes = None,
+    tinker: Tinker = None,
+    tinker_weights: TinkerWeights = None,
     otlp_export: OtlpExport = None,
     adopt_traces: AdoptTraces = False,
     keep_days: KeepDays = None,
@@ -127,6 +144,8 @@ def serve(
             allowed_origins=tuple(allow_origins or ()),
             models=tuple(models or ()),
             routing=read_routing(routes),
+            tinker=tuple(tinker or ()),
+            tinker_weights=tinker_weights or file_beside_store(db, ".tinker"),
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
@@ -150,6 +169,8 @@ class Options:
     allowed_origins: tuple[str, ...]
     models: tuple[str, ...]
     routing: GatewayConfig
+    tinker: tuple[str, ...]
+    tinker_weights: Path
     otlp_export: str | None
     adopt_traces: bool
     retention: Retention | None
@@ -232,12 +253,26 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         port=options.port,
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
-        pages=dashboard_routes(data, options.token),
+        pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None:
         await stack.enter_async_context(_pruning(database, options.retention))
     return server
+
+
+async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRoute]:
+    """The routes of the Tinker API for the models of `--tinker`; none without."""
+    if not options.tinker:
+        return []
+    from agentlightning.policy.open import open_host
+    from agentlightning.server.tinker.routes import tinker_routes
+
+    named = [model.partition("=") for model in options.tinker]
+    paths = {name if equals else Path(name).name: path if equals else name for name, equals, path in named}
+    hosts = {name: await open_host(name, path) for name, path in paths.items()}
+    routes = tinker_routes(hosts, options.tinker_weights, options.token, max_body_bytes=options.max_body_bytes)
+    return await stack.enter_async_context(routes)
 
 
 def _observe(metrics: Metrics, slow: SlowLog, method: str, waited: float, decided: float, together: int) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.fsdp.config import RanksConfig, parse_address
 from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.tinker.config import TinkerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.settings import Section
@@ -59,9 +60,9 @@ class PolicyConfig(Section):
     drain_seconds: float | None = Field(default=None, ge=0)
     """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
     finish."""
-    kind: Literal["local", "fsdp"] = "local"
+    kind: Literal["local", "fsdp", "tinker"] = "local"
     """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
-    (docs/scaling.md)."""
+    (docs/scaling.md); tinker, a server that speaks the Tinker API (section tinker)."""
     processes: int = Field(default=1, ge=1)
     """With fsdp, how many processes train, on all machines together."""
     address: str | None = None
@@ -73,10 +74,12 @@ class PolicyConfig(Section):
     """What samples: local, the training process; vllm or sglang, servers that get the weights after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
     """Model servers: their addresses, or how to start them."""
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
+    """The server that trains and samples with kind "tinker"."""
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if self.kind == "local":
+        if self.kind != "fsdp":
             for name in ("processes", "address", "rank_timeout_seconds"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f'{name}={getattr(self, name)} is for several processes: set policy.kind = "fsdp"')
@@ -84,10 +87,23 @@ class PolicyConfig(Section):
             parse_address(self.address)
         return self
 
+    @model_validator(mode="after")
+    def _check_tinker(self) -> Self:
+        if self.kind != "tinker":
+            return self
+        if self.model == "tiny":
+            raise ValueError(
+                'kind="tinker" trains a model that the server has: name it by model, whose tokenizer is used here, and'
+                " tinker.base_model"
+            )
+        if self.engine != "local":
+            raise ValueError(f'kind="tinker" samples on its own server; leave out engine="{self.engine}"')
+        return self
+
     @property
     def ranks(self) -> RanksConfig | None:
-        """The processes that train; None: the trainer's own."""
-        if self.kind == "local":
+        """The processes that train; None: the trainer's own, or a server."""
+        if self.kind != "fsdp":
             return None
         return RanksConfig(
             processes=self.processes,

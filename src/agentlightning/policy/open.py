@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -17,6 +18,9 @@ from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_s
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.settings import settings_from
+
+if TYPE_CHECKING:
+    from agentlightning.policy.adapters.host import AdapterHost
 
 
 def check_model(model: object) -> None:
@@ -83,6 +87,15 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
         ) from error
 
 
+async def open_trained(settings: PolicyConfig, config: LocalPolicyConfig) -> Policy:
+    """The policy that a run trains, as its `kind` says. Raises as `open_policy` and `TinkerPolicy.open`."""
+    if settings.kind == "tinker":
+        from agentlightning.policy.tinker.policy import TinkerPolicy
+
+        return await TinkerPolicy.open(config, settings.tinker)
+    return await open_policy(config)
+
+
 async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> Policy:
     """The policy, sampled from as the settings say; it owns `policy`. Servers started here write to `folder`. Raises as
     `ServedPolicy.open`."""
@@ -103,6 +116,16 @@ async def open_frozen(name: str, path: str) -> Policy:
         raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
     config = policy_config(PolicyConfig(), path)
     return await open_policy(config.model_copy(update={"name": name}))
+
+
+async def open_host(name: str, path: str) -> AdapterHost:
+    """A model over which adapters are trained and sampled. Raises ConfigError where there is none."""
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
+    from agentlightning.policy.adapters.host import AdapterHost
+
+    return await asyncio.to_thread(AdapterHost.open, config)
 
 
 async def open_models(

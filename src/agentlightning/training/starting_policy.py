@@ -103,7 +103,8 @@ async def open_for_training(
 ) -> Policy:
     """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
     of its last checkpoint. Raises ConfigError, PolicyError, and ResumeError for a checkpoint that does not fit."""
-    policy = await opening.open_policy(
+    policy = await opening.open_trained(
+        config.policy,
         opening.policy_config(
             config.policy,
             str(run_dir.start) if _is_made(config) else config.policy.model,
@@ -112,7 +113,7 @@ async def open_for_training(
             objective=algorithm.objective,
             seed=config.run.seed,
             agents=algorithm.agents,
-        )
+        ),
     )
     if config.policy.in_flight and not policy.can_update_in_flight:
         await policy.close()

@@ -94,10 +94,19 @@ class Adapters:
         """The adapter of all rows; or of each row, as its number, -1 for none."""
         self._stacks: dict[str, _Stack] = {}
 
-    def add(self, name: str, *, r: int, alpha: float, targets: Sequence[str] | None = None, seed: int = 0) -> Adapter:
-        """A new adapter over the layers that `targets` names (`find_layers`). Raises ConfigError as that does, and for
-        an `r` beyond what a layer holds."""
-        layers = find_layers(self.model, targets)
+    def add(
+        self,
+        name: str,
+        *,
+        r: int,
+        alpha: float,
+        targets: Sequence[str] | None = None,
+        seed: int = 0,
+        head: bool = False,
+    ) -> Adapter:
+        """A new adapter over the layers that `targets` names (`find_layers`), with `head` over the output head, too.
+        Raises ConfigError as `find_layers` does, and for an `r` beyond what a layer holds."""
+        layers = find_layers(self.model, targets) | (_output_head(self.model) if head else {})
         for layer, module in layers.items():
             if r > (most := min(module.in_features, module.out_features)):
                 shape = f"{module.out_features} x {module.in_features}"
@@ -112,6 +121,11 @@ class Adapters:
         self.by_name[name] = adapter
         self.drop_stacks()
         return adapter
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. No forward pass may name it any more."""
+        del self.by_name[name]
+        self.drop_stacks()
 
     @contextmanager
     def use(self, name: str | None) -> Generator[None]:
@@ -188,6 +202,15 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) ->
     if targets is None:
         return layers
     return {name: layer for name, layer in layers.items() if any(_ends_with(name, target) for target in targets)}
+
+
+def _output_head(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The output head by its name. Raises ConfigError for one that is no linear layer."""
+    head = cast("nn.Module | None", model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if module is head and isinstance(module, nn.Linear):
+            return {name: module}
+    raise ConfigError(f"the output head of {type(model).__name__} is no linear layer; adapt the other layers only")
 
 
 def _ends_with(name: str, target: str) -> bool:

@@ -1,0 +1,390 @@
+"""Many adapters over one model in memory, each trained a gradient at a time and sampled as fixed copies.
+
+`AdapterHost` is what a training API of small steps needs of a model: accumulate a gradient, take an optimiser step,
+keep the weights as they are now and sample from those, save and load. All torch work runs in one thread
+(`engine.local.worker`); answers of all copies are sampled in one batch, and the model's own weights never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.base import Sample, SamplingParams
+from agentlightning.engine.local.kv_cache import vocab_size
+from agentlightning.engine.local.scheduler import ContinuousBatcher
+from agentlightning.engine.local.worker import EngineWorker
+from agentlightning.errors import PolicyError
+from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights
+from agentlightning.models.lora.files import write_adapter
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import SHARED
+from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
+from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
+from agentlightning.policy.update.forward import Forward
+from agentlightning.trajectory import FloatArray
+
+ALPHA: Final = 32.0
+"""The numerator of the scale of every adapter."""
+OPTIMIZER: Final = "optimizer.pt"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """Which matrices an adapter has."""
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+    head: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """A row of tokens, and for each position what is predicted there and what the loss needs of it [T]."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    """The token to predict after each of `inputs`."""
+    weights: FloatArray
+    advantages: FloatArray | None = None
+    logprobs: FloatArray | None = None
+    """log p of the targets when they were sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """The settings of one step of AdamW."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a forward and backward pass computed."""
+
+    loss: float
+    """The sum over all tokens."""
+    logprobs: tuple[FloatArray, ...]
+    """Of the targets of each datum."""
+
+
+@dataclass(slots=True, eq=False)
+class _Trained:
+    """An adapter that learns, and its optimiser."""
+
+    adapter: Adapter
+    shape: AdapterShape
+    optimizer: torch.optim.AdamW
+
+
+class AdapterHost:
+    """One model and the adapters over it. Make it with `AdapterHost.open`."""
+
+    def __init__(
+        self,
+        config: LocalPolicyConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_copies: int = 8,
+        token_budget: int = 8192,
+    ) -> None:
+        """At most `max_copies` fixed copies are in memory; the others are read again when they are sampled."""
+        self.config = config
+        self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
+        self.context_length = usable_context_length(config, model, tokenizer)
+        self.vocab_size = vocab_size(model)
+        self.copies_read = 0
+        """How often a copy was read from the disk."""
+        self._model, self._tokenizer = model, tokenizer
+        self._max_copies, self._token_budget = max_copies, token_budget
+        self._adapters = Adapters(model)
+        self._forward = Forward(model)
+        self._trained: dict[str, _Trained] = {}
+        self._copies: OrderedDict[str, int] = OrderedDict()
+        """The copies in memory, the one used last at the end, with their running answers."""
+        self._loading = asyncio.Lock()
+        batcher = ContinuousBatcher(
+            model,
+            eos_token_ids=self.chat.eos_token_ids,
+            decode=self._decode,
+            context_length=self.context_length,
+            max_batch_size=config.max_batch_size,
+            kv_cache_bytes=config.kv_cache_bytes,
+            prefix_cache_bytes=config.prefix_cache_bytes,
+            prefill_tokens=config.prefill_tokens,
+            seed=config.seed,
+            adapters=self._adapters,
+        )
+        self._batcher = batcher
+        self._worker = EngineWorker(batcher, threads=config.threads)
+
+    @classmethod
+    def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
+        """Load the model. Raises ConfigError or PolicyError, naming the path."""
+        torch.set_num_threads(config.threads)
+        tokenizer, model = load_model(config)
+        placed = cast(nn.Module, model).to(find_device(config.device))
+        return cls(config, cast(PreTrainedModel, placed), tokenizer, **options)
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    async def create(self, name: str, shape: AdapterShape) -> None:
+        """A new adapter, which changes nothing yet. Raises ConfigError for a shape that the model cannot have."""
+        await self._worker.run(lambda: self._create(name, shape))
+
+    async def gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True) -> Gradient:
+        """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
+        loss alone. Raises PolicyError for a loss that is not finite: its gradient is dropped, and so is what was
+        accumulated before it."""
+        return await self._worker.run(lambda: self._gradient(name, data, loss, backward))
+
+    async def optim_step(self, name: str, settings: AdamStep) -> dict[str, float]:
+        """Update an adapter by its accumulated gradient, and drop that. Returns the norm of the gradient. Raises
+        PolicyError, and changes nothing, where it is not finite or there is none."""
+        return await self._worker.run(lambda: self._optim_step(name, settings))
+
+    async def save(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+        """Write an adapter as the peft library does, and the state of its optimiser beside it."""
+        await self._worker.run(lambda: self._save(name, directory, optimizer))
+
+    async def load(self, name: str, directory: Path, *, optimizer: bool = False) -> None:
+        """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
+        await self._worker.run(lambda: self._load(name, directory, optimizer))
+
+    async def remove(self, name: str) -> None:
+        """Forget an adapter that learns; saved weights stay."""
+        if name in self._trained:
+            await self._worker.run(lambda: self._remove(name))
+
+    # -- in the worker thread --------------------------------------------------------------------------------------
+
+    def _create(self, name: str, shape: AdapterShape) -> None:
+        adapter = self._add(name, shape)
+        optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.0, foreach=True)
+        self._trained[name] = _Trained(adapter, shape, optimizer)
+
+    def _add(self, name: str, shape: AdapterShape) -> Adapter:
+        targets = _layers(self._model, shape)
+        seed = shape.seed + crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
+        return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.head)
+
+    def _remove(self, name: str) -> None:
+        del self._trained[name]
+        self._adapters.remove(name)
+
+    def _gradient(self, name: str, data: Sequence[Datum], loss: TokenLoss, backward: bool) -> Gradient:
+        own, total = self._trained[name], 0.0
+        found: dict[int, FloatArray] = {}
+        self._model.eval()
+        with self._adapters.use(name), torch.set_grad_enabled(backward):
+            for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
+                part = [data[number] for number in numbers]
+                logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
+                value = loss(_token_batch(part, logprobs_N)).loss
+                if backward:
+                    value.backward()
+                total += float(value.detach())
+                ends = np.cumsum([len(each.inputs) for each in part])[:-1]
+                found |= dict(zip(numbers, np.split(logprobs_N.detach().float().cpu().numpy(), ends), strict=True))
+        if not math.isfinite(total):
+            own.optimizer.zero_grad()
+            raise PolicyError(
+                f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
+                " the gradient accumulated so far was dropped"
+            )
+        return Gradient(total, tuple(found[number] for number in range(len(data))))
+
+    def _optim_step(self, name: str, settings: AdamStep) -> dict[str, float]:
+        own = self._trained[name]
+        gradients = [each.grad for each in own.adapter.parameters() if each.grad is not None]
+        if not gradients:
+            raise PolicyError("there is no gradient to step by; call forward_backward before optim_step")
+        norm = nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            own.optimizer.zero_grad()
+            raise PolicyError(f"the norm of the gradient is {float(norm)}: it was dropped, and no weight has changed")
+        if settings.clip_norm:
+            nn.utils.clip_grads_with_norm_(own.adapter.parameters(), settings.clip_norm, norm)
+        for group in own.optimizer.param_groups:
+            group |= {
+                "lr": settings.lr,
+                "betas": settings.betas,
+                "eps": settings.eps,
+                "weight_decay": settings.weight_decay,
+            }
+        own.optimizer.step()
+        own.optimizer.zero_grad()
+        self._adapters.drop_stacks()
+        return {"grad_norm:mean": float(norm)}
+
+    def _save(self, name: str, directory: Path, optimizer: bool) -> None:
+        own, base = self._trained[name], Path(self.config.model)
+        try:
+            write_adapter(directory, own.adapter, str(base.absolute() if base.is_dir() else base))
+            if optimizer:
+                torch.save(own.optimizer.state_dict(), directory / OPTIMIZER)
+        except (OSError, RuntimeError) as error:
+            raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
+
+    def _load(self, name: str, directory: Path, optimizer: bool) -> None:
+        own = self._trained[name]
+        weights = read_weights(directory, own.adapter)
+        state: Any = None
+        if optimizer:
+            try:
+                state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError) as error:
+                raise PolicyError(
+                    f"{directory} holds no state of an optimiser: {error}; load it without, or choose one that"
+                    " save_state wrote"
+                ) from error
+        set_weights(own.adapter, weights)
+        if state is not None:
+            own.optimizer.load_state_dict(state)
+        own.optimizer.zero_grad()
+        self._adapters.drop_stacks()
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(
+        self, copy: tuple[str, Path, AdapterShape] | None, prompt: Sequence[int], params: SamplingParams
+    ) -> Sample:
+        """Sample one answer from the model below the adapters, or from a copy: its name, which is never given to other
+        weights, where it was saved, and its shape. Raises as `Engine.sample`, and PolicyError for a copy that is
+        gone."""
+        name = None if copy is None else copy[0]
+        await self._hold(copy)
+        try:
+            request = await self._worker.sample(prompt, params, None, name)
+        finally:
+            if name is not None:
+                self._copies[name] -= 1
+        assert request.finish_reason is not None
+        return Sample(
+            token_ids=tuple(request.sampled),
+            logprobs=tuple(request.logprobs),
+            finish_reason=request.finish_reason,
+            policy_version=request.policy_version,
+            top_logprobs=tuple(request.top_logprobs),
+        )
+
+    async def score(self, copy: tuple[str, Path, AdapterShape] | None, tokens: Sequence[int]) -> FloatArray:
+        """log p of each token but the first, at temperature 1 [T - 1]."""
+        name = None if copy is None else copy[0]
+        await self._hold(copy)
+        try:
+            return await self._worker.run(lambda: self._score(name, tokens))
+        finally:
+            if name is not None:
+                self._copies[name] -= 1
+
+    async def drop_copies(self, names: Iterable[str]) -> None:
+        """Free the memory of copies that nobody samples from."""
+        async with self._loading:
+            for name in names:
+                if self._copies.get(name) == 0:
+                    await self._drop_copy(name)
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    @torch.no_grad()
+    def _score(self, name: str | None, tokens: Sequence[int]) -> FloatArray:
+        self._model.eval()
+        with self._adapters.use(name):
+            return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
+
+    async def _hold(self, copy: tuple[str, Path, AdapterShape] | None) -> None:
+        """Have a copy in memory until its count falls again."""
+        if copy is None:
+            return
+        name, directory, shape = copy
+        async with self._loading:
+            if name not in self._copies:
+                idle = [each for each, running in self._copies.items() if not running]
+                for other in idle[: max(0, len(self._copies) + 1 - self._max_copies)]:
+                    await self._drop_copy(other)
+                await self._worker.run(lambda: self._read_copy(name, directory, shape))
+                self._copies[name] = 0
+                self.copies_read += 1
+            self._copies.move_to_end(name)
+            self._copies[name] += 1
+
+    async def _drop_copy(self, name: str) -> None:
+        del self._copies[name]
+
+        def drop() -> None:
+            self._adapters.remove(name)
+            self._batcher.prefix_cache.clear([name])
+
+        await self._worker.run(drop)
+
+    def _read_copy(self, name: str, directory: Path, shape: AdapterShape) -> None:
+        adapter = self._add(name, shape)
+        try:
+            set_weights(adapter, read_weights(directory, adapter))
+        except BaseException:
+            self._adapters.remove(name)
+            raise
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)
+
+
+def _layers(model: PreTrainedModel, shape: AdapterShape) -> list[str] | None:
+    """The names of the layers beside the head; None: all of them."""
+    if shape.attention and shape.mlp:
+        return None
+    return [name for name in find_layers(model) if (shape.attention if _is_attention(name) else shape.mlp)]
+
+
+def _is_attention(name: str) -> bool:
+    return any("attn" in part or "attention" in part for part in name.split("."))
+
+
+def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Numbers of rows, those of similar length together, each at most `budget` tokens with padding; a longer row goes
+    alone."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches and lengths[number] * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def _token_batch(data: Sequence[Datum], logprobs_N: torch.Tensor) -> TokenBatch:
+    """The tokens of a few rows. Those without a weight are part of no ratio."""
+    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
+    counts_N = np.concatenate([each.weights != 0 for each in data])
+    columns = {WEIGHTS: [each.weights for each in data]}
+    if data[0].advantages is not None:
+        columns[ADVANTAGES] = [cast(FloatArray, each.advantages) for each in data]
+    if data[0].logprobs is not None:
+        columns[SAMPLED_LOGPROBS] = [cast(FloatArray, each.logprobs) for each in data]
+    device = logprobs_N.device
+    kept = {name: torch.from_numpy(np.concatenate(rows)[counts_N]).to(device) for name, rows in columns.items()}
+    group = torch.from_numpy(np.unique(numbers_N[counts_N], return_inverse=True)[1]).to(device)
+    return TokenBatch(logprobs_N[torch.from_numpy(counts_N).to(device)], kept, call=group, rollout=group)

@@ -1,0 +1,160 @@
+"""The JSON requests of the Tinker API, as far as this server answers them.
+
+The package sends every field with its default. A field that is not declared here is refused by name if it is set, so
+that nothing is asked for and silently left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class WireRequest(BaseModel):
+    """The base of requests."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> WireRequest:
+        for name, value in (self.model_extra or {}).items():
+            if value and name != "type":
+                raise ValueError(f"{name}={value!r} is not offered by this server; leave it out")
+        return self
+
+
+class CreateSession(WireRequest):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionId(WireRequest):
+    session_id: str
+
+
+class LoraShape(WireRequest):
+    rank: int = Field(ge=1)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerKind(WireRequest):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(WireRequest):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraShape | None = None
+    optimizer_config: OptimizerKind = OptimizerKind()
+
+
+class ModelId(WireRequest):
+    model_id: str
+
+
+class Place(BaseModel):
+    """Whose turn a request is, whatever else it says."""
+
+    model_id: str
+    seq_id: int
+
+
+class AdamParams(WireRequest):
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(ModelId):
+    seq_id: int
+    adam_params: AdamParams
+
+
+class SaveWeights(ModelId):
+    seq_id: int
+    path: str | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(ModelId):
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(WireRequest):
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool = False
+    optimizer_config: OptimizerKind | None = None
+
+
+class CreateSampler(WireRequest):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class TokenChunk(WireRequest):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int]
+
+
+class Prompt(WireRequest):
+    chunks: list[TokenChunk]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingSettings(WireRequest):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = -1
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class SampleRequest(WireRequest):
+    prompt: Prompt
+    sampling_params: SamplingSettings
+    num_samples: int = Field(default=1, ge=1, le=1024)
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+
+
+class RequestId(WireRequest):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class WeightsPath(WireRequest):
+    tinker_path: str
