@@ -369,8 +369,8 @@ class TrainConfig(Section):
         """Raises ConfigError where settings of different sections do not go together."""
         if self.policy.kind == "tinker" and self.warm_start.dataset is not None:
             raise ConfigError(
-                'warm_start trains on this machine, and policy.kind = "tinker" elsewhere; leave it out, and name a model'
-                " that is warm"
+                'warm_start trains on this machine, and policy.kind = "tinker" elsewhere; leave it out, and name a'
+                " model that is warm"
             )
         stages = self.algorithm.stages if isinstance(self.algorithm, SequentialConfig) else (self.algorithm,)
         if self.warm_start.dataset is not None:
