@@ -25,7 +25,7 @@ import agentlightning as agl
 from agentlightning.models.tiny import make_tiny
 
 HERE = Path(__file__).parent
-TASKS, GROUP, HELD_OUT = 4, 8, 80
+TASKS, GROUP, HELD_OUT = 6, 8, 100
 VALIDATION, TEST = 1000, 2000
 """Added to the seed of these tasks."""
 WARM, BATCH, CLEAN, HABIT = 260, 32, 0.75, 0.8
@@ -60,7 +60,7 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     )
     config = agl.TrainConfig(
         policy={"model": str(model)},
-        runner={"concurrency": TASKS * GROUP, "hide": ["answer"]},
+        runner={"concurrency": TASKS * GROUP, "hide": ["answer"], "timeout_seconds": 600},
         evaluation={"modes": ["sampled"], "every": 0},
         gateway={"agents": [{"name": agent, "contains": prompt} for agent, prompt in PROMPTS.items()]},
     )
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", nargs="+", choices=list(PROMPTS), default=["planner"], help="which of them learn")
     parser.add_argument("--model", help="a model that transformers loads; default: a new tiny one")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=3e-3, help="for a model of usual size some 1e-5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)

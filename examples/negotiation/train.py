@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     trainer = agl.Trainer(
         agl.TrainConfig(
             policy={"model": str(model)},
-            runner={"concurrency": TASKS * GROUP},
+            runner={"concurrency": TASKS * GROUP, "timeout_seconds": 600},
             evaluation={"modes": ["sampled"], "every": 0},
         ),
         algorithm=algorithm,

@@ -62,7 +62,7 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     trainer = agl.Trainer(
         agl.TrainConfig(
             policy={"model": str(model)},
-            runner={"concurrency": TASKS * GROUP, "timeout_seconds": 1800 if options.mafia else 120},
+            runner={"concurrency": TASKS * GROUP, "timeout_seconds": 1800 if options.mafia else 600},
             evaluation={"modes": ["sampled"], "every": 0},
         ),
         algorithm=algorithm,
