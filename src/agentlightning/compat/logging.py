@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TextIO
 
 FORMAT: Final = "%(asctime)s [%(levelname)s] (Process-%(process)d %(name)s)   %(message)s"
 
 
-class _Handler(logging.StreamHandler[object]):
+class _Handler(logging.StreamHandler[TextIO]):
     """Ours, to be found again."""
 
 
@@ -23,6 +24,6 @@ def setup_logging(level: int | str = "INFO", *, apply_to: Iterable[str] = ()) ->
         logger = logging.getLogger(name)
         logger.setLevel(level)
         if not any(isinstance(each, _Handler) for each in logger.handlers):
-            handler = _Handler()
+            handler = _Handler(sys.stderr)
             handler.setFormatter(logging.Formatter(FORMAT))
             logger.addHandler(handler)
