@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,8 +40,8 @@ test-chaos: $(STAMP)  ## Run the tests that kill processes and fill disks
 	$(BIN)/pytest -m chaos --timeout 900
 
 lint: $(STAMP)  ## Check style and formatting
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests tools benchmarks examples
+	$(BIN)/ruff format --check src tests tools benchmarks examples
 
 type: $(STAMP)  ## Check types (pyright, strict on src)
 	$(BIN)/pyright
@@ -78,6 +78,9 @@ examples:  ## Make the environments of the examples for make test-slow (.peers/e
 
 docs: $(STAMP)  ## Run every code block of the documentation
 	$(BIN)/pytest tests/docs
+
+reference: $(STAMP)  ## Write the pages of docs/reference that are made from the code
+	$(BIN)/python -m tools.reference
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHOWN_ONLY = {"", "text", "toml"}
-"""Blocks that are no program: drawings, and commands that the README's own tests run."""
+SHOWN_ONLY = {"", "text", "toml", "py", "pycon"}
+"""Blocks that are no program: drawings, commands that the tests of the README run, signatures, and examples of
+docstrings, which tests/test_public_face.py runs."""
 
 
 class Block(NamedTuple):
@@ -30,6 +31,7 @@ def blocks(page: Path) -> list[Block]:
 LONG = {
     "concepts/updates",
     "get-started/first-training",
+    "get-started/the-run",
     "guides/evaluation",
     "guides/offline",
     "guides/operations/dashboard",
@@ -77,7 +79,7 @@ def run(block: Block, namespace: dict) -> None:
         for line in block.body.splitlines():
             if line.startswith("$ "):
                 command = line[2:].replace("agl ", f"{Path(sys.executable).parent / 'agl'} ", 1)
-                subprocess.run(command, shell=True, check=True, timeout=100)
+                subprocess.run(command, shell=True, check=True, timeout=500)
     else:
         assert block.language in SHOWN_ONLY, f"a block of language {block.language!r} is run by nobody"
 

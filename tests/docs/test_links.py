@@ -86,3 +86,9 @@ def test_code_and_error_messages_name_pages_that_exist() -> None:
 def test_no_folder_of_the_documentation_has_more_files_than_one_can_look_through() -> None:
     folders = [ROOT / "docs", *(path for path in (ROOT / "docs").rglob("*") if path.is_dir())]
     assert not {name_of(folder): n for folder in folders if (n := len([*folder.glob("*.md")])) > MOST_FILES}
+
+
+def test_every_example_is_among_the_recipes() -> None:
+    index = (ROOT / "docs" / "recipes" / "index.md").read_text()
+    examples = [path.parent for path in (ROOT / "examples").glob("*/README.md")]
+    assert not [each.name for each in examples if f"examples/{each.name}/README.md" not in index]

@@ -1,0 +1,117 @@
+"""The reference is complete, explained and current: every public name, setting, verb, span attribute and metric."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from tools.reference import command_line, python_names, settings, spans
+from tools.reference.__main__ import pages
+
+import agentlightning as agl
+from agentlightning.algorithms.preference import DPOConfig
+from agentlightning.algorithms.sft import SFTConfig
+from agentlightning.config import TrainConfig
+from agentlightning.policy.losses import LOSSES
+from agentlightning.training.health.step_record import StepRecord
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "agentlightning"
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_generated_page_is_current(page: Path) -> None:
+    """Make them anew with `make reference`."""
+    assert page.exists(), f"{page} is missing: make reference"
+    assert page.read_text() == pages()[page].rstrip() + "\n", f"{page} is out of date: make reference"
+
+
+def test_every_public_name_is_on_one_page_and_explained() -> None:
+    found = [name for names in python_names.groups().values() for name in names]
+    assert sorted(found) == sorted(agl.__all__)
+    assert not [name for name in found if not python_names.describe(name).strip()]
+
+
+def test_every_setting_has_a_meaning() -> None:
+    rows = [
+        (f"{place}.{row[0]}", row[3])
+        for model in (TrainConfig, SFTConfig, DPOConfig)
+        for place, kind in settings.sections(model, "")
+        for row in python_names.field_rows(kind)
+    ]
+    assert len(rows) > 200
+    assert not [name for name, text in rows if not text]
+
+
+@pytest.mark.parametrize("family", [settings.credit_rules(), LOSSES], ids=["credit", "losses"])
+def test_every_setting_of_a_part_chosen_by_name_has_a_meaning(family: dict[str, type]) -> None:
+    rows = {name: list(python_names.field_rows(kind)) for name, kind in family.items()}
+    assert not [(name, row[0]) for name, found in rows.items() for row in found if row[0] != "type" and not row[3]]
+
+
+def test_every_verb_and_option_is_explained() -> None:
+    verbs = dict(command_line.verbs())
+    assert {"train", "eval", "serve", "store show"} <= set(verbs)
+    assert not [name for name, verb in verbs.items() if not verb.help]
+    assert not [(name, each.name) for name, verb in verbs.items() for each in verb.params if not each.help]
+
+
+def test_every_name_and_attribute_of_spans_is_explained() -> None:
+    written = {*re.findall(r"\"(agentlightning\.[a-z_.]+)\"", (SOURCE / "span.py").read_text())}
+    assert written <= {*spans.attributes(), *spans.names()}
+    assert not [name for name, text in {**spans.attributes(), **spans.names()}.items() if not text]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+FOLDERS = ("algorithms", "credit", "policy", "training")
+NUMBERS = re.compile(r"(dict|Mapping)\[str, (float|int)\]|LossValue")
+"""What functions return that make metrics."""
+NOT_METRICS = {
+    "loss_sum",
+    "mismatch",
+    "modes_val_and_test",
+    "return_square",
+    "temperature",
+    "token_budget",
+    "top_k",
+    "top_p",
+    "value_error_mean",
+    "value_error_square",
+}
+"""Keys of such mappings that are no metrics: parameters, and sums and counts that no step logs."""
+BY_PREFIX = {"dimensions", "validation", "violations", "rejected", "not_finite", "stopped"}
+"""Fields of a step's record that hold several metrics, or marks of its line."""
+
+
+def keys_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    displays = [each for each in ast.walk(function) if isinstance(each, ast.Dict)]
+    found = {key.value for each in displays for key in each.keys if isinstance(key, ast.Constant)}
+    return {str(key) for key in found if re.fullmatch(r"[a-z][a-z_]+", str(key))}
+
+
+def metrics_in_the_code() -> set[str]:
+    found: set[str] = set()
+    for file in (file for folder in FOLDERS for file in (SOURCE / folder).rglob("*.py")):
+        for each in ast.walk(ast.parse(file.read_text())):
+            returns = getattr(each, "returns", None)
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and returns is not None:
+                found |= keys_of(each) if NUMBERS.search(ast.unparse(returns)) else set()
+    return (found | {each.name for each in dataclasses.fields(StepRecord)}) - NOT_METRICS - BY_PREFIX
+
+
+def test_every_metric_of_a_step_is_explained() -> None:
+    found = metrics_in_the_code()
+    assert {"reward", "entropy", "grad_norm", "groups_in_flight", "staleness"} <= found
+    assert not sorted(name for name in found if f"`{name}`" not in METRICS)
+
+
+def test_a_metric_that_nobody_explains_is_found() -> None:
+    function = ast.parse("def made() -> dict[str, float]:\n    return {'quite_new': 1.0}").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert keys_of(function) == {"quite_new"}
+    assert "`quite_new`" not in METRICS
