@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference clean
+.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -81,6 +81,12 @@ docs: $(STAMP)  ## Run every code block of the documentation
 
 reference: $(STAMP)  ## Write the pages of docs/reference that are made from the code
 	$(BIN)/python -m tools.reference
+
+SITE := .peers/site
+site: $(STAMP)  ## Build the documentation site in build/site/html
+	test -x $(SITE)/bin/zensical || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check zensical==0.0.73
+	$(BIN)/python -m tools.site --zensical $(CURDIR)/$(SITE)/bin/zensical
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
