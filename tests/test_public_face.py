@@ -23,11 +23,15 @@ PUBLIC: dict[str, Any] = {name: getattr(agl, name) for name in agl.__all__}
 ERRORS = {name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, AgentLightningError)}
 RECEIVED = {
     "ChatFormat",
+    "DryRun",
+    "DryRunCheck",
+    "DryRunRollout",
     "Gain",
     "Learner",
     "NamedResources",
     "OfflineResult",
     "Policy",
+    "RolloutCounts",
     "RolloutSource",
     "Runner",
     "SFTResult",

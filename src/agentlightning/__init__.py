@@ -4,8 +4,10 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
     prompt_template)), LitAgent (an agent as a class), FunctionAgent (what the decorators make), Runner (runs an agent
     on the rollouts of a store), RunnerStatistics (what it did).
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
-    better, with its interval), Progress (what is shown meanwhile), Dataset (tasks), LightningRL (reinforcement
-    learning), LightningRLConfig (its settings), Sequential (several algorithms in one run), SequentialConfig (its
+    better, with its interval), DryRun (what a check without training saw), DryRunCheck (one thing that training needs),
+    DryRunRollout (a rollout of it), Progress (what is shown meanwhile), RolloutCounts (of what became of rollouts),
+    Dataset (tasks), LightningRL (reinforcement learning),
+    LightningRLConfig (its settings), Sequential (several algorithms in one run), SequentialConfig (its
     settings), Stage (one of them), StageResult (what it gained), Cost (tokens and money), APO (prompt optimisation),
     APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
@@ -20,9 +22,9 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
 Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a model that scores), RankingJudge (a model
     that ranks a group of rollouts), JudgedRollout (one of them).
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
-    RewardGuard (what rewards must be like), GateConfig (which versions are promoted), TurnLimit, Branching,
-    GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights), TinkerConfig (a server that trains),
-    PPOLoss, NLLLoss.
+    TrackingConfig (experiment trackers), RewardGuard (what rewards must be like), GateConfig (which versions are
+    promoted), TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights),
+    TinkerConfig (a server that trains), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,
     emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
         RewardGuard,
         RunConfig,
         RunnerConfig,
+        TrackingConfig,
         TrainConfig,
         TurnLimit,
         WarmStartConfig,
@@ -193,6 +196,8 @@ if TYPE_CHECKING:
     from agentlightning.tracing.air import air_rule
     from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
+    from agentlightning.training.dry_run.checks import DryRun, DryRunCheck
+    from agentlightning.training.dry_run.observation import DryRunRollout
     from agentlightning.training.governance.audit import AuditRecord, read_audit
     from agentlightning.training.recorded.result import OfflineResult
     from agentlightning.training.report.cost import Cost
@@ -200,7 +205,7 @@ if TYPE_CHECKING:
     from agentlightning.training.report.stage_result import StageResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
-    from agentlightning.util.progress import Progress
+    from agentlightning.util.progress import Progress, RolloutCounts
 
 _NAMES = {
     "algorithms.base": "Algorithm",
@@ -222,7 +227,7 @@ _NAMES = {
     "compat.tracer": "AgentOpsTracer OtelTracer",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
-        "TrainConfig TurnLimit WarmStartConfig"
+        "TrackingConfig TrainConfig TurnLimit WarmStartConfig"
     ),
     "credit.rejection": "Rejection",
     "errors": (
@@ -275,13 +280,15 @@ _NAMES = {
     "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
     "training.governance.audit": "AuditRecord read_audit",
+    "training.dry_run.checks": "DryRun DryRunCheck",
+    "training.dry_run.observation": "DryRunRollout",
     "training.recorded.result": "OfflineResult",
     "training.report.cost": "Cost",
     "training.report.result": "TrainingResult",
     "training.report.stage_result": "StageResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
-    "util.progress": "Progress",
+    "util.progress": "Progress RolloutCounts",
 }
 """Module -> the public names it defines."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -315,6 +322,9 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "DatasetError",
+    "DryRun",
+    "DryRunCheck",
+    "DryRunRollout",
     "EnqueueRolloutRequest",
     "Evaluation",
     "EvaluationConfig",
@@ -374,6 +384,7 @@ __all__ = [
     "RewardServiceError",
     "Rollout",
     "RolloutConfig",
+    "RolloutCounts",
     "RolloutRecord",
     "RolloutRejectedError",
     "RolloutReport",
@@ -406,6 +417,7 @@ __all__ = [
     "TokenTree",
     "TraceToMessages",
     "TracerTraceToTriplet",
+    "TrackingConfig",
     "TrainConfig",
     "Trainer",
     "Training",

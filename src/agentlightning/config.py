@@ -1,11 +1,11 @@
 """The configuration of a training run: every setting, its default and its meaning.
 
-`agl train --config FILE.toml section.key=value ...` fills it; `--dry-run` prints it. Unknown keys are refused.
+`agl train --config FILE.toml section.key=value ...` fills it; `--print-config` prints it. Unknown keys are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,8 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.task import ENVIRONMENTS
 from agentlightning.tracing.air import check_rules
 from agentlightning.util.settings import Section
+
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class DataConfig(Section):
@@ -299,6 +301,27 @@ class RunConfig(Section):
     port."""
 
 
+class TrackingConfig(Section):
+    """Experiment trackers that a run reports to (docs/guides/operations/trackers.md).
+
+    >>> agl.TrackingConfig(trackers=["tensorboard"]).project
+    'agentlightning'
+    """
+
+    trackers: tuple[TrackerName, ...] = ()
+    """tensorboard, wandb, mlflow, trackio: each needs the extra of its name. Metrics are in metrics.jsonl always."""
+    project: str = Field(default="agentlightning", min_length=1)
+    """The project (in MLflow: the experiment) that the run belongs to."""
+    name: str | None = None
+    """The name of the run there. None: that of its directory."""
+    transcripts: int = Field(default=8, ge=0)
+    """Rollouts of each validation whose transcripts are kept in transcripts.jsonl and sent to trackers. 0: none."""
+    wandb_mode: Literal["offline", "online"] | None = None
+    """Whether Weights & Biases sends anything anywhere. None: as WANDB_MODE says, else offline."""
+    mlflow_uri: str | None = None
+    """The server or database of MLflow. None: as MLFLOW_TRACKING_URI says, else mlflow.db beside the run."""
+
+
 class TrainConfig(Section):
     """A training run.
 
@@ -343,6 +366,8 @@ class TrainConfig(Section):
     None: they are not checked."""
     gate: GateConfig | None = None
     """Which versions are promoted: a table with `every`, `tasks`, `reward`, `margin`, `on_loss` ... None: all."""
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    """Experiment trackers."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """Routes of model calls to other models than the policy, and their budgets."""
     air: dict[str, float] = Field(default_factory=dict[str, float])

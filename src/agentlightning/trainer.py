@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import ConfigError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
@@ -50,13 +51,17 @@ from agentlightning.training.build import (
     open_store,
     routes_models,
     serve_run,
+    start_reporting,
 )
+from agentlightning.training.dry_run import rehearsal
+from agentlightning.training.dry_run.checks import DryRun
 from agentlightning.training.health.milestones import starting_warnings
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     changed_settings,
     changes_rewards,
     check_changes,
+    check_objects,
     describe_changes,
     record_of,
     resumed_settings,
@@ -76,6 +81,7 @@ from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
     check_algorithm,
+    check_tracking,
     split_prompts,
     trained_agents,
     with_absolute_paths,
@@ -201,6 +207,36 @@ class Trainer:
         )
         return trainer.fit(agent, tasks, held_out_dataset=load_dataset(val_dataset) if val_dataset else tasks)
 
+    def dry_run(
+        self,
+        agent: Any | None = None,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
+        *,
+        held_out_dataset: Sequence[Any] | None = None,
+    ) -> DryRun:
+        """Check everything short of training: imports, tasks, the model, and a few rollouts with their calls, tokens
+        and rewards. The arguments are those of `fit`. Leaves nothing behind; raises ConfigError and DatasetError."""
+        datasets: rehearsal.Datasets = train_dataset, val_dataset, held_out_dataset
+        if self._resumed_from is not None:
+            datasets = rehearsal.tasks_of_run(self.run_dir)
+        with rehearsal.directory() as directory, self.progress:
+            settings = rehearsal.settings_of(self.config, self.run_dir if self._resumed_from is not None else None)
+            options: Any = {"initial_resources": self.initial_resources, "progress": self.progress, "hooks": self.hooks}
+            other = Trainer(settings, algorithm=self.algorithm, reward=self.reward, run_dir=directory, **options)
+            return run_sync(other._rehearse(agent, datasets, self.config))
+
+    async def _rehearse(self, agent: Any, datasets: rehearsal.Datasets, config: TrainConfig) -> DryRun:
+        self._name_objects(agent)
+        run_dir, state, tasks = self._open(*datasets, agent)
+        try:
+            algorithm = self.algorithm or make_algorithm(self.config.algorithm)
+            agent = self._agent_of(agent, state)
+            wired = partial(self._wired, agent, algorithm, run_dir, state, tasks)
+            return await rehearsal.dry_run(config, algorithm, tasks, wired)
+        finally:
+            run_dir.close()
+
     async def fit_async(
         self,
         agent: Any | None = None,
@@ -227,7 +263,7 @@ class Trainer:
                         wired = self._wired(agent, algorithm, run_dir, state, tasks)
                         runner, run = await stack.enter_async_context(wired)
                         if changed_rewards:
-                            await self._begin_revision(run.account)
+                            await run.account.begin_revision()
                     return await run_beside(runner, self._fit(algorithm, run))
             finally:
                 run_dir.close()
@@ -296,6 +332,7 @@ class Trainer:
 
     async def _train_offline(self, options: OfflineOptions) -> OfflineResult:
         require_training()
+        check_tracking(self.config)
         self.config = with_absolute_paths(self.config)
         job = offline_job(
             self.config,
@@ -329,28 +366,9 @@ class Trainer:
         replaced = [part for part, given, named in objects if named is not None and not isinstance(given, str | None)]
         return bool(replaced) or changes_rewards(changed_settings(before, self.config))
 
-    async def _begin_revision(self, account: RunAccount) -> None:
-        """Cancel the rollouts that were queued before a change of what rewards mean."""
-        await account.collector.cancel(account.state.run_id)
-        account.write_state()
-        self.progress.note(
-            "rewards from here on cannot be compared with those so far: the starting policy is measured again, the best"
-            " checkpoint is chosen again, and rollouts of the current step run again"
-        )
-
     def _agent_of(self, agent: Any, state: RunState) -> Any:
-        """The agent to run. Raises ConfigError where there is none, ResumeError where a live object of the run was not
-        given again."""
-        if "store" in state.objects and self.store is None:
-            raise ResumeError(
-                f"{self.run_dir} keeps its rollouts in a store that was given to it; give it again:"
-                f" Trainer.resume({str(self.run_dir)!r}, store=...), or --server URL"
-            )
-        if "reward" in state.objects and self.reward is None:
-            raise ResumeError(
-                f"{self.run_dir} was started with a reward function that is an object; give it again:"
-                f" Trainer.resume({str(self.run_dir)!r}, reward=...), or --reward module:name"
-            )
+        """The agent to run. Raises ConfigError for none, ResumeError for an object that was not given again."""
+        check_objects(self.run_dir, state, self.store, self.reward)
         agent = agent if agent is not None else self.config.agent
         check_runners(self.config, self.store, agent, self.reward)
         return with_hooks(agent, self.hooks)
@@ -469,6 +487,7 @@ class Trainer:
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
+            await start_reporting(config, account, stack)
             await collector.move(state.run_id, config.run.public_url or server.url)
             if runner is None:
                 waiting = report_missing_runners(self.store or store, state.run_id, self.progress.note)

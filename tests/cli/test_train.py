@@ -1,4 +1,4 @@
-"""`agl train --dry-run` resolves and checks all settings, and imports nothing that a run needs."""
+"""`agl train --print-config` resolves and checks all settings, and imports nothing that a run needs."""
 
 import subprocess
 import sys
@@ -12,14 +12,14 @@ PROGRAM = """
 import sys
 from agentlightning.cli.main import build
 try:
-    build()(["train", "--dry-run", "--agent", "agent.py:solve", "algorithm.steps=7", *sys.argv[1:]])
+    build()(["train", "--print-config", "--agent", "agent.py:solve", "algorithm.steps=7", *sys.argv[1:]])
 except SystemExit as exit:
     heavy = ("torch", "transformers", "numpy", "uvicorn", "sqlalchemy", "agentlightning.trainer")
     print([name for name in heavy if name in sys.modules], exit.code)
 """
 
 
-def test_a_dry_run_imports_no_torch_and_no_part_of_a_run():
+def test_printing_the_settings_imports_no_torch_and_no_part_of_a_run():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     *settings, last = done.stdout.strip().splitlines()
     assert last == "[] 0", done.stderr
@@ -44,7 +44,21 @@ def test_a_dry_run_imports_no_torch_and_no_part_of_a_run():
         (["--server", "not-a-url"], "not-a-url"),
     ],
 )
-def test_a_dry_run_refuses_settings_that_cannot_work(arguments, complaint):
-    done = CliRunner().invoke(build(), ["train", "--dry-run", *arguments])
+@pytest.mark.parametrize("way", ["--print-config", "--dry-run"])
+def test_settings_that_cannot_work_are_refused(arguments, complaint, way):
+    done = CliRunner().invoke(build(), ["train", way, *arguments])
     assert done.exit_code == 2, done.output
     assert complaint in done.stderr
+
+
+def test_the_settings_of_the_current_directory_are_used_and_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agl.toml").write_text('agent = "mine.py:solve"\n[algorithm]\nsteps = 7\n')
+    (tmp_path / "other.toml").write_text("[algorithm]\nsteps = 9\n")
+    found = CliRunner().invoke(build(), ["train", "--print-config"])
+    assert "steps = 7" in found.stdout
+    assert "settings: agl.toml" in found.stderr
+    given = CliRunner().invoke(build(), ["train", "--print-config", "--config", "other.toml"])
+    assert "steps = 9" in given.stdout
+    assert "mine.py" not in given.stdout
+    assert "settings:" not in given.stderr

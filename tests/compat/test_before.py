@@ -166,7 +166,7 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def test_the_settings_of_a_run_are_understood(unpack: Unpack, tmp_path: Path) -> None:
     expected = unpack("run")
-    shown = CliRunner().invoke(build(), ["train", "--resume", str(tmp_path / "run"), "--dry-run"])
+    shown = CliRunner().invoke(build(), ["train", "--resume", str(tmp_path / "run"), "--print-config"])
     assert shown.exit_code == 0, shown.output
     before = dict(leaves(tomllib.loads((tmp_path / "run" / "config.toml").read_text())))
     assert before.pop("algorithm.credit") == "uniform", "which is read as an alias of group_relative"

@@ -94,7 +94,7 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
 
 
 def test_every_setting_is_explained():
-    """`agl train --dry-run` prints the explanation of each setting; none may be empty."""
+    """`agl train --print-config` prints the explanation of each setting; none may be empty."""
     from pydantic import BaseModel
 
     from agentlightning.config import TrainConfig

@@ -57,11 +57,11 @@ def test_bad_input_gives_one_clear_message(job, name, agl):
     assert "agl train --resume run" not in done.stderr
 
 
-def test_a_dry_run_prints_settings_that_can_be_read_back(job, agl):
-    done = agl("train", *job.arguments, "--dry-run", "algorithm.steps=7")
+def test_printed_settings_can_be_read_back(job, agl):
+    done = agl("train", *job.arguments, "--print-config", "algorithm.steps=7")
     assert done.exit_code == 0, done.stderr
     (job.directory / "settings.toml").write_text(done.stdout)
-    again = agl("train", "--config", "settings.toml", "--dry-run")
+    again = agl("train", "--config", "settings.toml", "--print-config")
     assert again.stdout == done.stdout
     assert "steps = 7" in done.stdout
 

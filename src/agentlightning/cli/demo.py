@@ -11,6 +11,7 @@ import typer
 from agentlightning.cli.formatting.training_report import print_result
 from agentlightning.cli.options import Json
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.viewing.live import LiveProgress
 
 
 def register(app: typer.Typer) -> None:
@@ -29,10 +30,9 @@ def demo(
     with errors_reported(output, lambda: directory):
         from agentlightning.demo import job
         from agentlightning.trainer import Trainer
-        from agentlightning.util.progress import Progress
 
         demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
         configuration = job.settings(demonstrations, seed, steps)
-        trainer = Trainer(configuration, run_dir=directory, progress=Progress(output.console))
+        trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
         result = trainer.fit(**job.tasks(seed))
         output.finish(result.as_json(), lambda console: print_result(result, console))

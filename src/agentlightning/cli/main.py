@@ -10,9 +10,27 @@ import typer
 from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.recorded import learn
-from agentlightning.cli.viewing import dashboard, report
+from agentlightning.cli.starting import init
+from agentlightning.cli.viewing import dashboard, report, status
 
-VERBS = (demo, train, learn, evaluate, doctor, report, dashboard, run, serve, runner, rescore, store, credit, export)
+VERBS = (
+    init,
+    demo,
+    train,
+    learn,
+    evaluate,
+    status,
+    doctor,
+    report,
+    dashboard,
+    run,
+    serve,
+    runner,
+    rescore,
+    store,
+    credit,
+    export,
+)
 
 
 def build() -> typer.Typer:

@@ -26,6 +26,9 @@ Routes = Annotated[
 _DB_HELP = "A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"
 Db = Annotated[str | None, typer.Option("--db", help=_DB_HELP, show_default=False)]
 Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_default=False)]
+Run = Annotated[
+    Path | None, typer.Option("--run", help="The directory of a run, whose store is used.", show_default=False)
+]
 Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
 ]

@@ -33,6 +33,10 @@ EXTRAS: Final = {
     "tokenizers": "train",
     "matplotlib": "train",
     "openai": "demo",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
 }
 """The extra of this package that installs a module."""
 
@@ -90,8 +94,23 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
         orjson.loads((run_dir / "state.json").read_bytes())
     except (OSError, ValueError):
         return ""
+    causes = _causes(run_dir)
     other = " (with --agent or --reward for another one)" if agent_failed else ""
-    return f"\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
+    return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
+
+
+def _causes(run_dir: Path) -> str:
+    """The failed rollouts of a run by cause, and where to look; empty where none failed."""
+    from agentlightning.training.health.examination import failures_of
+    from agentlightning.training.persistence.run_dir import read_state
+
+    try:
+        found = failures_of(run_dir / "store.db", read_state(run_dir), [])
+    except AgentLightningError:
+        return ""
+    lines = [f"\n  {each.count:>5}  {each.cause}  {each.example}" for each in found]
+    advice = f"\nlook at them: agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
+    return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""
 
 
 def _offline_advice(run_dir: Path) -> str:

@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.formatting.units import retention_from, show_size
-from agentlightning.cli.options import Json, Store, Token
+from agentlightning.cli.options import Json, Run, Store, Token
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table, store_of_run
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def register(app: typer.Typer) -> None:
     verbs = typer.Typer(name="store", no_args_is_help=True, help="Inspect a store, and keep it small.")
     for name, verb in (
         ("stats", stats),
+        ("list", list_rollouts),
         ("show", show),
         ("prune", prune),
         ("vacuum", vacuum),
@@ -138,6 +140,7 @@ def show(
     rollout_id: Annotated[
         str | None, typer.Argument(help="Its id, or the start of it (default: the newest rollout).", show_default=False)
     ] = None,
+    run: Run = None,
     store: Store = None,
     server: Server = None,
     token: Token = None,
@@ -148,7 +151,7 @@ def show(
     async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.cli.formatting.rollout_text import rollout_lines
 
-        async with open_named(store, server, token) as opened:
+        async with open_named(store_of_run(run, store, server), server, token) as opened:
             rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
             rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
             if rollout is None:
@@ -162,6 +165,28 @@ def show(
             "spans": [asdict(span) for span in spans],
         }
         return record, lambda console: console.print("\n".join(lines), markup=False)
+
+    run_verb(as_json, work)
+
+
+def list_rollouts(
+    run: Run = None,
+    statuses: Statuses = None,
+    modes: Modes = None,
+    sort: Annotated[Order, typer.Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
+    limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
+    store: Store = None,
+    server: Server = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """List rollouts with their reward, calls and failure."""
+
+    async def work(output: Output, progress: Progress) -> Result:
+        async with open_named(store_of_run(run, store, server), server, token) as opened:
+            table = await rollout_table(opened, statuses, modes, sort, limit)
+        record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
+        return record, lambda console: print_rollouts(table, console)
 
     run_verb(as_json, work)
 

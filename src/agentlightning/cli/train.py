@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
 
+from agentlightning.cli.formatting.dry_run import print_dry_run
 from agentlightning.cli.formatting.training_report import print_result
 from agentlightning.cli.options import Agent, Dataset, Json, Model, Reward, Token
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.viewing.live import LiveProgress
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
     from agentlightning.store.http.client import LightningStoreClient
+    from agentlightning.trainer import Trainer
+
+CONFIG_FILE: Final = "agl.toml"
+"""The settings of the current directory, where none are given."""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,12 +49,21 @@ def train(
         typer.Option(help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."),
     ] = None,
     token: Token = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit."
+        ),
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings with their explanations as TOML and exit.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
-    Settings are given as section.key=value, for example algorithm.steps=50 or runner.timeout_seconds=30.
+    Settings are given as section.key=value, for example algorithm.steps=50 or runner.timeout_seconds=30. Without
+    --config and --resume, those of agl.toml in the current directory are used, if there is one.
     """
     output = Output(as_json)
     directory = resume or run_dir
@@ -62,22 +78,42 @@ def train(
         }
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
+        config = config or _own_config(resume)
         resolved = _resolve(changes, config, run_dir, resume)
         store = _store(server, token)
-        if dry_run:
+        if print_config:
             _print_settings(resolved)
             return
         from agentlightning.trainer import Trainer
-        from agentlightning.util.progress import Progress
 
-        progress = Progress(console=output.console)
+        progress = LiveProgress(console=output.console)
         if resume is not None:
             trainer = Trainer.resume(resume, changes=changes, progress=progress, store=store)
         else:
             trainer = Trainer(resolved, run_dir=run_dir, progress=progress, store=store)
+        if dry_run:
+            _check(trainer, output)
+            return
         directory = trainer.run_dir
         result = trainer.fit()
         output.finish(result.as_json(), lambda console: print_result(result, console))
+
+
+def _own_config(resume: Path | None) -> Path | None:
+    """The settings file of the current directory, for a run that is given none."""
+    path = Path(CONFIG_FILE)
+    if resume is not None or not path.is_file():
+        return None
+    Console(stderr=True, highlight=False).print(f"settings: {path}", markup=False)
+    return path
+
+
+def _check(trainer: Trainer, output: Output) -> None:
+    """The dry run. Exit status 1 where training cannot work like this."""
+    found = trainer.dry_run()
+    output.finish(found.as_json(), lambda console: print_dry_run(found, console))
+    if not found.is_ready:
+        raise typer.Exit(1)
 
 
 def _resolve(changes: list[str], config: Path | None, run_dir: Path | None, resume: Path | None) -> TrainConfig:

@@ -52,6 +52,8 @@ from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
+from agentlightning.training.tracking.tracking import Tracking
+from agentlightning.training.watch import watch_rollouts
 
 
 async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
@@ -181,6 +183,24 @@ def make_training_run(
         stop_rollouts_at=stream.stop_at,
         uses_providers=bool(config.gateway.providers),
     )
+
+
+async def start_reporting(config: TrainConfig, account: RunAccount, stack: AsyncExitStack) -> None:
+    """Start the trackers of the settings, or continue their runs, and watch the rollouts. Raises MissingExtraError."""
+    run_dir, step = account.run_dir.path, account.state.step
+    account.tracking = await asyncio.to_thread(Tracking, config, run_dir, step)
+    stack.push_async_callback(asyncio.to_thread, account.tracking.close)
+    account.warn_of_trackers()
+    if account.progress.enabled:
+        own, timeout = (run_dir / "store.db").exists(), config.runner.timeout_seconds
+        store, run_id = account.collector.store, account.state.run_id
+        watching = asyncio.create_task(watch_rollouts(store, run_id, account.progress, timeout, own_store=own))
+        stack.push_async_callback(_cancel, watching)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def make_watch(

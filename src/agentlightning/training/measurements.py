@@ -60,6 +60,10 @@ class Measurements:
         label = f"validation-{self.state.step:06d}"
         return {mode: await self.evaluate(label, mode, self.validation) for mode in self.config.modes}
 
+    def validation_name(self, mode: str) -> str:
+        """The beginning of the ids of the rollouts of the step's validation."""
+        return f"{self.state.run_id}-validation-{self.state.step:06d}-{mode}{self.state.suffix}"
+
     def is_best(self, results: Mapping[str, Evaluation]) -> bool:
         """Whether these are as good as the best validation so far, and if so record them. Tasks without a reward count
         as the lowest reward of both."""

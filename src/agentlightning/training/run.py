@@ -19,7 +19,7 @@ from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import Check, count_reasons
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources, PromptTemplate, named_resources
 from agentlightning.training.evaluate_tasks import TEMPERATURES
@@ -35,10 +35,13 @@ from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.report.live_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.sources.versions import age
 from agentlightning.training.stages import check_order, record_of, updated_before
+from agentlightning.training.tracking.samples import validation_transcripts
+from agentlightning.training.tracking.tracking import Tracking
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
 
@@ -55,8 +58,15 @@ class RunAccount:
     """Of all steps so far."""
     since: float = field(default_factory=time.monotonic)
     """When this process began to work on the run, or last recorded the time spent."""
+    curve: LiveCurve = field(init=False)
+    """Drawn again as the run goes on."""
+    tracking: Tracking | None = None
+    """The trackers that it reports to."""
     _named: set[str] = field(default_factory=set[str])
     """Reasons of left-out rollouts that were shown."""
+
+    def __post_init__(self) -> None:
+        self.curve = LiveCurve(self.run_dir.path / "curve.png")
 
     def write_state(self) -> None:
         now = time.monotonic()
@@ -91,6 +101,15 @@ class RunAccount:
                     "  further ones are counted: metrics.jsonl, report.json"
                 )
 
+    async def begin_revision(self) -> None:
+        """Cancel the rollouts that were queued before a change of what rewards mean."""
+        await self.collector.cancel(self.state.run_id)
+        self.write_state()
+        self.progress.note(
+            "rewards from here on cannot be compared with those so far: the starting policy is measured again, the best"
+            " checkpoint is chosen again, and rollouts of the current step run again"
+        )
+
     def read_records(self) -> None:
         """Continue from the metrics of earlier steps. Those of steps that will be repeated are dropped."""
         self.run_dir.forget_metrics_after(self.state.step)
@@ -108,7 +127,18 @@ class RunAccount:
         self.state.skipped_groups += record.skipped_groups
         self.run_dir.append_metrics(line)
         self.records.append(record)
+        self.progress.step(line)
+        self.curve.draw(self.run_dir.read_metrics)
+        if self.tracking is not None:
+            self.tracking.log(self.state.step, line)
+            self.warn_of_trackers()
         return record
+
+    def warn_of_trackers(self) -> None:
+        """Name those that fail; each failure is counted by the tracker's channel."""
+        if self.tracking is not None:
+            new = self.tracking.warnings()
+            self.warn({kind: text for kind, text in new.items() if kind not in self.state.warnings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +409,25 @@ class TrainingRun:
         if self.measurements.is_best(results):
             self.state.best_step = self.state.step
             self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
+        await self._track_validation(results)
         return {
             **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},
             **{f"missing_validation_{mode}": result.missing for mode, result in results.items() if result.missing},
         }
+
+    async def _track_validation(self, results: Mapping[str, Evaluation]) -> None:
+        """Send transcripts of the first tasks to the trackers."""
+        tracking = self.account.tracking
+        if tracking is None or not tracking.config.transcripts:
+            return
+        tasks = list(self.measurements.validation[: tracking.config.transcripts])
+        names = {mode: self.measurements.validation_name(mode) for mode in results}
+        try:
+            rows = await validation_transcripts(self.account.collector.store, names, results, tasks)
+        except StoreError as error:  # somebody has pruned them meanwhile
+            self.account.warn({"transcripts": f"the transcripts of a validation were not kept: {error}"})
+        else:
+            tracking.transcripts(self.state.step, rows)
 
 
 def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float]) -> dict[str, Any]:

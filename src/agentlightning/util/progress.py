@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +39,20 @@ WIDE = 110
 """Columns of a terminal from which on a bar is shown."""
 
 Metric = float | str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCounts:
+    """The rollouts of a job, by what became of them."""
+
+    waiting: int = 0
+    running: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    """Attempts beyond the first one of a rollout."""
+    cause: str | None = None
+    """The error of the last one that failed."""
 
 
 @dataclass(slots=True)
@@ -145,6 +159,25 @@ class Progress:
             now = self._clock()
             if self._due(phase, now):
                 self._show(phase, now)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is shown."""
+        return self._enabled
+
+    @property
+    def wants_transcript(self) -> bool:
+        """Whether somebody who looks on has asked for a rollout's transcript."""
+        return False
+
+    def transcript(self, text: str) -> None:
+        """Show the transcript of a rollout to who has asked for one."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics of a finished step, where there is a display that draws them."""
+
+    def rollouts(self, counts: RolloutCounts) -> None:
+        """Show what became of the rollouts so far, where there is a display for it."""
 
     def note(self, text: str) -> None:
         """Print a line that stays."""

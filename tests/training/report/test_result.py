@@ -90,6 +90,7 @@ def test_the_report_of_a_run_has_these_fields() -> None:
             "provider_dollars": 0.25,
             "provider_calls_without_price": 1,
         },
+        "tracker_failures": {},
     }
     assert result.best_prompt.template == "Be kind.\nSay {word}."
     assert result.diff().splitlines()[-3:] == ["-Be quick.", "+Be kind.", " Say {word}."]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
 from rich.console import Console
 
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.health.examination import failures_of, read_records
+from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.report.result import TrainingResult
+from agentlightning.util.printable import printable
+
+LINES: Final = 6
+"""Of a transcript, the last ones."""
+WIDTH: Final = 300
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
@@ -37,8 +48,41 @@ def print_result(result: TrainingResult, console: Console) -> None:
     )
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
+    print_closing(result, console)
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         console.print(f"{name:<11} {path}")
+
+
+def print_closing(result: TrainingResult, console: Console) -> None:
+    """What is wrong with the result, and why: no gain, groups without a spread, failures by cause; two transcripts."""
+    for mode, gain in result.held_out.items():
+        if gain.tasks and gain.interval[0] <= 0:
+            console.print(f"not better than the start ({mode})", style="yellow", markup=False)
+    records, _ = read_records(result.run_dir / "metrics.jsonl")
+    groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
+    if flat:
+        console.print(
+            f"groups without spread: {flat} of {groups}; their rollouts had the same reward, and taught nothing"
+        )
+    if result.failed_rollouts:
+        for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):
+            console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)
+    for name, row in best_and_worst(result.run_dir):
+        reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
+        console.print(f"{name} of the last validation, reward {reward}  ({row['rollout_id']})", markup=False)
+        for line in str(row["conversation"]).splitlines()[-LINES:]:
+            console.print(f"  {printable(line)[:WIDTH]}", markup=False)
+
+
+def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The transcripts with the highest and the lowest reward of the last validation; none where all are equal."""
+    path = run_dir / "transcripts.jsonl"
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    last = [row for row in rows if row["step"] == rows[-1]["step"] and row["reward"] is not None]
+    if not last:
+        return []
+    best, worst = max(last, key=lambda row: row["reward"]), min(last, key=lambda row: row["reward"])
+    return [("best", best), ("worst", worst)] if best["reward"] > worst["reward"] else [("one", best)]
 
 
 def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:

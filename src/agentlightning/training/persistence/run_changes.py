@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.util.settings import NONE, SECRETS, load_settings
 
 CHANGEABLE = (
@@ -181,3 +182,17 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(stage, f"{prefix}.{place}")
     else:
         yield prefix, value
+
+
+def check_objects(run_dir: Path, state: RunState, store: object | None, reward: object | None) -> None:
+    """Raises ResumeError where a live object of the run was not given again."""
+    if "store" in state.objects and store is None:
+        raise ResumeError(
+            f"{run_dir} keeps its rollouts in a store that was given to it; give it again:"
+            f" Trainer.resume({str(run_dir)!r}, store=...), or --server URL"
+        )
+    if "reward" in state.objects and reward is None:
+        raise ResumeError(
+            f"{run_dir} was started with a reward function that is an object; give it again:"
+            f" Trainer.resume({str(run_dir)!r}, reward=...), or --reward module:name"
+        )

@@ -57,6 +57,9 @@ class TrainingResult:
     cost: Cost = field(default_factory=Cost)
     """Tokens, and money where prices are set."""
 
+    tracker_failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The number of calls that failed, by experiment tracker; empty where all went well."""
+
     @property
     def best_prompt(self) -> PromptTemplate:
         """The prompt template of the result: the only one, else the first that was changed. Raises ConfigError for a
@@ -122,4 +125,5 @@ class TrainingResult:
             "prompts": {name: each.template for name, each in self.prompts.items()},
             "stages": [each.as_json() for each in self.stages],
             "cost": self.cost.as_json(),
+            "tracker_failures": dict(self.tracker_failures),
         }

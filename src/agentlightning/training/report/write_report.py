@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 
 import orjson
@@ -27,6 +29,7 @@ async def write_report(
     directory = run.account.run_dir.path
     checkpoint, curve = directory / "checkpoint", directory / "curve.png"
     await run.checkpoints.export(checkpoint)
+    await asyncio.to_thread(run.account.curve.close)
     if run.learner is not None or find_spec("matplotlib") is not None:
         measured = {mode: gain for mode, gain in gains.items() if gain.tasks}
         draw_curve(run.account.run_dir.read_metrics(), measured, curve)
@@ -57,5 +60,9 @@ async def write_report(
         stages=stage_results(state, lines, list(gains)),
         cost=cost,
     )
+    if run.account.tracking is not None:
+        failures = await asyncio.to_thread(run.account.tracking.result, state.step, result.as_json(), curve)
+        new = {each for kind, each in run.account.tracking.warnings().items() if kind not in state.warnings}
+        result = replace(result, tracker_failures=failures, warnings=(*result.warnings, *sorted(new)))
     write_atomically(directory / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
     return result

@@ -1,0 +1,64 @@
+"""What a dry run has seen, as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+
+from agentlightning.util.printable import printable
+
+if TYPE_CHECKING:
+    from agentlightning.training.dry_run.checks import DryRun, DryRunCheck
+    from agentlightning.training.dry_run.observation import DryRunRollout
+
+STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
+MOST_TEXT: Final = 400
+"""Characters of a message that are shown."""
+LAST_LINES: Final = 8
+"""Lines of a traceback that are shown, the last ones."""
+
+
+def print_dry_run(found: DryRun, console: Console) -> None:
+    """Print each check with what to look for, one rollout as an example, and whether training can begin."""
+    console.print()
+    for check in found.checks:
+        _print_check(check, console)
+    if found.rollouts:
+        _print_example(found.rollouts, console)
+    counts = {name: sum(each.outcome == name for each in found.checks) for name in ("failed", "warning")}
+    if not found.is_ready:
+        console.print(f"\nnot ready: {counts['failed']} of {len(found.checks)} checks failed", style="red")
+    elif counts["warning"]:
+        console.print(f"\nready, with {counts['warning']} warnings; train with  agl train", style="yellow")
+    else:
+        console.print("\nready; train with  agl train", style="green")
+
+
+def _print_check(check: DryRunCheck, console: Console) -> None:
+    first, *rest = map(printable, check.text.splitlines() or [""])
+    console.print(f"{check.outcome:<8}", style=STYLES[check.outcome], end="")
+    console.print(f" {check.name:<9} {first}", markup=False)
+    if len(rest) > LAST_LINES:
+        console.print(f"{'':<19}... {len(rest) - LAST_LINES} lines")
+    for line in rest[-LAST_LINES:]:
+        console.print(f"{'':<19}{line}", markup=False)
+    if check.advice and check.outcome != "ok":
+        console.print(f"{'':<9} {'try':<9} {printable(check.advice)}", markup=False)
+
+
+def _print_example(rollouts: tuple[DryRunRollout, ...], console: Console) -> None:
+    """The best of them, message by message."""
+    shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
+    reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
+    console.print(f"\none rollout of {len(rollouts)}, {reward}")
+    console.print(f"  task       {_short(shown.task)}", markup=False)
+    for message in shown.transcript:
+        parts = [str(part.get("content", part)) for part in message.get("parts") or () if isinstance(part, dict)]
+        console.print(f"  {message.get('role', '?')!s:<10} {_short(' '.join(parts))}", markup=False)
+    console.print(f"  output     {_short(shown.output)}", markup=False)
+
+
+def _short(value: object) -> str:
+    text = printable(str(value))
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."

@@ -1,0 +1,1 @@
+"""`agl init`: a working folder for one's own agent."""

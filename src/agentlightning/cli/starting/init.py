@@ -1,0 +1,82 @@
+"""`agl init`: make a working folder for the kind of agent that one has."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.starting.folder import KINDS, Kind, write_folder
+from agentlightning.errors import ConfigError
+
+
+class KindName(StrEnum):
+    """A kind of agent."""
+
+    FUNCTION = "function"
+    COMMAND = "command"
+    LANGGRAPH = "langgraph"
+    OPENAI_AGENTS = "openai-agents"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("init")(init)
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="The folder to make (default: the current one).")] = Path("."),
+    kind: Annotated[
+        KindName | None, typer.Option(help="The kind of agent; asked for without it.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
+
+    Nothing is overwritten: where one of its files exists, nothing is written.
+    """
+    output = Output(as_json)
+    with errors_reported(output):
+        chosen = KINDS[kind.value] if kind is not None else _ask()
+        written = write_folder(directory, chosen)
+        record = {
+            "directory": str(directory),
+            "kind": chosen.name,
+            "files": [str(path) for path in written],
+            "install": chosen.missing,
+        }
+        output.finish(record, lambda console: _print(directory, written, chosen, console))
+
+
+def _ask() -> Kind:
+    """The kind that the user chooses. Raises ConfigError where there is nobody to ask."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"which kind of agent? Give one: --kind {'|'.join(KINDS)}")
+    for number, each in enumerate(KINDS.values(), 1):
+        typer.echo(f"{number}  {each.name:<14} {each.about}", err=True)
+    numbered = {str(number): each for number, each in enumerate(KINDS.values(), 1)}
+    choice = str(typer.prompt("the kind of your agent", default="1", err=True)).strip()
+    chosen = numbered.get(choice) or KINDS.get(choice)
+    if chosen is None:
+        raise ConfigError(f"{choice!r} is no kind of agent; choose one of {', '.join([*numbered, *KINDS])}")
+    return chosen
+
+
+def _print(directory: Path, written: list[Path], kind: Kind, console: Console) -> None:
+    for path in written:
+        console.print(f"wrote  {path}", markup=False)
+    steps = [
+        *([] if directory.resolve() == Path.cwd() else [f"cd {directory}"]),
+        *([f"pip install {' '.join(kind.missing)}"] if kind.missing else []),
+        "agl train --dry-run",
+        "agl train",
+        "agl dashboard",
+    ]
+    console.print("next:")
+    for step in steps:
+        console.print(f"  {step}", markup=False)

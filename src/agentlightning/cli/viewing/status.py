@@ -1,0 +1,108 @@
+"""`agl status`: how far a training run is, running here, elsewhere on a shared disk, or over."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+from agentlightning.util.printable import printable
+from agentlightning.util.progress import duration
+from agentlightning.util.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from agentlightning.training.health.examination import Examination
+    from agentlightning.training.health.step_record import StepRecord
+
+
+def register(app: typer.Typer) -> None:
+    app.command("status")(status)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(help="The directory of a run: running, finished or crashed.")],
+    as_json: Json = False,
+) -> None:
+    """Say how far a training run is: its step, reward, validation, speed, failures and warnings."""
+    output = Output(as_json)
+    with errors_reported(output):
+        from agentlightning.training.health.examination import examine, read_records
+
+        found = examine(run)
+        records, _ = read_records(run / "metrics.jsonl")
+        record = record_of(found, records)
+        output.finish(record, lambda console: _print(record, records, console))
+
+
+def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
+    """The state of a run as JSON values."""
+    state, rewards = found.state, [each.reward for each in records if each.reward is not None]
+    validated = next((each for each in reversed(records) if each.validation), None)
+    total = _total_steps(found.run_dir)
+    per_step = state.seconds / state.step if state.step else None
+    left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
+    means = {
+        name.removeprefix("before-"): sum(known) / len(known)
+        for name, each in state.evaluations.items()
+        if name.startswith("before-") and (known := [value for value in each if value is not None])
+    }
+    return {
+        "run_dir": str(found.run_dir),
+        "status": found.status,
+        "step": state.step,
+        "steps": total,
+        "seconds": round(state.seconds, 1),
+        "seconds_left": None if left is None else round(left, 1),
+        "reward": rewards[-1] if rewards else None,
+        "first_reward": rewards[0] if rewards else None,
+        "best_reward": max(rewards) if rewards else None,
+        "start": means,
+        "validation": dict(validated.validation) if validated else {},
+        "validated_at": validated.step if validated else None,
+        "tokens_per_second": records[-1].tokens_per_second if records else None,
+        "rollouts": state.rollouts,
+        "failed_rollouts": state.failed_rollouts,
+        "rejected_rollouts": dict(state.rejected),
+        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "warnings": dict(state.warnings),
+    }
+
+
+def _total_steps(run_dir: Path) -> int | None:
+    """The steps of the whole run; None where its settings do not say."""
+    try:
+        settings = tomllib.loads((run_dir / "config.toml").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    steps = settings.get("algorithm", {}).get("steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _print(record: dict[str, Any], records: list[StepRecord], console: Console) -> None:
+    of = "" if record["steps"] is None else f" of {record['steps']}"
+    left = "" if record["seconds_left"] is None else f", about {duration(record['seconds_left'])} left"
+    head = f"{record['run_dir']}: {record['status']}, step {record['step']}{of}, {duration(record['seconds'])}{left}"
+    console.print(head, markup=False)
+    if record["reward"] is not None:
+        spark = sparkline([float("nan") if each.reward is None else each.reward for each in records])
+        first, best = record["first_reward"], record["best_reward"]
+        console.print(f"reward      {record['reward']:.3f}  {spark}  from {first:.3f}, best {best:.3f}")
+    for mode, value in record["validation"].items():
+        console.print(f"validation  {mode} {value:.3f}  (step {record['validated_at']})", markup=False)
+    for mode, value in record["start"].items():
+        console.print(f"start       {mode} {value:.3f}, on held-out tasks", markup=False)
+    if record["tokens_per_second"]:
+        console.print(f"speed       {record['tokens_per_second']:,.0f} tokens/s")
+    rejected = sum(record["rejected_rollouts"].values())
+    console.print(f"rollouts    {record['rollouts']}, {record['failed_rollouts']} failed, {rejected} rejected")
+    for each in record["failures"]:
+        console.print(
+            f"failed      {each['count']}  {printable(each['cause'])}  {printable(each['example'])}", markup=False
+        )
+    for text in record["warnings"].values():
+        console.print(f"warning     {printable(text)}", style="yellow", markup=False)

@@ -1,0 +1,129 @@
+"""A dry run says in words what would keep training from working: real rollouts of agents with one mistake each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.request
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.training.dry_run.checks import DryRun
+
+pytest.importorskip("torch")
+TASKS = [{"word": f"word {number}"} for number in range(12)]
+
+
+def ask(word: str, url: str | None = None, **extra: Any) -> str:
+    body = {"model": "policy", "messages": [{"role": "user", "content": f"say {word}"}], "max_tokens": 6, **extra}
+    request = urllib.request.Request(
+        (url or os.environ["OPENAI_BASE_URL"]) + "/chat/completions",
+        json.dumps(body).encode(),
+        {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"] or ""
+
+
+def length(task: dict, output: str) -> float:
+    return float(len(output))
+
+
+async def good(word: str) -> str:
+    return await asyncio.to_thread(ask, word)
+
+
+async def ignores_the_address(word: str) -> str:
+    return f"I know {word} by heart"
+
+
+async def returns_nothing(word: str) -> None:
+    await good(word)
+
+
+async def raises(word: str) -> str:
+    await good(word)
+    raise LookupError(f"no such page: {word}")
+
+
+async def has_a_broken_tool(word: str) -> str:
+    agl.emit_tool_call("search", {"query": word}, error="KeyError: 'API_KEY'")
+    return await good(word)
+
+
+def dry_run(agent: Any, tmp_path: Any, reward: Any = length, **settings: Any) -> DryRun:
+    config = agl.TrainConfig(runner=agl.RunnerConfig(concurrency=8, timeout_seconds=20), policy={"model": "tiny"})
+    trainer = agl.Trainer(config, reward=reward, run_dir=tmp_path / "run", progress=agl.Progress(enabled=False))
+    found = trainer.dry_run(agent, TASKS)
+    assert not (tmp_path / "run").exists(), "a dry run leaves nothing"
+    return found
+
+
+def check(found: DryRun, name: str) -> Any:
+    (only,) = (each for each in found.checks if each.name == name)
+    return only
+
+
+@pytest.mark.slow
+def test_an_agent_that_works_is_ready(tmp_path):
+    found = dry_run(good, tmp_path)
+    assert found.is_ready
+    assert {each.name: each.outcome for each in found.checks if each.outcome == "ok"} == dict.fromkeys(
+        ("agent", "rollouts", "calls", "tokens", "reward"), "ok"
+    )
+    assert check(found, "model").outcome == check(found, "tasks").outcome == "warning", "random weights, few tasks"
+    assert all(each.sampled_tokens == 6 and each.reward is not None for each in found.rollouts)
+    assert len(found.as_json()["rollouts"]) == 8
+
+
+@pytest.mark.slow
+def test_an_agent_that_ignores_the_address_is_told_what_to_look_for(tmp_path):
+    found = dry_run(ignores_the_address, tmp_path)
+    assert not found.is_ready
+    assert check(found, "calls").text == "the agent made no call to the model that is to learn"
+    assert "base_url=" in check(found, "calls").advice
+    assert "OPENAI_BASE_URL" in check(found, "calls").advice
+
+
+@pytest.mark.slow
+def test_a_missing_reward_is_named(tmp_path):
+    found = dry_run(returns_nothing, tmp_path, reward=None)
+    assert check(found, "reward").outcome == "failed"
+    assert check(found, "reward").text.startswith("8 of 8 rollouts have none")
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_always_the_same_is_shown_with_an_output(tmp_path):
+    found = dry_run(good, tmp_path, reward=lambda task, output: 0.0)
+    assert found.is_ready, "it may be the tasks"
+    assert check(found, "reward").outcome == "warning"
+    assert "all 8 rewards are 0: rollouts that do not differ teach nothing" in check(found, "reward").text
+    assert "'word 0'" in check(found, "reward").text or "{'word'" in check(found, "reward").text
+
+
+@pytest.mark.slow
+def test_an_agent_that_raises_is_shown_with_its_traceback_and_task(tmp_path):
+    found = dry_run(raises, tmp_path)
+    assert check(found, "rollouts").outcome == "failed"
+    assert "8 of 8 failed" in check(found, "rollouts").text
+    assert "LookupError: no such page: word" in check(found, "rollouts").text
+    assert check(found, "calls").outcome == "ok", "its calls arrived all the same"
+
+
+@pytest.mark.slow
+def test_a_tool_that_raises_is_named(tmp_path):
+    found = dry_run(has_a_broken_tool, tmp_path)
+    assert "tools raised: search 8 times" in check(found, "tools").text
+    assert "API_KEY" in check(found, "tools").text
+
+
+@pytest.mark.slow
+def test_an_agent_that_cannot_be_imported_is_one_finding(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    found = dry_run("broken.py:solve", tmp_path)
+    assert not found.is_ready
+    assert "no_such_package" in check(found, "agent").text

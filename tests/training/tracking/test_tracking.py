@@ -1,0 +1,194 @@
+"""What a run measures arrives at each tracker and is read back by its own API; a failing one never stops the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agentlightning.config import TrainConfig
+from agentlightning.errors import MissingExtraError
+from agentlightning.training.tracking import tracking as module
+from agentlightning.training.tracking.base import Transcript
+from agentlightning.training.tracking.tracking import Tracking, flat_settings
+
+ROW = Transcript("greedy", '{"word": "red"}', "user: say <red> | now\nassistant: red", "red", 0.5, "r1-validation-0")
+RESULT = {
+    "held_out": {"greedy": {"before": 0.25, "after": 0.75, "gain": 0.5, "interval": [0.25, 0.75], "tasks": 8}},
+    "steps": 3,
+}
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360606060000000050001a5f64540"
+    "0000000049454e44ae426082"
+)
+
+
+def config(*trackers: str, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"agent": "mine.py:solve", "tracking": {"trackers": trackers, **changes}})
+
+
+def report(run_dir: Path, settings: TrainConfig) -> dict[str, int]:
+    """A run of three steps that is interrupted after the second, and resumed from the first."""
+    run_dir.mkdir(exist_ok=True)
+    first = Tracking(settings, run_dir, 0)
+    for step in (1, 2):
+        first.log(step, {"step": step, "reward": step / 10, "note": "text", "entropy": float("nan")})
+        first.transcripts(step, [ROW])
+    first.close()
+    again = Tracking(settings, run_dir, 1)
+    for step in (2, 3):
+        again.log(step, {"step": step, "reward": step / 10})
+    again.transcripts(3, [ROW])
+    (run_dir / "curve.png").write_bytes(PNG)
+    return again.result(3, RESULT, run_dir / "curve.png")
+
+
+class Broken:
+    """A tracker that starts, and raises from then on."""
+
+    package = "broken"
+
+    def start(self, run: Any) -> str:
+        return "one"
+
+    def log(self, step: int, metrics: Any) -> None:
+        raise ConnectionError("the server is gone")
+
+    def transcripts(self, step: int, rows: Any) -> None:
+        raise SystemExit(3)
+
+    def result(self, step: int, result: Any, curve: Any) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
+
+
+class Absent(Broken):
+    def start(self, run: Any) -> str:
+        raise TimeoutError("no answer")
+
+
+@pytest.fixture
+def tracker_is(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module, "check_installed", lambda config: None)
+    return lambda kind: monkeypatch.setattr(module, "load_tracker", lambda name: kind())
+
+
+def test_transcripts_are_in_a_file_whether_there_is_a_tracker_or_not(tmp_path: Path) -> None:
+    assert report(tmp_path, config()) == {}
+    rows = [orjson.loads(line) for line in (tmp_path / "transcripts.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == [1, 3], "the step that was lost is not there twice"
+    assert rows[0]["output"] == "red"
+
+
+def test_a_tracker_that_fails_is_named_once_and_counted(tmp_path: Path, tracker_is: Any) -> None:
+    tracker_is(Broken)
+    tracking = Tracking(config("tensorboard"), tmp_path, 0)
+    for step in (1, 2, 3):
+        tracking.log(step, {"reward": 0.5})
+    tracking.transcripts(3, [ROW])
+    assert tracking.result(3, RESULT, tmp_path / "curve.png") == {"tensorboard": 4}
+    (text,) = tracking.warnings().values()
+    assert text.startswith("tensorboard failed to log metrics: ConnectionError: the server is gone. The run goes on")
+
+
+def test_a_tracker_that_does_not_start_is_named_and_every_call_counted(tmp_path: Path, tracker_is: Any) -> None:
+    tracker_is(Absent)
+    tracking = Tracking(config("tensorboard"), tmp_path, 0)
+    assert "failed to start: TimeoutError: no answer" in tracking.warnings()["tracker_tensorboard"]
+    tracking.log(1, {"reward": 0.5})
+    tracking.close()
+    assert tracking.failures == {"tensorboard": 3}
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[mlflow\]'"):
+        Tracking(config("mlflow"), tmp_path, 0)
+
+
+def test_no_secret_is_among_the_settings() -> None:
+    found = flat_settings({"a": {"api_key": "s", "b": 1}, "list": [{"headers": {"x": "s"}, "c": 2}]})
+    assert found == {"a.b": 1, "list": '[{"c":2}]'}
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_the_run_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert report(tmp_path, config("tensorboard")) == {}
+    events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()
+    assert [(each.step, round(each.value, 3)) for each in events.Scalars("reward")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert events.Scalars("result/held_out_greedy_gain")[0].value == 0.5
+    assert (
+        "say &lt;red> \\| now<br>assistant: red"
+        in events.Tensors("transcripts")[-1].tensor_proto.string_val[0].decode()
+    )
+    assert "mine.py:solve" in events.Tensors("settings")[0].tensor_proto.string_val[0].decode()
+    assert events.Images("curve")[0].encoded_image_string == PNG
+
+
+@pytest.mark.slow
+def test_mlflow_reads_the_run_back(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    run_dir = tmp_path / "first"
+    assert report(run_dir, config("mlflow", project="words")) == {}
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("words")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params["agent"] == "mine.py:solve"
+    assert run.data.metrics["result/held_out_greedy_gain"] == 0.5
+    assert {each.step for each in client.get_metric_history(run.info.run_id, "reward")} == {1, 2, 3}
+    assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"curve.png", "result.json", "transcripts"}
+
+
+@pytest.mark.slow
+def test_trackio_reads_the_run_back(tmp_path: Path) -> None:
+    """In a process of its own: Trackio reads the place of its files when it is imported."""
+    pytest.importorskip("trackio")
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_tracking import config, report
+assert report(Path(sys.argv[2]), config("trackio", project="words")) == {}
+import trackio
+(run,) = trackio.Api().runs("words")
+from trackio.sqlite_storage import SQLiteStorage
+rows = {row["step"]: row for row in SQLiteStorage.get_logs("words", run.name)}
+print(run.name, sorted(rows), rows[3].get("reward"))
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "first")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("first [1, 2, 3]")
+
+
+@pytest.mark.slow
+def test_wandb_reads_the_offline_run_back(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    assert report(tmp_path, config("wandb", project="words")) == {}
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    ids = {file.stem.removeprefix("run-") for file in files}
+    assert len(ids) == 1, "a resumed run continues the same one"
+    rewards: list[str] = []
+    for file in files:
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            rewards += [items["reward"]] if "reward" in items else []
+    assert rewards == ["0.1", "0.2", "0.2", "0.3"], "the repeated step is sent again; the server keeps the first"
