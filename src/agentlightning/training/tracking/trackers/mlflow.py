@@ -1,5 +1,7 @@
 """MLflow: a database beside the runs (`runs/mlflow.db`) unless the settings or MLFLOW_TRACKING_URI name a server."""
 
+# The package is an extra, which type checks do without.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """TensorBoard: event files in `RUN/tensorboard`. Written with the package `tensorboard` alone, without torch."""
 
+# The package is an extra, which type checks do without.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import struct

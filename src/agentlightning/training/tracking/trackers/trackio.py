@@ -1,5 +1,7 @@
 """Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it."""
 
+# The package is an extra, which type checks do without.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os

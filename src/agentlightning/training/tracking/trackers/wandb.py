@@ -1,5 +1,7 @@
 """Weights & Biases: offline below `RUN/wandb` unless the settings or WANDB_MODE say otherwise."""
 
+# The package is an extra, which type checks do without.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
