@@ -64,6 +64,23 @@ def test_a_held_out_task_whose_rollout_fails_is_in_the_report(job, agl):
     assert (record["tasks"], record["measured"], record["reasons"]) == (4, 3, {"failed": 1})
 
 
+ELSEWHERE = """
+def say(task):
+    return task["word"]  # as a client with an address of its own would answer, or a cache
+"""
+
+
+def test_an_agent_that_asks_another_model_is_named_before_the_first_step(job, agl):
+    (job.directory / "agent.py").write_text(ELSEWHERE)
+    done = agl("train", *job.arguments, *STEPS, "--json")
+    assert done.exit_code != 0
+    warning = "warning: evaluation: none of these"
+    assert warning in done.stderr
+    for sought in ("OPENAI_BASE_URL", "base_url=", ".env", "cache", "docs/frameworks.md"):
+        assert sought in done.stderr.partition(warning)[2].partition("\n")[0]
+    assert "rollouts cannot be used (16 no policy calls)" in done.output  # of the first step
+
+
 def test_a_run_without_rewards_goes_on_once_there_are_some(job, agl):
     working = (job.directory / "reward.py").read_text()
     (job.directory / "reward.py").write_text(working.replace("return sum", "return {'a': 1.0}\n    return sum"))

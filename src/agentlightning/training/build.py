@@ -168,7 +168,7 @@ def make_training_run(
             tasks,
             config.evaluation,
             algorithm.reward_weights,
-            on_collected=account.name_left_out,
+            on_collected=account.name_evaluated if algorithm.learns_weights else account.name_left_out,
             on_progress=account.progress.update,
             write_state=account.write_state,
             validates=not algorithm.selects_result,

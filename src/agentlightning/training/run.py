@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentlightning.algorithms.agents import without_calls
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
 from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
-from agentlightning.credit.rejection import Check, count_reasons
+from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources, PromptTemplate, named_resources
@@ -100,6 +101,16 @@ class RunAccount:
                     f"rollout {first.rollout_id} is left out ({reason.replace('_', ' ')}): {first.message}\n"
                     "  further ones are counted: metrics.jsonl, report.json"
                 )
+
+    async def name_evaluated(self, collected: Collected) -> None:
+        """The same for an evaluation of a policy. Where no rollout asked any model, warn: nothing can be learned from
+        such rollouts."""
+        await self.name_left_out(collected)
+        if any(each.transitions for each in collected.trajectories):
+            return
+        found = without_calls(collected.trajectories)
+        if found and found[0].reason == NO_POLICY_CALLS:
+            self.warn({NO_POLICY_CALLS: f"evaluation: {found[0].message}"})
 
     async def begin_revision(self) -> None:
         """Cancel the rollouts that were queued before a change of what rewards mean."""
