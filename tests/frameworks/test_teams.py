@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.frameworks.service import ENVIRONMENTS, EXAMPLES
 
-TEAMS = {"graph.py": "modern"}
+TEAMS = {"graph.py": "modern", "runs.py": "modern", "round_robin.py": "modern"}
 TWO = ['algorithm.agents.editor={ type = "lora", r = 4 }']
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
