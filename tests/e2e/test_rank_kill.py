@@ -14,48 +14,48 @@ import psutil
 import pytest
 import torch
 
-STEPS = 12
+STEPS = 8
 KILLS = 5
+ROLLOUTS = 16
+"""Of a step."""
 RANKS = ("policy.kind=fsdp", "policy.processes=2", "policy.device=cpu")
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(3000)
-def test_a_run_whose_ranks_are_killed_five_times_ends_like_an_undisturbed_one(job: Any) -> None:
-    arguments = ("--json", f"algorithm.steps={STEPS}", *RANKS)
-    calm = job.run(job.command("--run-dir", "calm", *arguments))
-    assert calm.returncode == 0, calm.stderr
-
+@pytest.mark.timeout(7200)
+def test_a_run_whose_ranks_are_killed_five_times_counts_what_an_undisturbed_one_counts(job: Any) -> None:
     chance = random.Random(time.time_ns())
-    command = job.command("--run-dir", "rough", *arguments)
+    command = job.command("--run-dir", "run", "--json", f"algorithm.steps={STEPS}", *RANKS)
+    resume = [command[0], "train", "--resume", "run", "--json"]
     for kill in range(KILLS):
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command,
             cwd=job.directory,
             env=job.environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        killed = kill_a_rank(job.directory / "rough", process, 2 * kill, chance)
-        _, words = process.communicate(timeout=600)
+        ) as process:
+            killed = kill_a_rank(job.directory / "run", process, kill, chance)
+            _, words = process.communicate(timeout=1200)
         assert process.returncode != 0
         assert f"process {killed} on" in words or "was killed by SIGKILL before it had joined" in words, words
-        command = [command[0], "train", "--resume", "rough", "--json"]
-    finished = job.run(command)
+        command = resume
+    finished = subprocess.run(
+        command, cwd=job.directory, env=job.environment, capture_output=True, text=True, timeout=1200
+    )
     assert finished.returncode == 0, finished.stderr
 
-    reports = [json.loads((job.directory / name / "report.json").read_bytes()) for name in ("calm", "rough")]
-    assert [report["steps"] for report in reports] == [STEPS, STEPS]
-    assert reports[0]["rollouts"] == reports[1]["rollouts"] == STEPS * 16
-    assert optimizer_steps(job.directory / "rough") == optimizer_steps(job.directory / "calm") == STEPS
-    lines = (job.directory / "rough" / "metrics.jsonl").read_text().splitlines()
+    report = json.loads((job.directory / "run" / "report.json").read_bytes())
+    assert (report["steps"], report["rollouts"]) == (STEPS, STEPS * ROLLOUTS)
+    assert optimizer_steps(job.directory / "run") == STEPS
+    lines = (job.directory / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
 def kill_a_rank(run_dir: Path, process: subprocess.Popen[str], step: int, chance: random.Random) -> int:
     """One of the ranks, at a random moment after a step. Returns its process."""
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1200
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before a rank could be killed"
         state = run_dir / "state.json"

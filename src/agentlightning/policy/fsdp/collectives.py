@@ -56,6 +56,8 @@ class Ranks:
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Of parameters that every rank has whole. One without a gradient on all of them stays without."""
+        if not parameters:
+            return
         has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
         dist.all_reduce(has)
         found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]

@@ -165,7 +165,7 @@ class RankGroup:
         replies: dict[int, Reply] = {}
         until: float | None = None
         while pending and (until is None or time.monotonic() < until):
-            for connection in wait(list(pending), timeout=POLL_SECONDS):
+            for connection in self._readable(list(pending)):
                 assert isinstance(connection, Connection)
                 member = pending[connection]
                 try:
@@ -184,6 +184,12 @@ class RankGroup:
         if pending:
             raise self._failed(replies, list(pending.values()), name)
         return replies
+
+    def _readable(self, connections: list[Connection]) -> list[Any]:
+        try:
+            return wait(connections, timeout=POLL_SECONDS)
+        except (OSError, ValueError) as error:  # `close` was called meanwhile.
+            raise RankError(self._over or str(error)) from None
 
     def _answer(self, name: str, replies: Mapping[int, Reply]) -> Any:
         failures = [reply.failure for reply in replies.values() if reply.failure is not None]
@@ -241,6 +247,15 @@ class _Joining:
         self._strangers = 0
 
     def run(self) -> list[tuple[Hello, Connection]]:
+        try:
+            self._wait()
+        except BaseException:
+            for _, connection in self._joined:
+                connection.close()
+            raise
+        return self._joined
+
+    def _wait(self) -> None:
         begun = said = time.monotonic()
         while len(self._joined) < self._settings.processes:
             now = time.monotonic()
@@ -256,7 +271,6 @@ class _Joining:
                 said = now
                 logger.warning("%d of %d ranks have joined", len(self._joined), self._settings.processes)
             self._accept_one()
-        return self._joined
 
     def _accept_one(self) -> None:
         try:
@@ -275,11 +289,20 @@ class _Joining:
             reason = f"it runs {difference}; install the same version on all machines"
             connection.send(Refusal(reason))
             raise ConfigError(f"process {hello.pid} on {hello.host} cannot be a rank: {reason}")
+        self._joined = [each for each in self._joined if not _has_ended(each[1])]  # Its launcher may start it again.
         if hello.rank is not None and hello.rank in {each.rank for each, _ in self._joined}:
             reason = f"there is a rank {hello.rank} already; start each number once, or leave RANK out"
             connection.send(Refusal(reason))
             raise ConfigError(f"process {hello.pid} on {hello.host} cannot be a rank: {reason}")
         self._joined.append((hello, connection))
+
+
+def _has_ended(connection: Connection) -> bool:
+    """Of a rank that has joined: until it is welcomed, it has nothing to say."""
+    try:
+        return connection.poll()
+    except OSError:
+        return True
 
 
 def _numbered(joined: Sequence[tuple[Hello, Connection]]) -> list[Member]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.fsdp.collectives import Ranks
@@ -44,6 +44,8 @@ class ShardedForward(Forward):
         self.ranks = ranks
         self._left: list[int] = []
         """Passes of the longest rank at each position that is still to come."""
+        self._used = False
+        """Whether there has been a pass, before which torch has no state to reset."""
         shard(model, ranks, self.dtype)
         self.cost = cost_model(model)
 
@@ -61,7 +63,8 @@ class ShardedForward(Forward):
             done = True
         finally:
             self._left = []
-            if not done or not torch.is_grad_enabled():  # Gathered weights must not outlive their next change.
+            if self._used and not (done and torch.is_grad_enabled()):
+                # What was gathered must not outlive the next change of the weights.
                 cast(FSDPModule, self.model).reset_iter_state()
 
     def states(self, batch: MicroBatch) -> States:
@@ -69,6 +72,12 @@ class ShardedForward(Forward):
         idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
         states = super().states(batch)
         return states if idle is None else States(states.hidden + idle.to(states.hidden.dtype), states.logits)
+
+    def _states(
+        self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
+    ) -> States:
+        self._used = True
+        return super()._states(ids_BT, positions, cache, **inputs)
 
     def score(
         self,

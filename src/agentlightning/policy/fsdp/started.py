@@ -23,7 +23,8 @@ class StartedRanks:
     when its connection does."""
 
     def __init__(self, count: int, port: int, token: bytes, threads: int) -> None:
-        command = [sys.executable, "-m", MODULE, f"127.0.0.1:{port}"]
+        # This process listens already: one that does not find it has outlived it.
+        command = [sys.executable, "-m", MODULE, f"127.0.0.1:{port}", "--timeout", "0"]
         environment = _environment(os.environ, token, threads)
         self._processes = [
             subprocess.Popen(

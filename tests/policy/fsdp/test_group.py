@@ -1,0 +1,165 @@
+"""How the trainer's process follows its ranks, here played by the test."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError, PolicyError, RankError
+from agentlightning.policy.fsdp import group as module
+from agentlightning.policy.fsdp.config import RanksConfig
+from agentlightning.policy.fsdp.group import Member, RankGroup, _Joining, _numbered
+from agentlightning.policy.fsdp.identity import code
+from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, connect
+
+
+def hello(host: str = "a", pid: int = 1, rank: int | None = None) -> Hello:
+    return Hello(host, pid, code(), rank)
+
+
+class Played:
+    """A group of two ranks, each of which answers with what the test has prepared."""
+
+    def __init__(self) -> None:
+        ends = [Pipe() for _ in range(2)]
+        self.ranks: list[Connection] = [end for _, end in ends]
+        members = [Member(hello(pid=10 + i), end, i, 2, i) for i, (end, _) in enumerate(ends)]
+        self.group = RankGroup(members, None, None)
+
+    def call(self, *answers: Reply | None) -> Any:
+        """`None`: the rank ends instead."""
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if answer is None:
+                rank.close()
+            else:
+                rank.send(answer)
+        return self.group.call("train", "samples")
+
+
+def failed(error: BaseException, changed: bool = False) -> Reply:
+    return Reply(failure=Failure.of(error, changed=changed))
+
+
+def test_the_arguments_go_to_rank_0_and_its_answer_comes_back() -> None:
+    played = Played()
+    assert played.call(Reply("metrics"), Reply("other")) == "metrics"
+    assert [rank.recv() for rank in played.ranks] == [Command("train", ("samples",)), Command("train")]
+
+
+def test_what_all_ranks_refuse_alike_is_raised_and_the_group_goes_on() -> None:
+    played = Played()
+    with pytest.raises(PolicyError, match="no column") as caught:
+        played.call(failed(PolicyError("no column")), failed(PolicyError("no column")))
+    assert not isinstance(caught.value, RankError)
+    assert played.call(Reply(1), Reply(1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            Reply(1),
+            failed(MemoryError("no memory")),
+            "rank 1 of 2 .process 11 on a. failed during 'train': MemoryError",
+        ),
+        (Reply(1), failed(PolicyError("alone")), "rank 1 of 2 .* PolicyError: alone"),
+        (failed(PolicyError("x"), True), failed(PolicyError("x"), True), "rank 0 of 2 .* PolicyError: x"),
+        (Reply(1), None, "rank 1 of 2 .process 11 on a. closed its connection during 'train'"),
+        (failed(RuntimeError("Connection closed by peer")), None, "rank 1 of 2 .* closed its connection"),
+    ],
+)
+def test_a_rank_that_fails_alone_or_ends_is_named_and_the_group_is_over(
+    first: Reply, second: Reply | None, words: str
+) -> None:
+    played = Played()
+    with pytest.raises(RankError, match=words):
+        played.call(first, second)
+    with pytest.raises(RankError, match=words):
+        played.group.call("score")
+
+
+def test_ranks_that_wait_for_one_that_failed_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    played = Played()
+    played.ranks[0].send(failed(MemoryError("no memory")))
+    with pytest.raises(RankError, match=r"rank 0 .* MemoryError: no memory; no answer from rank 1 of 2"):
+        played.group.call("train")
+
+
+def test_ranks_are_numbered_by_their_launchers_else_by_machine() -> None:
+    def places(*hellos: Hello) -> list[tuple[str, int, int]]:
+        members = _numbered([(each, Pipe()[0]) for each in hellos])
+        assert [member.rank for member in members] == list(range(len(hellos)))
+        return [(member.hello.host, member.hello.pid, member.local_rank) for member in members]
+
+    assert places(hello("b", 1), hello("a", 2), hello("b", 3)) == [("a", 2, 0), ("b", 1, 0), ("b", 3, 1)]
+    assert places(hello("a", 1, 1), hello("a", 2), hello("b", 3, 0)) == [("b", 3, 0), ("a", 1, 0), ("a", 2, 1)]
+    with pytest.raises(ConfigError, match=r"process 7 on a is rank 2, and policy.processes=1"):
+        places(hello("a", 7, 2))
+
+
+def joining(*play: Callable[[Connection], Any], processes: int = 2, seconds: float = 20) -> Any:
+    """Who has joined, where each of `play` is a process with a connection."""
+    settings = RanksConfig(processes=processes, address="127.0.0.1:1", timeout_seconds=seconds)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(0.1)
+        address = listener.getsockname()
+
+        def run() -> list[Any]:
+            return [each(connect(address, b"secret", 5)) for each in play]
+
+        playing = pool.submit(run)
+        try:
+            return [each.pid for each, _ in _Joining(settings, listener, b"secret", None).run()]
+        finally:
+            playing.result()
+
+
+def test_a_rank_that_its_launcher_has_started_again_takes_its_place() -> None:
+    kept: list[Connection] = []
+
+    def ends(connection: Connection) -> None:
+        connection.send(hello(pid=1, rank=0))
+        connection.close()
+
+    def stays(pid: int, rank: int) -> Callable[[Connection], None]:
+        def play(connection: Connection) -> None:
+            connection.send(hello(pid=pid, rank=rank))
+            kept.append(connection)
+
+        return play
+
+    assert joining(ends, stays(2, 1), stays(3, 0)) == [2, 3]
+
+
+def test_a_rank_whose_number_is_taken_or_whose_code_differs_is_told_why() -> None:
+    told: list[Any] = []
+    kept: list[Connection] = []
+
+    def says(given: Hello, answered: bool) -> Callable[[Connection], None]:
+        def play(connection: Connection) -> None:
+            connection.send(given)
+            kept.append(connection)
+            if answered:
+                told.append(connection.recv())
+
+        return play
+
+    with pytest.raises(ConfigError, match=r"process 2 on a cannot be a rank: there is a rank 0 already"):
+        joining(says(hello(pid=1, rank=0), False), says(hello(pid=2, rank=0), True))
+    with pytest.raises(ConfigError, match="install the same version on all machines"):
+        joining(says(replace(hello(), code=replace(code(), digest="another")), True))
+    assert all(isinstance(each, Refusal) for each in told)
+    assert len(told) == 2
+
+
+def test_ranks_that_do_not_come_are_counted() -> None:
+    with pytest.raises(RankError, match=r"0 of 2 ranks have joined in 0.2 seconds"):
+        joining(seconds=0.2)
