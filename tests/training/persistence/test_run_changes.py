@@ -134,6 +134,15 @@ def test_how_credit_is_given_and_tasks_are_drawn_may_change(run):
     assert trainer.config.policy.gradient_checkpointing
 
 
+def test_the_number_of_training_processes_may_change_and_their_kind_may_not(run):
+    config = TrainConfig(policy={"kind": "fsdp", "processes": 2})
+    write_atomically(run / "config.toml", dump_toml(config).encode())
+    trainer = Trainer.resume(run, changes={"policy.processes": 4, "policy.address": "0.0.0.0:29400"})
+    assert (trainer.config.policy.processes, trainer.config.policy.address) == (4, "0.0.0.0:29400")
+    with pytest.raises(ConfigError, match=r"policy\.kind"):
+        Trainer.resume(run, changes={"policy.kind": "local", "policy.processes": 1})
+
+
 @pytest.mark.parametrize("fixed", ["algorithm.group_size=4", "algorithm.preset=dapo", "policy.value_head=linear"])
 def test_what_a_checkpoint_or_an_order_of_tasks_depends_on_stays(run, fixed):
     with pytest.raises(ConfigError, match="a resumed run keeps this"):
