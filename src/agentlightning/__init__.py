@@ -24,7 +24,7 @@ Rewards: RemoteReward (a reward function behind an HTTP endpoint), LLMJudge (a m
 Settings: CurriculumConfig, DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, WarmStartConfig,
     TrackingConfig (experiment trackers), RewardGuard (what rewards must be like), GateConfig (which versions are
     promoted), TurnLimit, Branching, GatewayConfig, OptimizerConfig, Lora (an adapter in place of all weights),
-    TinkerConfig (a server that trains), PPOLoss, NLLLoss.
+    TinkerConfig (a server that trains), WeightsConfig (where weights are published), PPOLoss, NLLLoss.
 What an agent says: emit_reward, emit_prompt, emit_response, emit_completion (its model calls), emit_tool_call,
     emit_step, emit_message, emit_object, emit_exception, emit_annotation, operation (a recorded step), track_agent
     (who is speaking), find_final_reward, find_reward_spans, get_reward_value, air_rule (a rule that rewards steps).
@@ -206,6 +206,7 @@ if TYPE_CHECKING:
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress, RolloutCounts
+    from agentlightning.weight_sync.versions.config import WeightsConfig
 
 _NAMES = {
     "algorithms.base": "Algorithm",
@@ -247,6 +248,7 @@ _NAMES = {
     "policy.base": "Policy",
     "policy.config": "PolicyConfig",
     "policy.tinker.config": "TinkerConfig",
+    "weight_sync.versions.config": "WeightsConfig",
     "policy.losses.nll": "NLLLoss",
     "policy.losses.ppo": "PPOLoss",
     "policy.lora_config": "Lora",
@@ -433,6 +435,7 @@ __all__ = [
     "UnknownTokensError",
     "Unset",
     "WarmStartConfig",
+    "WeightsConfig",
     "Worker",
     "air_rule",
     "algo",

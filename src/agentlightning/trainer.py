@@ -438,6 +438,8 @@ class Trainer:
         if state.step >= run.total_steps:
             self.progress.note(f"all {state.step} steps are done; with more (algorithm.steps=N) the run continues")
         run.account.read_records()
+        if run.learner is not None:
+            await run.learner.publish()
         await run.begin()
         await algorithm.run(run)
         await run.judge()

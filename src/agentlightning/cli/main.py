@@ -12,6 +12,7 @@ from agentlightning.cli.exporting import export
 from agentlightning.cli.recorded import learn
 from agentlightning.cli.starting import init
 from agentlightning.cli.viewing import dashboard, report, status
+from agentlightning.cli.weights import weights
 
 VERBS = (
     init,
@@ -30,6 +31,7 @@ VERBS = (
     store,
     credit,
     export,
+    weights,
 )
 
 

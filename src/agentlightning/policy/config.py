@@ -13,6 +13,7 @@ from agentlightning.policy.tinker.config import TinkerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.settings import Section
+from agentlightning.weight_sync.versions.config import WeightsConfig
 
 
 class PolicyConfig(Section):
@@ -74,6 +75,8 @@ class PolicyConfig(Section):
     """What samples: local, the training process; vllm or sglang, servers that get the weights after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
     """Model servers: their addresses, or how to start them."""
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """Where each version of the weights is published for other hosts."""
     tinker: TinkerConfig = Field(default_factory=TinkerConfig)
     """The server that trains and samples with kind "tinker"."""
 
@@ -96,6 +99,8 @@ class PolicyConfig(Section):
                 'kind="tinker" trains a model that the server has: name it by model, whose tokenizer is used here, and'
                 " tinker.base_model"
             )
+        if self.weights.url is not None:
+            raise ValueError('kind="tinker" keeps its weights on its server; leave out weights.url')
         if self.engine != "local":
             raise ValueError(f'kind="tinker" samples on its own server; leave out engine="{self.engine}"')
         return self

@@ -35,6 +35,7 @@ from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config
 from agentlightning.training.curriculum.task_order import task_order
+from agentlightning.training.export.versions import weight_versions
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
 from agentlightning.training.governance.reward_watch import RewardWatch
@@ -146,7 +147,7 @@ def make_training_run(
     publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
-    learner = None if policy is None else make_learner(server, policy, config, state)
+    learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir)
     stream = make_source(config, account, tasks, publisher, learner, algorithm)
     source: RolloutSource = stream
     if config.group_reward is not None:
@@ -236,7 +237,9 @@ def make_gate(
     return PromotionGate(gate, audit.state, checkpoints, guard_set, audit)
 
 
-def make_learner(server: Server, policy: Policy, config: TrainConfig, state: RunState) -> PolicyLearner:
+def make_learner(
+    server: Server, policy: Policy, config: TrainConfig, state: RunState, run_dir: RunDir
+) -> PolicyLearner:
     assert server.gateway is not None
     updating = partial(
         server.gateway.gates.of(policy).update,
@@ -245,7 +248,12 @@ def make_learner(server: Server, policy: Policy, config: TrainConfig, state: Run
         can_go_on=policy.can_update_in_flight,
     )
     return PolicyLearner(
-        policy, updating, config.policy.token_budget, lr_factor=lambda: state.lr_factor, resumes=state.resumes
+        policy,
+        updating,
+        config.policy.token_budget,
+        lr_factor=lambda: state.lr_factor,
+        resumes=state.resumes,
+        weights=weight_versions(policy, config.policy.weights, run_dir.path / "weights"),
     )
 
 

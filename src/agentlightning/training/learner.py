@@ -14,6 +14,7 @@ from typing import Any
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
+from agentlightning.training.export.versions import WeightVersions
 from agentlightning.training.sources.versions import Resumes, updates_of
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -31,6 +32,8 @@ class PolicyLearner:
     """The factor of the learning rate, lower after a return to an earlier checkpoint."""
     resumes: Resumes = ()
     """Of the run: loading a checkpoint raises the version, and is no update."""
+    weights: WeightVersions | None = None
+    """Where each version is published."""
 
     @property
     def chat(self) -> ChatFormat:
@@ -72,7 +75,12 @@ class PolicyLearner:
                 metrics |= await self.policy.publish_update(in_flight=in_flight)
             else:
                 metrics |= await self.policy.train(samples, in_flight=in_flight, **options)
-        return {**metrics, **own}
+        return {**metrics, **own, **await self.publish()}
+
+    async def publish(self) -> Mapping[str, float]:
+        """Publish the weights where other hosts pull them, if the run has such a place; returns what that cost. Raises
+        WeightStoreError."""
+        return {} if self.weights is None else await self.weights.publish()
 
     async def score(
         self,
@@ -90,6 +98,7 @@ class PolicyLearner:
     async def rollback(self, directory: Path) -> None:
         async with self.updating() as in_flight:
             await self.policy.load(directory, in_flight=in_flight)
+        await self.publish()
 
 
 def staleness(

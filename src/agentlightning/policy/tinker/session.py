@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,6 +47,7 @@ class TinkerSession:
     def __init__(self, config: TinkerConfig, service: Any, training: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
         self._service, self._training = service, training
+        self._health = ServerHealth(config)
 
     @classmethod
     def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
@@ -69,7 +71,7 @@ class TinkerSession:
         with _errors(config, "open a session"):
             service = tinker.ServiceClient(base_url=url, api_key=key)
             training = _wait(
-                config,
+                ServerHealth(config),
                 service.create_lora_training_client(
                     base,
                     rank=rank,
@@ -148,7 +150,7 @@ class TinkerSession:
 
     def _result(self, call: Any, what: str) -> Any:
         with _errors(self.config, what):
-            return _wait(self.config, call().future(), what)
+            return _wait(self._health, call().future(), what)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -179,11 +181,11 @@ class TinkerSession:
             return await self._awaited(call.future(), "score tokens")
 
     async def _awaited(self, future: Future[Any], what: str) -> Any:
-        watch = _Watch(self.config, what)
+        since = time.monotonic()
         waiting = asyncio.ensure_future(asyncio.wrap_future(future))
         try:
             while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
-                await asyncio.to_thread(watch.check)
+                await asyncio.to_thread(self._health.check, since, what)
             return waiting.result()
         finally:
             waiting.cancel()
@@ -195,40 +197,56 @@ def server_of(config: TinkerConfig) -> str | None:
     return url.rstrip("/") if url else None
 
 
-class _Watch:
-    """Limits how long a request may take, and how long its server may be unreachable meanwhile."""
+class ServerHealth:
+    """Whether the server of a session is there, asked at most every `POLL_SECONDS`, however many requests wait."""
 
-    def __init__(self, config: TinkerConfig, what: str) -> None:
-        self._config, self._what, self._url = config, what, server_of(config)
-        self._since = self._heard = time.monotonic()
+    def __init__(self, config: TinkerConfig) -> None:
+        self._config, self._url = config, server_of(config)
+        self._asking = threading.Lock()
+        self._asked = time.monotonic()
+        self._gone_since: float | None = None
 
-    def check(self) -> None:
-        """Raises PolicyError once a limit is passed."""
+    def check(self, since: float, what: str) -> None:
+        """Raises PolicyError for a request that began too long ago, and for a server that is gone for too long."""
         now = time.monotonic()
-        if now - self._since > self._config.timeout_seconds:
+        if now - since > self._config.timeout_seconds:
             raise PolicyError(
-                f"{_name(self._config)} did not {self._what} in {self._config.timeout_seconds:g} s; resume the run, or"
+                f"{_name(self._config)} did not {what} in {self._config.timeout_seconds:g} s; resume the run, or"
                 " raise policy.tinker.timeout_seconds"
             )
-        if self._url is None or _is_alive(self._url):
-            self._heard = now
-        elif now - self._heard > self._config.unreachable_seconds:
+        if self._url is None:
+            return
+        if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
+            try:
+                self._ask(self._url)
+            finally:
+                self._asking.release()
+        gone = 0.0 if self._gone_since is None else self._asked - self._gone_since
+        if gone > self._config.unreachable_seconds:
             raise PolicyError(
-                f"{self._url} was unreachable for {now - self._heard:.0f} s while it was to {self._what}; start it"
-                " again and resume the run"
+                f"{self._url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the"
+                " run"
             )
 
+    def _ask(self, url: str) -> None:
+        alive = _is_alive(url)
+        self._asked = time.monotonic()
+        if alive:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = self._asked
 
-def _wait(config: TinkerConfig, future: Future[Any], what: str) -> Any:
-    watch = _Watch(config, what)
+
+def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
+    since = time.monotonic()
     while True:
         try:
-            return future.result(timeout=min(POLL_SECONDS, config.unreachable_seconds))
+            return future.result(timeout=POLL_SECONDS)
         except FutureTimeoutError:
             if future.done():
                 raise
             try:
-                watch.check()
+                health.check(since, what)
             except PolicyError:
                 future.cancel()
                 raise

@@ -1,0 +1,1 @@
+"""`agl weights`."""
