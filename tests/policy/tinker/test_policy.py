@@ -22,7 +22,10 @@ from .conftest import open_remote, policy_settings
 
 PROMPT = tuple(range(5, 25))
 PARAMS = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
-pytestmark = [pytest.mark.usefixtures("key"), pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("key"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def lesson(first: Sample, second: Sample, *, advantage: float = 1.0, **node: Any) -> TrainingSample:
