@@ -68,11 +68,13 @@ def _serve(connection: Connection, trainer: str) -> int:
         connection.send(Reply(learner.digest))
     except Exception as error:  # noqa: BLE001
         connection.send(Reply(failure=Failure.of(error)))
-        commands.get()  # Until the trainer closes.
         return 1
-    while (command := commands.get()).name != CLOSE:
-        connection.send(_answer(command, learner, ranks, connection))
-    return 0
+    while True:
+        reply = _answer(commands.get(), learner, ranks, connection)
+        try:
+            connection.send(reply)
+        except OSError:
+            return TRAINER_GONE
 
 
 def _hello(environment: Mapping[str, str]) -> Hello:
@@ -86,14 +88,15 @@ def _hello(environment: Mapping[str, str]) -> Hello:
 
 
 def _read_in_background(connection: Connection) -> queue.SimpleQueue[Command]:
-    """The commands that arrive. When the trainer is gone, this process ends, wherever it is: it may wait for a rank
-    that will not answer."""
+    """The commands that arrive. When the trainer closes or is gone, this process ends, wherever it is: it may wait for
+    a rank that will not answer."""
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def read() -> None:
         try:
-            while True:
-                commands.put(connection.recv())
+            while (command := connection.recv()).name != CLOSE:
+                commands.put(command)
+            os._exit(0)
         except (EOFError, OSError):
             os._exit(TRAINER_GONE)
 
