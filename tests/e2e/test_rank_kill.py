@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,11 @@ def kill_a_rank(run_dir: Path, process: subprocess.Popen[str], step: int, chance
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
-    return [each for each in psutil.Process(pid).children() if "agentlightning.policy.fsdp.rank" in each.cmdline()]
+    found: list[psutil.Process] = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):  # It has ended meanwhile.
+            found += [child] * ("agentlightning.policy.fsdp.rank" in child.cmdline())
+    return found
 
 
 def optimizer_steps(run_dir: Path) -> int:

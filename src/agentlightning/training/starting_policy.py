@@ -43,7 +43,7 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
     steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
     policy = await opening.open_policy(
         opening.policy_config(
-            config.policy,
+            config.policy if conversations else config.policy.model_copy(update={"kind": "local"}),  # Only written.
             model,
             optimizer=warm_start.optimizer,
             steps=max(1, steps),
