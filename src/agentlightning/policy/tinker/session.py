@@ -63,7 +63,7 @@ class TinkerSession:
                 f" {KEY_PREFIX} and its token"
             )
         os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
-        import tinker
+        import tinker  # pyright: ignore[reportMissingImports]
 
         url, base = server_of(config), config.base_model or model
         if url is not None:
@@ -91,7 +91,7 @@ class TinkerSession:
     ) -> list[FloatArray]:
         """Add the gradient of a loss, or without `backward` compute it alone; returns log p of the tokens of each row
         but the first [T - 1]."""
-        from tinker import types
+        from tinker import types  # pyright: ignore[reportMissingImports]
 
         data = [
             types.Datum(
@@ -110,7 +110,7 @@ class TinkerSession:
 
     def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
         """A step of AdamW by the gradient so far; returns the server's metrics."""
-        from tinker import types
+        from tinker import types  # pyright: ignore[reportMissingImports]
 
         params = types.AdamParams(
             learning_rate=lr,
@@ -156,7 +156,7 @@ class TinkerSession:
 
     async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
         """One sequence; `stop` as the package has it."""
-        from tinker import types
+        from tinker import types  # pyright: ignore[reportMissingImports]
 
         settings = types.SamplingParams(
             max_tokens=params.max_tokens,
@@ -174,7 +174,7 @@ class TinkerSession:
 
     async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
         """log p of each token, None for the first."""
-        from tinker import types
+        from tinker import types  # pyright: ignore[reportMissingImports]
 
         with _errors(self.config, "score tokens"):
             call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
@@ -255,7 +255,7 @@ def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
 @contextmanager
 def _errors(config: TinkerConfig, what: str) -> Generator[None]:
     """Errors of the package as PolicyError; of the key as ConfigError."""
-    import tinker
+    import tinker  # pyright: ignore[reportMissingImports]
 
     where = _name(config)
     try:

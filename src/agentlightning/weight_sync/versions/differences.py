@@ -65,7 +65,7 @@ def difference(base: Path, new: Path) -> Difference | None:
     parts = layout(new)
     if parts is None or not base.exists() or layout(base) != parts:
         return None
-    import zstandard
+    import zstandard  # pyright: ignore[reportMissingImports]
 
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     old, own = _mapped(base), _mapped(new)
@@ -83,7 +83,7 @@ def difference(base: Path, new: Path) -> Difference | None:
 def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
     """Write what `base` becomes. Raises DamagedDifferenceError, and leaves no file, where a tensor of the result is not
     the one that was published."""
-    import zstandard
+    import zstandard  # pyright: ignore[reportMissingImports]
 
     if base.stat().st_size != entry.size or sum(part.stored for part in entry.parts) != len(data):
         raise DamagedDifferenceError(f"{entry.name}: the sizes do not fit")
