@@ -227,3 +227,29 @@ async def test_what_need_not_be_kept_is_forgotten_again_and_again(caplog):
     assert "pruned 3 rollouts" in caplog.text
     assert "could not prune" in caplog.text
     await store.close()
+
+
+@pytest.mark.slow
+def test_models_of_tinker_are_served_to_those_with_the_token_and_weights_go_where_it_says(start, tmp_path):
+    from agentlightning.testing.models import tiny_checkpoint
+
+    tiny_checkpoint(tmp_path / "model")
+    arguments = ("--port", "0", "--db", "s.db", "--tinker", "small=model", "--tinker-weights", "kept", "--json")
+    program = start("serve", *arguments, AGL_TOKEN="secret")
+    url = program.line(90)["url"] + "/api/v1"
+    assert httpx.get(f"{url}/get_server_capabilities").status_code == 401
+    with httpx.Client(base_url=url, headers={"x-api-key": "tml-secret"}) as client:
+        served = client.get("/get_server_capabilities").json()["supported_models"]
+        assert [each["model_name"] for each in served] == ["small"]
+        session = client.post("/create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "small", "lora_config": {"rank": 2}}
+        created = client.post("/create_model", json=body).json()["request_id"]
+        model = client.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
+        saved = client.post("/save_weights", json={"model_id": model, "seq_id": 1, "path": "one"}).json()["request_id"]
+        assert client.post("/retrieve_future", json={"request_id": saved}).json()["path"].endswith("/weights/one")
+    assert list((tmp_path / "kept").rglob("adapter_model.safetensors"))
+    assert program.stop() == 0
+
+
+def test_a_tinker_model_that_is_no_directory_is_named(invoke):
+    assert "nowhere" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--tinker", "x=nowhere"))
