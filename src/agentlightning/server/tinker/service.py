@@ -313,10 +313,9 @@ class TinkerService:
 
     async def sample(self, request: wire.SampleRequest) -> tuple[str, list[str]]:
         """The id of the request, and one for each sequence."""
-        if request.sampling_session_id is not None:
-            sampler, owner = self.sampler(request.sampling_session_id), request.sampling_session_id.partition(":")[0]
-        else:
-            sampler, owner = await self._make_sampler(request.base_model, request.model_path), ""
+        if request.sampling_session_id is None:
+            raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
+        sampler, owner = self.sampler(request.sampling_session_id), request.sampling_session_id.partition(":")[0]
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
         host = self.hosts[sampler.base]
