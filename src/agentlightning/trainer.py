@@ -189,12 +189,9 @@ class Trainer:
                 " fit(), or make the trainer without an algorithm"
             )
         tasks = load_dataset(train_dataset if train_dataset is not None else self.config.data.train or ())
-        config = self.config.model_copy(
-            update={
-                "evaluation": self.config.evaluation.model_copy(update={"every": 0, "modes": ("greedy",)}),
-                "data": self.config.data.model_copy(update={"validation_share": 0.0}),
-            }
-        )
+        evaluation = self.config.evaluation.model_copy(update={"every": 0, "modes": ("greedy",)})
+        data = self.config.data.model_copy(update={"validation_share": 0.0})
+        config = self.config.model_copy(update={"evaluation": evaluation, "data": data})
         trainer = Trainer(
             config,
             algorithm=self.algorithm or Baseline(len(tasks)),
