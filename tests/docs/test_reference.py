@@ -72,6 +72,8 @@ FOLDERS = ("algorithms", "credit", "policy", "training")
 NUMBERS = re.compile(r"(dict|Mapping)\[str, (float|int)\]|LossValue")
 """What functions return that make metrics."""
 NOT_METRICS = {
+    *("after", "before", "gain", "high", "low"),  # of the result, as trackers get them
+    *("betas", "eps", "weight_decay"),
     "loss_sum",
     "mismatch",
     "modes_val_and_test",

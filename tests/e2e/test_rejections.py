@@ -76,7 +76,7 @@ def test_an_agent_that_asks_another_model_is_named_before_the_first_step(job, ag
     assert done.exit_code != 0
     warning = "warning: evaluation: none of these"
     assert warning in done.stderr
-    for sought in ("OPENAI_BASE_URL", "base_url=", ".env", "cache", "docs/frameworks.md"):
+    for sought in ("OPENAI_BASE_URL", "base_url=", ".env", "cache", "docs/guides/frameworks.md"):
         assert sought in done.stderr.partition(warning)[2].partition("\n")[0]
     assert "rollouts cannot be used (16 no policy calls)" in done.output  # of the first step
 

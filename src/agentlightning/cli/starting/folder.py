@@ -36,7 +36,7 @@ class Kind:
         return [package for module, package in self.packages.items() if find_spec(module) is None]
 
 
-_FUNCTION: Final = "Any function of a task will do; its parameters are filled by name (docs/your-own-agent.md)."
+_FUNCTION: Final = "Any function of a task will do; its parameters are filled by name (docs/guides/your-own-agent.md)."
 _FRAMEWORK: Final = f"{_FUNCTION} Its model calls must go to OPENAI_BASE_URL, as they do here."
 
 KINDS: Final = {

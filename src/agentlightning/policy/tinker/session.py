@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
 import numpy as np
@@ -96,10 +96,13 @@ class TinkerSession:
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(list(row.token_ids[:-1])),
-                loss_fn_inputs={
-                    "target_tokens": np.asarray(row.token_ids[1:], np.int64),
-                    **{name: np.asarray(values, np.float32) for name, values in row.inputs.items()},
-                },
+                loss_fn_inputs=cast(
+                    Any,  # the SDK makes tensors of arrays
+                    {
+                        "target_tokens": np.asarray(row.token_ids[1:], np.int64),
+                        **{name: np.asarray(values, np.float32) for name, values in row.inputs.items()},
+                    },
+                ),
             )
             for row in rows
         ]

@@ -17,7 +17,7 @@ IGNORED_ADDRESS: Final = (
     "it ignores the address of the rollout. Look for base_url= or api_base= with a fixed address in its code or"
     " configuration, for a .env file that overrides OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL, for a"
     " client that reads none of these (take the parameters base_url and api_key, and give it those), for answers from a"
-    " cache, and for errors that the agent catches; docs/frameworks.md says what each framework needs"
+    " cache, and for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
 )
 
 
@@ -116,7 +116,7 @@ def check_tokens(rollouts: Sequence[DryRunRollout], random_weights: bool) -> Dry
     unknown = sum(each.without_tokens for each in rollouts)
     unusable = Counter(each.reason for each in rollouts if each.reason and "reward" not in each.reason)
     if unknown:
-        advice = "the server that answers must report token ids and log-probabilities (docs/vllm.md)"
+        advice = "the server that answers must report token ids and log-probabilities (docs/guides/operations/vllm.md)"
         return DryRunCheck("tokens", "failed", f"the tokens of {unknown} of {calls} calls are not known", advice)
     if unusable:
         named = next(str(each.rejection) for each in rollouts if each.reason in unusable)
