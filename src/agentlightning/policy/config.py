@@ -63,7 +63,7 @@ class PolicyConfig(Section):
     finish."""
     kind: Literal["local", "fsdp", "tinker"] = "local"
     """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
-    (docs/scaling.md); tinker, a server that speaks the Tinker API (section tinker)."""
+    (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker)."""
     processes: int = Field(default=1, ge=1)
     """With fsdp, how many processes train, on all machines together."""
     address: str | None = None
