@@ -1,6 +1,7 @@
 """`agl.evaluate`: an agent is run on tasks, with a model or without, and its rewards are counted."""
 
 import os
+from pathlib import Path
 
 import httpx
 import pytest
@@ -42,6 +43,19 @@ def test_a_model_answers_at_the_temperature_of_the_mode(monkeypatch, tmp_path):
     assert evaluate(agl.llm_rollout(ask), ["a", "b"], model=tmp_path, mode="sampled") == 0.25
     assert {params.temperature for _, params in policy.calls} == {1.0}
     assert policy.closed
+
+
+def test_tiny_is_a_new_model_here_too(monkeypatch):
+    policy, opened = ScriptedPolicy(lambda messages, updates: "0.5"), []
+
+    async def open_policy(config):
+        opened.append((Path(config.model) / "config.json").is_file())
+        return policy
+
+    monkeypatch.setattr(opening, "open_policy", open_policy)
+    monkeypatch.setattr(agent_runner, "import_module", lambda name: None)
+    assert evaluate(agl.llm_rollout(ask), ["a"], model="tiny") == 0.5
+    assert opened == [True]
 
 
 @pytest.mark.parametrize(

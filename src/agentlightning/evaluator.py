@@ -52,10 +52,11 @@ def evaluate(
 ) -> Evaluation:
     """The reward of `agent` on the tasks of `dataset`; compares and prints like its score.
 
-    With `model`, a directory that transformers loads, that model answers the agent's model calls, greedily or sampled
-    at temperature 1; without one, they are not redirected. `limit`: only the first tasks. `reward_weights`: weights of
-    the named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the result;
-    `failed` says how it counts in the score: as the lowest reward, as a given one, or not at all ("exclude").
+    With `model`, a directory that transformers loads or `tiny` (a new one with random weights), that model answers the
+    agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `limit`: only the
+    first tasks. `reward_weights`: weights of the named dimensions of a reward. `repeats`: rollouts of each task. A
+    rollout that fails is part of the result; `failed` says how it counts in the score: as the lowest reward, as a given
+    one, or not at all ("exclude").
 
     `slices`: fields of tasks, by whose values the result is divided (`Evaluation.slices`). `compare`: an earlier
     evaluation of these tasks, or its file; the result has a `comparison`. `cache`: a directory in which rollouts are
@@ -201,6 +202,7 @@ async def _note_first(collector: RolloutCollector, collected: Collected, progres
 
 
 async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
-    policy = await opening.open_policy(opening.policy_config(PolicyConfig(), model))
+    directory = await opening.directory_of(model, stack)
+    policy = await opening.open_policy(opening.policy_config(PolicyConfig(), directory))
     stack.push_async_callback(policy.close)
     return {policy.model: policy}

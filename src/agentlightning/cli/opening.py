@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -15,9 +13,6 @@ if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.store.sql.store import SqlStore
 
-TINY: Final = "tiny"
-TINY_CONTEXT: Final = 4096
-"""Tokens that the model of `--model tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
 POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
 
 
@@ -67,12 +62,12 @@ async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: Asy
     names. `tiny` is a new model with random weights. The stack closes them."""
     engines: dict[str, Engine] = {}
     for model in models:
-        from agentlightning.policy.open import open_frozen
+        from agentlightning.policy.open import directory_of, open_frozen
 
         name, equals, path = model.partition("=")
         if not equals:
             name, path = Path(model).name, model
-        policy = await open_frozen(name, await _random_model(stack) if path == TINY else path)
+        policy = await open_frozen(name, await directory_of(path, stack))
         stack.push_async_callback(policy.close)
         engines[policy.model] = policy
     if not routing.models:
@@ -80,17 +75,6 @@ async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: Asy
     from agentlightning.policy.open import open_models
 
     return engines | await open_models(routing.models, stack)
-
-
-async def _random_model(stack: AsyncExitStack) -> str:
-    """The directory of a new tiny model, which the stack removes: it answers calls with nonsense, to try an agent
-    where there is no model."""
-    from agentlightning.models.tiny import make_tiny
-    from agentlightning.policy.requirements import require_training
-
-    require_training()
-    directory = stack.enter_context(TemporaryDirectory(prefix="agl-tiny-"))
-    return str(await asyncio.to_thread(make_tiny, directory, (), context_length=TINY_CONTEXT))
 
 
 async def has_model(server: str, token: str | None) -> bool:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -21,6 +22,23 @@ from agentlightning.util.settings import settings_from
 
 if TYPE_CHECKING:
     from agentlightning.policy.adapters.host import AdapterHost
+
+
+TINY: Final = "tiny"
+TINY_CONTEXT: Final = 4096
+"""Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
+
+
+async def directory_of(model: str, stack: AsyncExitStack) -> str:
+    """The model, or for `tiny` the directory of a new one with random weights, which the stack removes: it answers
+    calls with nonsense, to try an agent where there is no model."""
+    if model != TINY:
+        return model
+    from agentlightning.models.tiny import make_tiny
+
+    require_training()
+    directory = stack.enter_context(TemporaryDirectory(prefix="agl-tiny-"))
+    return str(await asyncio.to_thread(make_tiny, directory, (), context_length=TINY_CONTEXT))
 
 
 def check_model(model: object) -> None:
