@@ -32,7 +32,7 @@ TASKS, GROUP = 8, 8
 """Problems of a step, and rollouts of each."""
 HELD_OUT, VALIDATION = 96, 32
 """Generated problems that the gain is measured on, and that choose the best checkpoint."""
-WARM, BATCH, CLEAN, HABIT = 128, 16, 0.75, 0.65
+WARM, BATCH, CLEAN, HABIT = 240, 16, 0.75, 0.65
 """Updates of the warm start, demonstrations of each. After the CLEAN share of them, a HABIT share guesses without the
 calculator, and so does the policy that reinforcement learning starts from."""
 SFT = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear"}
@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calcx", type=Path, help="problems in the format of Calc-X: .jsonl or .parquet")
     parser.add_argument("--model", help="a model that transformers loads; needed with --calcx")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--lr", type=float, help="default: 3e-4 for the tiny model, else by the size of the model")
     parser.add_argument("--credit", default="group_relative", help="the credit rule")
     parser.add_argument("--seed", type=int, default=0)
