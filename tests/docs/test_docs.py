@@ -50,7 +50,8 @@ def name_of(page: Path) -> str:
 
 
 def as_parameter(page: Path) -> object:
-    return pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in LONG else [])
+    marks = [pytest.mark.slow, pytest.mark.timeout(900)] if name_of(page) in LONG else []
+    return pytest.param(page, id=name_of(page), marks=marks)
 
 
 def test_every_long_page_exists():

@@ -149,6 +149,7 @@ def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # seven commands
 def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
     short = ["algorithm.steps=1", "evaluation.modes=['greedy']"]
     done = job.run(job.command("--run-dir", "run", "--json", *short))
