@@ -26,8 +26,13 @@ CALLS = 20
 KIND = os.environ.get("TEST_CLIENT_KIND", "given")
 
 
+LIMITS = httpx.Limits(max_connections=100)
+"""No limit of idle connections: where there is one, a client that many threads share now and then closes a connection
+that another thread has just been given (httpcore 1.0)."""
+
+
 def make(base_url: str, key: str) -> httpx.Client:
-    return httpx.Client(base_url=base_url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.Client(base_url=base_url, headers={"authorization": f"Bearer {key}"}, timeout=60, limits=LIMITS)
 
 
 def from_environment() -> httpx.Client:

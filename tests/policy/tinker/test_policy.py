@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,15 @@ from .conftest import open_remote, policy_settings
 PROMPT = tuple(range(5, 25))
 PARAMS = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 pytestmark = [
-    pytest.mark.usefixtures("key"),
+    pytest.mark.usefixtures("key", "impatient"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "POLL_SECONDS", 0.5)
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.3)
 
 
 def lesson(first: Sample, second: Sample, *, advantage: float = 1.0, **node: Any) -> TrainingSample:
@@ -171,9 +178,11 @@ async def test_a_run_goes_on_after_the_server_was_started_again(model: Path, ser
         port = server.port
     with pytest.raises(PolicyError, match=r"unreachable|cannot be reached"):
         await remote.train(data)
+    await remote.close()
     async with serving(port) as server:
         with pytest.raises(PolicyError, match="unknown"):
             await uninterrupted.train(data)
+        await uninterrupted.close()
         resumed = await open_remote(model, server)
         await resumed.load(tmp_path / "checkpoint")
         assert resumed.policy_version == 2
@@ -183,6 +192,19 @@ async def test_a_run_goes_on_after_the_server_was_started_again(model: Path, ser
         with pytest.raises(PolicyError, match="no checkpoint"):
             await resumed.load(tmp_path)
         await resumed.close()
+
+
+async def test_closing_stops_the_heartbeats_though_the_server_is_gone(model: Path, serving: Any) -> None:
+    async with serving() as server:
+        remote = await open_remote(model, server)
+        heartbeats = remote._session._service._session_holder._session_heartbeat_task
+        assert not heartbeats.done()
+    await remote.close()
+    for _ in range(200):
+        if heartbeats.done():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the heartbeats go on")
 
 
 async def test_a_wrong_key_a_missing_one_and_a_server_that_is_none_are_said_so(

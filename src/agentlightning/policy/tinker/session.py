@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final, cast
@@ -31,6 +31,7 @@ KEY_PREFIX: Final = "tml-"
 HEALTH: Final = "/api/v1/healthz"
 POLL_SECONDS: Final = 5.0
 """How often the server is asked for a sign of life while a request waits."""
+CLOSE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +71,22 @@ class TinkerSession:
             _require_server(url)
         with _errors(config, "open a session"):
             service = tinker.ServiceClient(base_url=url, api_key=key)
-            training = _wait(
-                ServerHealth(config),
-                service.create_lora_training_client(
-                    base,
-                    rank=rank,
-                    seed=seed,
-                    train_mlp=config.mlp,
-                    train_attn=config.attention,
-                    train_unembed=config.head,
-                ).future(),
-                f"make an adapter over {base!r}",
-            )
+            try:
+                training = _wait(
+                    ServerHealth(config),
+                    service.create_lora_training_client(
+                        base,
+                        rank=rank,
+                        seed=seed,
+                        train_mlp=config.mlp,
+                        train_attn=config.attention,
+                        train_unembed=config.head,
+                    ).future(),
+                    f"make an adapter over {base!r}",
+                )
+            except BaseException:
+                _end(service, "errored")
+                raise
         return cls(config, service, training, base)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -146,10 +151,7 @@ class TinkerSession:
 
     def close(self) -> None:
         """End the session on the server; what was saved stays. Never fails: the server may be gone."""
-        try:
-            self._service.close("success").result(timeout=5)
-        except Exception:  # noqa: BLE001  The run's own error, or its result, is what counts.
-            return
+        _end(self._service, "success")
 
     def _result(self, call: Any, what: str) -> Any:
         with _errors(self.config, what):
@@ -238,6 +240,17 @@ class ServerHealth:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = self._asked
+
+
+def _end(service: Any, status: str) -> None:
+    """End the session. The package retries for hours and sends heartbeats meanwhile: a server that is gone is left
+    after `CLOSE_SECONDS`."""
+    with suppress(Exception):  # the run's own error, or its result, is what counts
+        ending = service.close(status).future()
+        try:
+            ending.result(timeout=CLOSE_SECONDS)
+        except FutureTimeoutError:
+            ending.cancel()
 
 
 def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
