@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
+.PHONY: help demo test test-integration test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
 test: $(STAMP)  ## Run the default tests
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
+test-integration: $(STAMP)  ## Run the tests of whole trainings, runners and servers
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m 'integration and not slow and not chaos and not gpu' -n 3 --dist worksteal
+
 test-slow: $(STAMP)  ## Run the slow tests
 	$(BIN)/pytest -m slow --timeout 900
 
@@ -49,7 +52,7 @@ type: $(STAMP)  ## Check types (pyright, strict on src)
 contracts: $(STAMP)  ## Check the design's laws of import
 	$(BIN)/lint-imports
 
-check: lint type contracts test  ## All of the above, as CI does
+check: lint type contracts test test-integration  ## All of the above, as CI does
 
 bench: $(STAMP)  ## Run the benchmarks (with the peers that make peers has made)
 	$(BIN)/python benchmarks/generate.py

@@ -14,6 +14,8 @@ from agentlightning.policy import open as opening
 from agentlightning.testing import ScriptedPolicy
 from agentlightning.training import agent_runner
 
+pytestmark = pytest.mark.integration
+
 
 def pry(task: str) -> float:
     """1.0 where the server that runs it lets it read what is not its own."""

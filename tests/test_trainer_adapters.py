@@ -39,6 +39,8 @@ from agentlightning.training.report import write_report
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.util.settings import dump_toml, load_settings
 
+pytestmark = pytest.mark.integration
+
 Ask = Callable[..., Awaitable[str]]
 """ask(text, agent=None, model=None) -> answer"""
 Agent = Callable[[Ask], Awaitable[float]]

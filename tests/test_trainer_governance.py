@@ -18,6 +18,8 @@ import pytest
 import agentlightning as agl
 from agentlightning.training.report.run_report import as_html, markdown_report
 
+pytestmark = pytest.mark.integration
+
 TRAIN = [{"word": word} for word in ("red", "green", "blue", "white")]
 GUARD = [{"word": f"colour {number}"} for number in range(12)]
 HELD_OUT = [{"word": "pink"}, {"word": "grey"}]

@@ -28,6 +28,8 @@ from agentlightning.training.report import write_report
 from agentlightning.training.report.run_report import as_html, markdown_report
 from agentlightning.util.settings import dump_toml, load_settings
 
+pytestmark = pytest.mark.integration
+
 START = "Answer.\nNumber {n}."
 KIND = "Be kind."
 TASKS = {

@@ -35,6 +35,8 @@ from agentlightning.trainer import Trainer
 from agentlightning.training.report import write_report
 from agentlightning.training.report.result import TrainingResult
 
+pytestmark = pytest.mark.integration
+
 Reward = Callable[[Any, str], float | dict[str, float]]
 """(task, answer) -> reward."""
 

@@ -18,6 +18,8 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Trajectory, Transition
 
+pytestmark = pytest.mark.integration
+
 TOKENS = 2
 """Of each answer."""
 

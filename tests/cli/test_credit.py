@@ -19,6 +19,8 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
 
+pytestmark = pytest.mark.integration
+
 Agl = Callable[..., Result]
 
 

@@ -342,6 +342,8 @@ signal.pause()
 def test_the_terminal_is_the_commands_own_and_ctrl_c_comes_once(clean):
     script = """
 import os, signal, sys, time
+
+pytestmark = pytest.mark.integration
 heard = []
 signal.signal(signal.SIGINT, lambda *_: heard.append(1))
 print(os.isatty(0), os.isatty(1), flush=True)

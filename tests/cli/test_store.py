@@ -24,6 +24,8 @@ from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 
+pytestmark = pytest.mark.integration
+
 Agl = Callable[..., Result]
 DAY = 86400.0
 

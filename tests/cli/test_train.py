@@ -11,6 +11,8 @@ from agentlightning.cli.main import build
 PROGRAM = """
 import sys
 from agentlightning.cli.main import build
+
+pytestmark = pytest.mark.integration
 try:
     build()(["train", "--print-config", "--agent", "agent.py:solve", "algorithm.steps=7", *sys.argv[1:]])
 except SystemExit as exit:

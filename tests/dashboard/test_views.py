@@ -15,6 +15,8 @@ from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.store import LightningStore
 from agentlightning.training.sources.reader import TrajectoryReader
 
+pytestmark = pytest.mark.integration
+
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"
 
 

@@ -20,6 +20,8 @@ from agentlightning.util.progress import Progress
 AGENT = """
 import json, os, urllib.request
 
+pytestmark = pytest.mark.integration
+
 def ask(prompt):
     body = json.dumps({"model": "follower", "messages": [{"role": "user", "content": prompt}]}).encode()
     request = urllib.request.Request(os.environ["WORLD"] + "/chat/completions", body,

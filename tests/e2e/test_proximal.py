@@ -10,6 +10,8 @@ from tests.e2e.test_replay import HELD_OUT, TASKS, lucky_once, settings
 import agentlightning as agl
 from agentlightning.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proximal", ["pass", "interpolate"])

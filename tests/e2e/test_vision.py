@@ -361,6 +361,8 @@ def test_a_server_of_0_x_speaks_rest_and_otlp_at_port_4747_by_default() -> None:
 AGENT = """
 import json, os, urllib.request
 
+pytestmark = pytest.mark.integration
+
 def post(url, body):
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["AGL_KEY"]}
     return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()

@@ -193,6 +193,8 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
+pytestmark = pytest.mark.integration
+
 CALL = '<tool_call>\\n{"name": "calculate", "arguments": {"expression": "6*7"}}\\n</tool_call>'
 killing = False
 

@@ -23,6 +23,8 @@ from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLAT
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing.models import TEXTS, tiny_checkpoint
 
+pytestmark = pytest.mark.integration
+
 SECRET = "s"
 SCHEMA = {
     "type": "object",

@@ -31,6 +31,8 @@ from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.training.learner import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
+pytestmark = pytest.mark.integration
+
 
 async def until(condition, seconds=10.0):
     async with asyncio.timeout(seconds):

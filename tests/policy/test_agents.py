@@ -19,6 +19,8 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
+pytestmark = pytest.mark.integration
+
 PROMPT = tuple(range(5, 45))
 AGENTS = {
     "writer": Lora(r=4),

@@ -19,6 +19,8 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, record_kept=True)
 
 

@@ -24,6 +24,8 @@ import agentlightning as agl
 from agentlightning.recording import recorder as module
 from agentlightning.server.app import Server
 
+pytestmark = pytest.mark.integration
+
 Read = Callable[..., list[agl.RolloutRecord]]
 
 

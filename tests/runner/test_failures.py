@@ -11,6 +11,8 @@ import pytest
 from agentlightning.span import EXCEPTION, EXCEPTION_STACKTRACE
 from agentlightning.testing import agents
 
+pytestmark = pytest.mark.integration
+
 
 async def test_an_exception_is_a_failed_attempt_with_its_traceback(
     start: Any, roll: Any, attempt_of: Any, store: Any

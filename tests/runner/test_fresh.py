@@ -12,6 +12,8 @@ import pytest
 
 from agentlightning.testing import agents
 
+pytestmark = pytest.mark.integration
+
 STATE: list[Any] = []
 
 

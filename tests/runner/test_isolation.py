@@ -23,6 +23,8 @@ from agentlightning.runner.hosts.messages import Spans
 from agentlightning.span import Span
 from agentlightning.tracing.scope import current_scope
 
+pytestmark = pytest.mark.integration
+
 NAMES = ("AGL_TOKEN", "LITELLM_LOCAL_MODEL_COST_MAP", "CREWAI_DISABLE_TELEMETRY")
 
 def look(task, rollout):

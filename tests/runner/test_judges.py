@@ -122,6 +122,8 @@ async def test_a_judge_that_takes_the_client_of_the_agent_is_refused_with_the_wa
 JUDGES = """
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 def agent(task):
     return "an answer"
 

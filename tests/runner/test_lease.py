@@ -22,6 +22,8 @@ from agentlightning.runner.heartbeat import Heartbeat
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.runner import Runner
 
+pytestmark = pytest.mark.integration
+
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05, "grace": 0.2}
 
 

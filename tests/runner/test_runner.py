@@ -430,6 +430,8 @@ import asyncio, os, sys
 from agentlightning.runner.runner import Runner
 from agentlightning.store import InMemoryLightningStore
 
+pytestmark = pytest.mark.integration
+
 async def main():
     store = InMemoryLightningStore()
     runner = Runner(store, ["sh", "-c", "echo $$ $PPID > {path}; exec sleep 600"], secret="s", server_url="http://x")

@@ -24,6 +24,8 @@ import httpx
 
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 AT_IMPORT = httpx.AsyncClient(
     base_url=os.environ["OPENAI_BASE_URL"],
     headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},

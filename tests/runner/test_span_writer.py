@@ -16,6 +16,8 @@ from agentlightning.span import MESSAGE_BODY, REWARD, SCORE_VALUE, Span, new_spa
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase, LightningStoreClient
 from agentlightning.tracing.tracer import tracer
 
+pytestmark = pytest.mark.integration
+
 
 def odd(task: dict[str, Any]) -> None:
     """An agent that says what JSON and databases cannot hold, as models and instrumentors make it say."""

@@ -6,7 +6,11 @@ import os
 import sys
 from typing import Any
 
+import pytest
+
 from agentlightning.attempt_address import trace_id_of
+
+pytestmark = pytest.mark.integration
 
 PRINT = "import os; print(*(os.environ.get(name) for name in ('TRACEPARENT', 'OTEL_RESOURCE_ATTRIBUTES')))"
 

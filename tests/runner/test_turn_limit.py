@@ -15,6 +15,8 @@ from agentlightning.resources import LLM
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.span import ERROR_TYPE, TURN_LIMIT_REACHED, Span, new_span_id
 
+pytestmark = pytest.mark.integration
+
 
 def fails_once_it_may(task: str) -> None:
     while not Path(task).exists():

@@ -21,6 +21,8 @@ from agentlightning.cli.main import build
 from agentlightning.config import TrainConfig
 from agentlightning.util.settings import load_settings
 
+pytestmark = pytest.mark.integration
+
 SKILL = Path(__file__).parents[2] / "skills" / "agentlightning" / "SKILL.md"
 FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SLOW = ("--dry-run", "agl run", "agl sft", "agl eval", "agl train --json", "agl doctor", "agl report", "agl store")

@@ -25,6 +25,8 @@ PROGRAM = """
 import multiprocessing, threading
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 agl.emit_message("from the main thread")
 thread = threading.Thread(target=agl.emit_message, args=("from another thread",))
 thread.start()

@@ -207,6 +207,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import install_globally, tracer_provider
+
+pytestmark = pytest.mark.integration
 kept = []
 class Sink:
     def put(self, spans): kept.extend(spans)

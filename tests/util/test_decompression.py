@@ -12,6 +12,8 @@ import pytest
 
 from agentlightning.util.decompression import INLINE_BYTES, CodingError, decompress, decompress_now
 
+pytestmark = pytest.mark.integration
+
 PLAIN = b"some text, " * 1000
 
 

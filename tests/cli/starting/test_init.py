@@ -17,6 +17,8 @@ from agentlightning.cli.main import build
 from agentlightning.cli.starting.folder import KINDS
 from agentlightning.cli.starting.tickets import INSTRUCTIONS
 
+pytestmark = pytest.mark.integration
+
 AGL = str(Path(sys.executable).parent / "agl")
 FILES = {"agent.py", "reward.py", "tasks.jsonl", "demonstrations.jsonl", "agl.toml", "README.md"}
 SHORT = ("warm_start.steps=8", "algorithm.steps=1", "evaluation.every=0", "evaluation.held_out_tasks=4")

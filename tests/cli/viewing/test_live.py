@@ -17,6 +17,8 @@ from rich.console import Console
 from agentlightning.cli.viewing.live import LiveProgress
 from agentlightning.util.progress import RolloutCounts
 
+pytestmark = pytest.mark.integration
+
 with LiveProgress(Console(highlight=False)) as progress:
     progress.phase("warm start", 2)
     progress.update(2, loss=0.5)

@@ -11,6 +11,8 @@ import pytest
 
 from agentlightning.dashboard.demo.runs import write_demo
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

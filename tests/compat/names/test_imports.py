@@ -32,6 +32,8 @@ import threading
 
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 LOCK = threading.RLock()  # cannot be sent to another process
 
 

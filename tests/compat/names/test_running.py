@@ -11,6 +11,8 @@ import pytest
 
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 TASKS = [{"word": word} for word in ("red", "green", "blue")]
 
 

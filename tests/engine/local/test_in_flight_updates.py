@@ -25,6 +25,8 @@ from agentlightning.policy.update.updater import Updater
 from agentlightning.testing.models import Architecture, model_tokenizer, tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
+pytestmark = pytest.mark.integration
+
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

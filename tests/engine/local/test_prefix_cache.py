@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.engine.local.prefix_cache import RadixPrefixCache, Segment
 from agentlightning.util.common_prefix import common_prefix_length
+
+pytestmark = pytest.mark.integration
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 

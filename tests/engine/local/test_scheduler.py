@@ -19,6 +19,8 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.models import Architecture, model_tokenizer, tiny_model
 
+pytestmark = pytest.mark.integration
+
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "gpt2", "mistral")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

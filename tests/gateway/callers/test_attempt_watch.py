@@ -11,6 +11,8 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.errors import ApiError
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 
+pytestmark = pytest.mark.integration
+
 HI = [{"role": "user", "content": "hi"}]
 
 

@@ -19,6 +19,8 @@ from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer
 from agentlightning.transport import connection
 
+pytestmark = pytest.mark.integration
+
 KEY = "sk-theirs-0123456789"
 BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -13,6 +13,8 @@ from agentlightning.span import Span, new_span_id
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 
 async def until(true):
     for _ in range(3000):

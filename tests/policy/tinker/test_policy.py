@@ -24,6 +24,7 @@ from .conftest import open_remote, policy_settings
 PROMPT = tuple(range(5, 25))
 PARAMS = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 pytestmark = [
+    pytest.mark.integration,
     pytest.mark.usefixtures("key", "impatient"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -17,6 +17,8 @@ from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
+pytestmark = pytest.mark.integration
+
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 
 PROMPT = (1, 2, 3)

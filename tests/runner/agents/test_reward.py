@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from agentlightning.errors import AgentError, RewardError
 from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
 
+pytestmark = pytest.mark.integration
+
 finite = st.floats(-1e12, 1e12) | st.integers(-(10**6), 10**6) | st.booleans()
 
 

@@ -20,6 +20,8 @@ from agentlightning.store.sql.tables.backend import Statement
 from agentlightning.store.sql.tables.schema import pack_blocks, token_blocks
 from agentlightning.store.types import Retention
 
+pytestmark = pytest.mark.integration
+
 NOTHING = Retention(max_rollouts=0)
 COUNTS = [Statement(select(func.count()).select_from(table)) for table in (token_blocks, pack_blocks)]
 

@@ -209,6 +209,8 @@ import asyncio, os, sys
 from agentlightning.errors import StoreClosedError
 from agentlightning.store import LightningStore
 
+pytestmark = pytest.mark.integration
+
 store = LightningStore(sys.argv[1])
 child = os.fork()
 if child == 0:

@@ -18,6 +18,8 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.optimizer_config import OptimizerConfig
 
+pytestmark = pytest.mark.integration
+
 FAST = OptimizerConfig(lr=3e-3)
 
 

@@ -19,6 +19,8 @@ from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.optimizer_config import OptimizerConfig
 
+pytestmark = pytest.mark.integration
+
 FAST = OptimizerConfig(lr=3e-3)
 
 

@@ -18,6 +18,8 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.recorded.run import RecordedTraining
 
+pytestmark = pytest.mark.integration
+
 FAST = OptimizerConfig(lr=3e-3)
 STEPS = 6
 

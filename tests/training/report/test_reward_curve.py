@@ -15,6 +15,8 @@ from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import paired_gain
 from agentlightning.training.report.reward_curve import COLORS, TRAINING, draw_curve, running_mean
 
+pytestmark = pytest.mark.integration
+
 METRICS = [
     {"step": step, "reward": step / 20, "loss": 1.0} | ({"validation_greedy": step / 18} if step % 5 == 0 else {})
     for step in range(1, 21)

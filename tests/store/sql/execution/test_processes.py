@@ -63,6 +63,8 @@ CLAIM_AND_HANG = """
 import asyncio, sys
 from agentlightning.store import LightningStore
 
+pytestmark = pytest.mark.integration
+
 async def main():
     store = LightningStore(sys.argv[1])
     attempted = await store.dequeue_rollout(timeout=30)

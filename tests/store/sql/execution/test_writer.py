@@ -18,6 +18,8 @@ from agentlightning.store import LightningStore
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 
 class HeldCommits:
     """Commits of a store, each of which waits until it is let go."""

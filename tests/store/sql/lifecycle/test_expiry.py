@@ -14,6 +14,8 @@ from agentlightning.rollouts import Attempt, AttemptedRollout, RolloutConfig
 from agentlightning.store.clock import OUTAGE_SECONDS, SYNC_SECONDS, Clock
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 LEASE = 30.0
 
 

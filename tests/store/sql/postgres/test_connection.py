@@ -15,6 +15,8 @@ from agentlightning.store.sql.postgres.connection import PostgresConnection
 from agentlightning.store.sql.tables.backend import Insert, Statement, Update
 from agentlightning.store.sql.tables.schema import param, queues
 
+pytestmark = pytest.mark.integration
+
 ADD = Insert(queues, ("name", "max_open"), unique=("name",))
 PUT = Insert(queues, ("name", "max_open"), unique=("name",), replace=("max_open",))
 CHANGE = Update(queues, ("key", "max_open"))

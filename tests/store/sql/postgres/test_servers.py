@@ -318,6 +318,8 @@ WORKER = """
 import asyncio, sys
 from agentlightning.store import LightningStore
 
+pytestmark = pytest.mark.integration
+
 async def main():
     store = LightningStore(sys.argv[1])
     while (attempted := await store.dequeue_rollout(sys.argv[2], timeout=2)) is not None:

@@ -31,6 +31,8 @@ import asyncio, sys
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 
+pytestmark = pytest.mark.integration
+
 async def work(store):
     while True:
         await store.enqueue_rollout("task", mode="train")

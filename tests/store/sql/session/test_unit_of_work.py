@@ -23,6 +23,8 @@ import asyncio, sys
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 
+pytestmark = pytest.mark.integration
+
 async def main():
     store = LightningStore(sys.argv[1])
     await store.add_span(Span(sys.argv[2], sys.argv[3], "from afar", 1.0))

@@ -14,6 +14,8 @@ from agentlightning.store.sql.spans.token_blocks import BLOCK
 from agentlightning.store.sql.sqlite import vacuum, version_guard
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 
 def blocks_in(path: Path) -> int:
     with sqlite3.connect(path) as connection:
