@@ -19,6 +19,7 @@ from typing import Any
 
 import agentlightning as agl
 from agentlightning.models.tiny import make_tiny
+from agentlightning.util.settings import load_settings
 
 HERE = Path(__file__).parent
 try:
@@ -45,24 +46,31 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     tasks = {"train_dataset": read_problems(options.calcx)} if options.calcx else generated(options)
     model = {"policy": {"model": options.model}} if options.model else tiny(folder, options.seed)
     rate = {} if options.model and options.lr is None else {"lr": options.lr or 3e-4}
-    algorithm = agl.LightningRL(
-        steps=options.steps,
-        tasks_per_step=TASKS,
-        group_size=GROUP,
-        credit=options.credit,
-        aggregate="token",
-        optimizer={**rate, "schedule": "cosine", "warmup_steps": min(2, options.steps - 1)},
-    )
     hidden = ["chain", "result", "result_float"]
-    config = agl.TrainConfig(
+    settings = {
         **model,
-        runner={"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": hidden},
-        evaluation={"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
-    )
-    trainer = agl.Trainer(
-        config, algorithm=algorithm, reward=f"{HERE}/reward.py:score", run_dir=folder, seed=options.seed
-    )
+        "algorithm": {
+            "steps": options.steps,
+            "tasks_per_step": TASKS,
+            "group_size": GROUP,
+            "credit": options.credit,
+            "aggregate": "token",
+            "optimizer": {**rate, "schedule": "cosine", "warmup_steps": min(2, options.steps - 1)},
+        },
+        "runner": {"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": hidden},
+        "evaluation": {"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
+    }
+    config = load_settings(agl.TrainConfig, toml=written(folder, settings), overrides=options.settings)
+    trainer = agl.Trainer(config, reward=f"{HERE}/reward.py:score", run_dir=folder, seed=options.seed)
     return trainer.fit(f"{HERE}/agent.py:solve", **tasks)
+
+
+def written(folder: Path, settings: dict[str, Any]) -> Path:
+    """The file of the settings that the run begins with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings, indent=2))
+    return file
 
 
 def generated(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--credit", default="group_relative", help="the credit rule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("settings", nargs="*", help="section.key=value, as for agl train")
     options = parser.parse_args()
     if options.calcx and not options.model:
         parser.error("--calcx needs a --model: the tiny one knows the words of the generated problems only")

@@ -20,6 +20,7 @@ from typing import Any
 
 import agentlightning as agl
 from agentlightning.models.tiny import make_tiny
+from agentlightning.util.settings import load_settings
 
 HERE = Path(__file__).parent
 try:
@@ -48,26 +49,33 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     documents, tasks = from_musique(options.musique) if options.musique else generated(options)
     model = {"policy": {"model": options.model}} if options.model else tiny(folder, options.seed)
     rate = {} if options.model and options.lr is None else {"lr": options.lr or 3e-4}
-    algorithm = agl.LightningRL(
-        steps=options.steps,
-        tasks_per_step=TASKS,
-        group_size=GROUP,
-        credit=options.credit,
-        reward_weights=reward.WEIGHTS,
-        aggregate="token",
-        optimizer={**rate, "schedule": "cosine", "warmup_steps": min(2, options.steps - 1)},
-    )
-    config = agl.TrainConfig(
+    settings = {
         **model,
-        runner={"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
-        evaluation={"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
-    )
+        "algorithm": {
+            "steps": options.steps,
+            "tasks_per_step": TASKS,
+            "group_size": GROUP,
+            "credit": options.credit,
+            "reward_weights": reward.WEIGHTS,
+            "aggregate": "token",
+            "optimizer": {**rate, "schedule": "cosine", "warmup_steps": min(2, options.steps - 1)},
+        },
+        "runner": {"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
+        "evaluation": {"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
+    }
+    config = load_settings(agl.TrainConfig, toml=written(folder, settings), overrides=options.settings)
     with serving(documents=documents, index=options.index, k=options.k) as url:
         os.environ["RETRIEVER_URL"] = url
-        trainer = agl.Trainer(
-            config, algorithm=algorithm, reward=f"{HERE}/reward.py:score", run_dir=folder, seed=options.seed
-        )
+        trainer = agl.Trainer(config, reward=f"{HERE}/reward.py:score", run_dir=folder, seed=options.seed)
         return trainer.fit(f"{HERE}/agent.py:answer", **tasks)
+
+
+def written(folder: Path, settings: dict[str, Any]) -> Path:
+    """The file of the settings that the run begins with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings, indent=2))
+    return file
 
 
 def from_musique(path: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
@@ -124,6 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--credit", default="group_relative", help="the credit rule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("settings", nargs="*", help="section.key=value, as for agl train")
     options = parser.parse_args()
     if (options.musique or options.index) and not options.model:
         parser.error(

@@ -158,8 +158,8 @@ def test_the_agent_trains_on_calc_x_with_a_larger_model(python_of: Python, tmp_p
     )
     run(python, making, model, problems)
     options = ["--steps", "1", "--calcx", problems, "--model", model, "--run-dir", tmp_path / "run"]
-    result = json.loads(run(python, PROGRAM, *options))
-    assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (1, 4, 0)
+    result = json.loads(run(python, PROGRAM, *options, "algorithm.group_size=3"))
+    assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (1, 6, 0)
 
 
 @pytest.mark.slow

@@ -203,9 +203,11 @@ def test_the_agent_trains_on_musique_with_a_larger_model_and_an_index(python_of:
     assert subprocess.run(saving, capture_output=True, text=True, check=True).stdout.startswith("20 documents")
     model = make_model(python, tmp_path / "model", questions)
     result = train(
-        python, tmp_path, "--steps", "1", "--musique", questions, "--index", tmp_path / "index", "--model", model
+        python,
+        *(tmp_path, "--steps", "1", "--musique", questions, "--index", tmp_path / "index", "--model", model),
+        "algorithm.group_size=3",
     )
-    assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (1, 4, 0)
+    assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (1, 6, 0)
 
 
 def make_model(python: Path, directory: Path, texts: Path) -> Path:
