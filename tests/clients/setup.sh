@@ -13,9 +13,9 @@ packages() {
     case "$1" in
         sdk) echo "openai==3.54.0 anthropic==2.12.0" ;;
         langchain) echo "langchain-tests==1.1.9 langchain-openai==1.7.3 langchain-anthropic==1.7.7 pytest-asyncio" ;;
-        litellm) echo "litellm" ;;
-        instructor) echo "instructor anthropic" ;;
-        dspy) echo "dspy" ;;
+        litellm) echo "litellm==1.106.2 mcp==2.3.0" ;; # it imports mcp and does not require it
+        instructor) echo "instructor==1.17.0 anthropic==2.12.0" ;;
+        dspy) echo "dspy==3.4.1 litellm==1.106.2 mcp==2.3.0" ;;
         *) echo "$1 is not one of sdk, langchain, litellm, instructor, dspy" >&2; return 1 ;;
     esac
 }

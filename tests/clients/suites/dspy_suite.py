@@ -4,8 +4,12 @@ import asyncio
 import os
 
 import dspy
+import litellm
 import pytest
 
+# DSPy asks LiteLLM what a model can; of models without an entry it expects nothing.
+ABLE = {"supports_function_calling": True, "supports_response_schema": True}
+litellm.register_model({"openai/policy": {"litellm_provider": "openai", "mode": "chat", **ABLE}})
 BASE = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"], "cache": False}
 
 
