@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -35,7 +36,8 @@ def logprob_of(token: int, label: str) -> float:
 class ScriptedModelServer:
     """An async context manager. `generates=False`: vLLM without `--enable-scale-out`. `labels=False`: a vLLM version
     without weight labels. `admin=False`: without VLLM_SERVER_DEV_MODE. `raw`: log-probabilities at temperature 1.
-    `receives`: its `workers` receive weights without the disk. `lora=False`: it takes no adapters."""
+    `ties`: tokens that are equally likely, and likelier than all others. `receives`: its `workers` receive weights
+    without the disk. `lora=False`: it takes no adapters."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class ScriptedModelServer:
         labels: bool = True,
         admin: bool = True,
         raw: bool = False,
+        ties: int = 1,
         receives: bool = False,
         lora: bool = True,
         workers: int = 1,
@@ -84,6 +87,7 @@ class ScriptedModelServer:
         """What its metrics report; None: it has no metrics."""
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
+        self._ties = ties
         self._receives, self._workers = receives, workers
         self._lora = lora
         self._updating = self._half = False
@@ -306,7 +310,8 @@ class ScriptedModelServer:
         await self._unpaused.wait()
 
     def logprob(self, token: int, sampling: Mapping[str, Any]) -> float:
-        return 0.0 if sampling.get("top_k") == 1 and not self._raw else logprob_of(token, self.label)
+        is_likeliest = sampling.get("top_k") == 1 and not self._raw
+        return -math.log(self._ties) if is_likeliest else logprob_of(token, self.label)
 
 
 class _Rejected(Exception):

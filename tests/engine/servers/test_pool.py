@@ -208,6 +208,12 @@ async def test_a_misconfigured_server_is_rejected_with_a_remedy(options: Any, wo
             await open_servers(ServersConfig(urls=(server.url,)), Chat(), weights_change=True)
 
 
+@pytest.mark.parametrize("ties", [1, 2, 10])
+async def test_tokens_that_are_equally_likely_are_no_misconfiguration(ties: int):
+    async with ScriptedModelServer(ties=ties) as server:
+        await open_servers(ServersConfig(urls=(server.url,)), Chat(), weights_change=True)
+
+
 async def test_servers_of_different_models_are_no_replicas():
     async with ScriptedModelServer() as first, ScriptedModelServer(model="other") as second:
         with pytest.raises(ConfigError, match="different models"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -43,6 +44,8 @@ NOT_ENABLED: Final = "LoRA is not enabled"
 RANK_TOO_LARGE: Final = "max_lora_rank"
 PROBE_PROMPT: Final = (1, 2, 3)
 """A prompt that every vocabulary contains."""
+MOST_TIES: Final = 32
+"""Tokens that may be equally likely, as logits of half precision can be."""
 
 
 class VllmServer:
@@ -93,8 +96,7 @@ class VllmServer:
         request = SampleRequest(model, PROBE_PROMPT, SamplingParams(top_k=1), 4, frozenset())
         logprobs: list[float] = []
         await self.sample(request, lambda chunk: logprobs.extend(chunk.logprobs), stream=False)
-        # With top_k=1 the log-probability is 0, unless it is that of another distribution.
-        if any(logprob < -1e-6 for logprob in logprobs):
+        if not all(map(_is_of_the_likeliest, logprobs)):
             raise ConfigError(
                 f"{self.url} answers log-probabilities that are not those of the distribution it samples from; start "
                 "it with --logprobs-mode processed_logprobs"
@@ -315,3 +317,8 @@ def validate(params: SamplingParams) -> None:
             f"temperature={params.temperature} cannot be used: vLLM would sample at {MIN_TEMPERATURE} instead; use 0 "
             f"or at least {MIN_TEMPERATURE}"
         )
+
+
+def _is_of_the_likeliest(logprob: float) -> bool:
+    """Whether it may be the log-probability of a token among all that top_k=1 keeps: of n tokens, log(1/n)."""
+    return any(abs(logprob + math.log(ties)) < 1e-5 for ties in range(1, MOST_TIES + 1))
