@@ -96,6 +96,15 @@ TinkerWeights = Annotated[
     typer.Option(help="Where weights that these programs save go; by default beside the store.", show_default=False),
 ]
 MaxBody = Annotated[str, typer.Option(help="Largest request to the store and of traces, such as 64MiB.")]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."
+    ),
+]
+GraceSeconds = Annotated[
+    int, typer.Option(min=0, help="Time for requests in progress to finish before the server exits.")
+]
 SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
 
@@ -122,6 +131,8 @@ def serve(
     keep_size: KeepSize = None,
     runs: Runs = None,
     max_body: MaxBody = "64MiB",
+    drain_seconds: DrainSeconds = 0.0,
+    grace_seconds: GraceSeconds = 10,
     log_format: LogFormat = "text",
     slow_ms: SlowMs = 250.0,
     as_json: Json = False,
@@ -151,6 +162,8 @@ def serve(
             retention=_retention(keep_days, keep_rollouts, keep_size),
             runs=runs,
             max_body_bytes=read_size(max_body),
+            drain_seconds=drain_seconds,
+            grace_seconds=grace_seconds,
             slow_seconds=slow_ms / 1000,
         )
         uvloop.run(_serve(options, output))
@@ -176,6 +189,8 @@ class Options:
     retention: Retention | None
     runs: Path | None
     max_body_bytes: int
+    drain_seconds: float
+    grace_seconds: int
     slow_seconds: float
 
 
@@ -191,6 +206,8 @@ async def _serve(options: Options, output: Output) -> None:
         if not await signals.while_running(server.wait()):
             raise ServerError(f"the server at {server.url} ended by itself")
         logger.info("stopping (repeat the signal to stop at once)")
+        server.drain()
+        await asyncio.sleep(options.drain_seconds)
 
 
 def _collect_less() -> None:
@@ -251,6 +268,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         max_body_bytes=options.max_body_bytes,
         host=options.host,
         port=options.port,
+        grace_seconds=options.grace_seconds,
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],

@@ -35,6 +35,7 @@ from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
 from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, FastRoutes, GatewayHttpProtocol
 from agentlightning.server.origin_guard import OriginGuard
+from agentlightning.server.probes import Probes
 from agentlightning.server.request_tracker import RequestTracker
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
@@ -82,8 +83,10 @@ class Server:
     ) -> None:
         self.traces = OtlpReceiver(store, secret, token, adopt=adopt_traces, max_body_bytes=max_body_bytes)
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
+        probes = Probes(store)
         self.app = Starlette(
             routes=[
+                *probes.routes(),
                 *feedback_routes(store, secret, token),
                 *store_routes(store, token, max_body_bytes=max_body_bytes),
                 *event_routes(store, secret),
@@ -104,7 +107,7 @@ class Server:
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        self._tracker = RequestTracker(self.app, metrics, slow, guard)
+        probes.tracker = self._tracker = RequestTracker(self.app, metrics, slow, guard)
         self.fast_routes = FastRoutes([] if origins else calls, self._tracker, stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway
@@ -148,6 +151,11 @@ class Server:
             await self.stop()
             raise ServerError(f"the server at {self.url} ended while it started")
         return self
+
+    def drain(self) -> None:
+        """Let load balancers leave before `stop`: `/readyz` responds 503, and each response closes its connection.
+        Requests are still served. `start` ends it."""
+        self._tracker.draining = True
 
     async def stop(self) -> None:
         """Finish requests in progress, for at most `grace_seconds`, then close. Requests that wait for rollouts end at

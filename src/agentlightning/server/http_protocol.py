@@ -249,11 +249,14 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._upgrade = []
         self._in_head, self._since, self._received = False, self.loop.time(), 0
         found = self.fast_routes.find(self.url) if self.parser.get_method() == b"POST" else None
+        draining = self.fast_routes.tracker.draining
         if found is None or not self._is_fast():
-            return super().on_headers_complete()
+            super().on_headers_complete()
+            self.cycle.keep_alive = self.cycle.keep_alive and not draining
+            return
         route, path_params = found
         self.cycle = self._incoming = request = FastRequest(
-            self, self.fast_routes.tracker, route, path_params, self.parser.should_keep_alive()
+            self, self.fast_routes.tracker, route, path_params, self.parser.should_keep_alive() and not draining
         )
         request.admit()
 

@@ -48,13 +48,15 @@ class RequestTracker:
         self._metrics, self._slow_log = metrics, slow
         self._in_flight: set[_TrackedRequest] = set()
         self._closed = False
+        self.draining = False
+        """The server is about to stop: clients should reconnect to another one."""
 
     def open(self) -> None:
-        self._closed = False
+        self._closed = self.draining = False
 
     def close(self) -> None:
         """Cancel waiting store requests soon."""
-        self._closed = True
+        self._closed = self.draining = True
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._cancel_store_requests)
 
     def _cancel_store_requests(self) -> None:
