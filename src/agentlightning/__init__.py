@@ -2,7 +2,7 @@
 
 Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), prompt_rollout (of (task,
     prompt_template)), LitAgent (an agent as a class), FunctionAgent (what the decorators make), Runner (runs an agent
-    on the rollouts of a store), RunnerStatistics (what it did).
+    on the rollouts of a store), RunnerStatistics (what it did), JobTemplate (a Kubernetes Job for each attempt).
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), DryRun (what a check without training saw), DryRunCheck (one thing that training needs),
     DryRunRollout (a rollout of it), Progress (what is shown meanwhile), RolloutCounts (of what became of rollouts),
@@ -168,7 +168,15 @@ if TYPE_CHECKING:
     from agentlightning.rewards.ranking_judge import JudgedRollout, RankingJudge
     from agentlightning.rewards.remote import RemoteReward
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
-    from agentlightning.runner import LitAgent, Runner, RunnerStatistics, llm_rollout, prompt_rollout, rollout
+    from agentlightning.runner import (
+        JobTemplate,
+        LitAgent,
+        Runner,
+        RunnerStatistics,
+        llm_rollout,
+        prompt_rollout,
+        rollout,
+    )
     from agentlightning.runner.agents.litagent import FunctionAgent
     from agentlightning.span import Span, SpanEvent
     from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -265,7 +273,7 @@ _NAMES = {
     "rewards.ranking_judge": "JudgedRollout RankingJudge",
     "rewards.remote": "RemoteReward",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
-    "runner": "LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
+    "runner": "JobTemplate LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
     "runner.agents.litagent": "FunctionAgent",
     "span": "Span SpanEvent",
     "store.trajectory_query": "TrajectoryQuery",
@@ -339,6 +347,7 @@ __all__ = [
     "Hook",
     "InMemoryLightningStore",
     "Instrumentation",
+    "JobTemplate",
     "JudgedRollout",
     "KeptSets",
     "LLMJudge",

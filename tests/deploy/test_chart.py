@@ -14,6 +14,7 @@ from starlette.routing import Match
 from tests.deploy.commands import check_command
 from tests.deploy.kubernetes import ROOT, errors, helm
 
+from agentlightning.runner.jobs.manifest import attempt_job, read_template
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 
@@ -45,7 +46,7 @@ def pods(case):
 
 
 def test_there_are_cases():
-    assert CASES == ["everything", "smallest"]
+    assert CASES == ["everything", "jobs", "smallest"]
 
 
 @needs_helm
@@ -128,6 +129,31 @@ def test_secrets_are_given_by_reference(case):
         for variable in [each for container in containers(manifest) for each in container["env"]]:
             if variable["name"] in ("AGL_TOKEN", "AGL_STORE"):
                 assert set(variable) == {"name", "valueFrom"}
+
+
+def test_the_job_of_the_chart_is_one_that_the_runner_takes_and_kubernetes_accepts(tmp_path):
+    [config] = [manifest for manifest in rendered("jobs") if manifest["kind"] == "ConfigMap"]
+    (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
+    template = read_template(tmp_path / "job.yaml", (), None, 60.0)
+    job = attempt_job(
+        json.loads(template.manifest),
+        words=("python", "agent.py"),
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        labels={},
+        variables={"AGL_KEY": "k"},
+        timeout_seconds=60,
+        start_seconds=60,
+        owner=("runner-1", "0a1b2c"),
+    )
+    assert errors(job) == []
+
+
+def test_runners_of_jobs_may_do_what_their_requests_need_and_nothing_else():
+    [role] = [manifest for manifest in rendered("jobs") if manifest["kind"] == "Role"]
+    allowed = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    needed = {("jobs", "create"), ("jobs", "list"), ("jobs", "delete"), ("pods", "list"), ("pods/log", "get")}
+    assert allowed == needed
 
 
 @needs_helm

@@ -19,7 +19,7 @@ from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.process.access_token import hide_token
 
 if TYPE_CHECKING:
-    from agentlightning.runner import Runner
+    from agentlightning.runner import AgentLike, Runner
     from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,23 @@ Redirect = Annotated[
         "are redirected to that run)."
     ),
 ]
+JobFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command "
+        "of its container, by default that of the image.",
+        show_default=False,
+    ),
+]
+JobApi = Annotated[
+    str | None,
+    typer.Option(
+        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
+        show_default=False,
+    ),
+]
+JobStartSeconds = Annotated[float, typer.Option(min=1, help="Time in which the container of a Job has to start.")]
 DrainSeconds = Annotated[
     float | None, typer.Option(min=0, help="Time for attempts to finish after SIGTERM (default: unlimited).")
 ]
@@ -90,6 +107,9 @@ def runner(
     redirect: Redirect = None,
     drain_seconds: DrainSeconds = None,
     patience: Patience = 600.0,
+    job: JobFile = None,
+    job_api: JobApi = None,
+    job_start_seconds: JobStartSeconds = 600.0,
     log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
@@ -118,7 +138,8 @@ def runner(
             "log": log,
         }
         url = _server_url(server)
-        options = Options(url, agent, reward, token or None, redirect, drain_seconds, patience, settings)
+        given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
+        options = Options(url, given, reward, token or None, redirect, drain_seconds, patience, settings)
         record = _run_in_uvloop(options, output)
         output.finish(record, lambda console: _print_summary(record, console))
 
@@ -140,13 +161,25 @@ class Options:
     """The options of `agl runner`; `runner` are those of `Runner`."""
 
     server: str
-    agent: str | None
+    agent: AgentLike | None
     reward: str | None
     token: str | None
     redirect: bool | None
     drain_seconds: float | None
     patience: float
     runner: Mapping[str, Any]
+
+
+def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
+    """The agent whose attempts are Jobs. Raises ConfigError."""
+    from agentlightning.errors import ConfigError
+    from agentlightning.runner.agents.spec import CommandLine, agent_spec
+    from agentlightning.runner.jobs.manifest import read_template
+
+    command = None if agent is None else agent_spec(agent)
+    if command is not None and not isinstance(command, CommandLine):
+        raise ConfigError(f"--agent {agent} is Python; with --job it is the command of the container, in any language")
+    return read_template(path, () if command is None else command.words, api, start_seconds)
 
 
 def _fields(texts: list[str] | None) -> dict[str, str] | None:
@@ -192,7 +225,7 @@ def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
     from agentlightning.store.http.client import LightningStoreClient
 
     if options.agent is None:
-        raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line")
+        raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line, or --job")
     store = LightningStoreClient(options.server, options.token)
     stack.push_async_callback(store.close)
     runner = Runner(

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentlightning.runner.agents.agent import load_agent
     from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, prompt_rollout, rollout
-    from agentlightning.runner.agents.spec import AgentLike
+    from agentlightning.runner.agents.spec import AgentLike, JobTemplate
     from agentlightning.runner.runner import Runner, RunnerStatistics
 
 _HOMES = {
     "AgentLike": "agents.spec",
+    "JobTemplate": "agents.spec",
     "LitAgent": "agents.litagent",
     "Runner": "runner",
     "RunnerStatistics": "runner",
@@ -24,6 +25,7 @@ _HOMES = {
 
 __all__ = [
     "AgentLike",
+    "JobTemplate",
     "LitAgent",
     "Runner",
     "RunnerStatistics",

@@ -4,6 +4,7 @@ An agent is given as
 
 - `module:name` or `path/to/file.py:name`: Python, imported by the process that runs it;
 - any other text, or a list of words: a command in any language (see `command.py`);
+- a `JobTemplate`: a command in a Kubernetes Job for each attempt (see `runner/jobs`);
 - an object: a function, sync or async; a `LitAgent`, instance or class; or a class with a `run` method and a
   constructor without arguments, instantiated for each attempt (it reads `os.environ` and posts its reward to
   `AGL_EVENT_URL`).
@@ -26,6 +27,7 @@ from agentlightning.runner.agents.spec import (
     AgentLike,
     AgentSpec,
     CommandLine,
+    JobTemplate,
     Pickled,
     Reference,
     agent_spec,
@@ -90,6 +92,10 @@ class AgentClass:
 def load_agent(agent: AgentLike | AgentSpec, *, grace: float = 2.0) -> Agent:
     """Load an agent into this process. A stopped command has `grace` seconds to exit. Raises AgentError."""
     spec = agent if isinstance(agent, Reference | Pickled | CommandLine) else agent_spec(agent)
+    if isinstance(spec, JobTemplate):
+        from agentlightning.runner.jobs.job_agent import JobAgent  # httpx, which other agents may not need
+
+        return JobAgent(spec)
     if isinstance(spec, CommandLine):
         check_executable(spec.words, FORMS)
         return Command(spec.words, grace)

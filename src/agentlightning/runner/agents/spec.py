@@ -21,9 +21,6 @@ from agentlightning.errors import AgentError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
 from agentlightning.task import ENVIRONMENTS
 
-AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str]
-"""Every form in which an agent can be given."""
-
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
 _FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
@@ -64,11 +61,37 @@ class CommandLine(Struct, frozen=True, tag=True):
         return shlex.join(self.words)
 
 
-AgentSpec = Reference | Pickled | CommandLine
+class JobTemplate(Struct, frozen=True, tag=True):
+    """An agent whose attempts run in Kubernetes Jobs: `agl runner --job` from Python.
+
+    >>> str(agl.JobTemplate(b'{"apiVersion": "batch/v1", "kind": "Job"}', ("python", "agent.py")))
+    'a Kubernetes Job running python agent.py'
+    """
+
+    manifest: bytes
+    """A Job as JSON, whose image, resources and placement are used."""
+    words: tuple[str, ...] = ()
+    """The command of its container; empty, that of the image."""
+    api: str | None = None
+    """The URL of the API server; None in a pod of the cluster."""
+    start_seconds: float = 600.0
+    """Time in which the container has to start."""
+
+    def __str__(self) -> str:
+        return f"a Kubernetes Job running {shlex.join(self.words) or 'its image'}"
+
+
+AgentSpec = Reference | Pickled | CommandLine | JobTemplate
+
+
+AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str] | JobTemplate
+"""Every form in which an agent can be given."""
 
 
 def agent_spec(agent: AgentLike) -> AgentSpec:
     """The specification of an agent. Imports nothing. Raises AgentError for an object that cannot be an agent."""
+    if isinstance(agent, JobTemplate):
+        return agent
     if isinstance(agent, str):
         return _reference(agent) or CommandLine(_split_command(agent))
     if isinstance(agent, Sequence):

@@ -1,0 +1,277 @@
+"""An agent whose attempts are Kubernetes Jobs.
+
+The attempt succeeds when its Job completes; its output is the end of the container's log. It fails with
+
+- JobError if the container ends with another exit code than 0, or the API server rejects the Job;
+- JobNotStartedError if the container does not run within `start_seconds`: no room, image, Secret or quota;
+- JobLostError if the pod is gone: its node disappeared or was drained, or somebody deleted the Job.
+
+The store repeats it like every failed attempt, up to the rollout's `max_attempts`. However an attempt ends, its Job is
+deleted, unless the template has `ttlSecondsAfterFinished`. A Job also ends at its deadline, and with the pod of its
+runner, whose name and uid are in AGL_POD_NAME and AGL_POD_UID; a runner that starts again in its pod deletes those of
+before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Final
+
+import orjson
+
+from agentlightning.errors import AgentError, ConfigError
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
+from agentlightning.runner.agents.spec import JobTemplate
+from agentlightning.runner.attempt_environ import current_variables
+from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
+from agentlightning.runner.jobs.manifest import PREFIX, agent_container, attempt_job, check_template
+from agentlightning.runner.jobs.watcher import JobState, JobWatcher
+
+logger = logging.getLogger(__name__)
+
+KILL_SECONDS: Final = 2.0
+"""How long the deletion of a Job is tried when the process is about to end."""
+LOST: Final = "DisruptionTarget"
+"""The condition of a pod that Kubernetes ends: its node is gone or drained, or other pods go first."""
+
+
+class JobError(AgentError):
+    """The Job of an attempt failed."""
+
+
+class JobNotStartedError(JobError):
+    """The container of a Job did not start in time."""
+
+
+class JobLostError(JobError):
+    """The pod of a Job is gone before it ended."""
+
+
+class JobAgent:
+    """The agent. It is made in the fork server; what needs threads and connections is made in each host."""
+
+    def __init__(self, template: JobTemplate) -> None:
+        self._template = template
+        try:
+            self._manifest: dict[str, Any] = orjson.loads(template.manifest)
+            check_template(self._manifest, "the manifest")
+        except (ConfigError, ValueError) as error:
+            raise AgentError(f"agent {template}: {error}") from error
+        self._runner = secrets.token_hex(8)
+        self._lock = threading.Lock()
+
+    def blocks(self, invocation: Invocation) -> bool:
+        return True
+
+    def start(self, invocation: Invocation) -> str:
+        """Run the Job of an attempt and return its output. Raises JobError."""
+        with self._lock:
+            api, watcher = self._api, self._watcher
+        attempt = invocation.rollout.attempt
+        task = task_variable(invocation.task)
+        if not task:
+            raise JobError("the task is too long for a variable of a container; give a reference to where it is stored")
+        job = attempt_job(
+            self._manifest,
+            words=self._template.words,
+            rollout_id=invocation.rollout.rollout_id,
+            attempt_id=attempt.attempt_id,
+            labels=self._labels,
+            variables={**current_variables(), **invocation.environment, **task},
+            timeout_seconds=invocation.rollout.config.timeout_seconds,
+            start_seconds=self._template.start_seconds,
+            owner=_owner(),
+        )
+        running = RunningJob(api, watcher, job, self._template.start_seconds)
+        invocation.program = running
+        if invocation.cancelled:  # cancelled before there was a Job
+            running.terminate()
+        return running.run()
+
+    @cached_property
+    def _api(self) -> KubernetesApi:
+        api = KubernetesApi(self._template.api, self._manifest.get("metadata", {}).get("namespace"))
+        if (owner := _owner()) is not None:
+            self._delete_earlier(api, owner[1])
+        return api
+
+    @cached_property
+    def _watcher(self) -> JobWatcher:
+        return JobWatcher(self._api, f"{PREFIX}/host={self._labels[f'{PREFIX}/host']}")
+
+    @cached_property
+    def _labels(self) -> dict[str, str]:
+        owner = _owner()
+        pod = {} if owner is None else {f"{PREFIX}/pod": owner[1]}
+        return {f"{PREFIX}/runner": self._runner, f"{PREFIX}/host": secrets.token_hex(8), **pod}
+
+    def _delete_earlier(self, api: KubernetesApi, pod: str) -> None:
+        """Delete the Jobs of a runner that ran in this pod before and was killed."""
+        try:
+            left = api.list_jobs(f"{PREFIX}/pod={pod},{PREFIX}/runner!={self._runner}")
+            for job in left:
+                api.delete_job(job["metadata"]["name"])
+            if left:
+                logger.warning("deleted %d Jobs of an earlier runner in this pod", len(left))
+        except KubernetesError as error:
+            logger.warning("Jobs of an earlier runner in this pod may still run: %s", error)
+
+
+def _owner() -> tuple[str, str] | None:
+    """Name and uid of the pod that this process is in, if it knows them."""
+    name, uid = os.environ.get("AGL_POD_NAME"), os.environ.get("AGL_POD_UID")
+    return (name, uid) if name and uid else None
+
+
+class RunningJob:
+    """The Job of one attempt; `Stoppable`."""
+
+    def __init__(self, api: KubernetesApi, watcher: JobWatcher, job: Mapping[str, Any], start_seconds: float) -> None:
+        self._api, self._watcher, self._job = api, watcher, job
+        self._name: str = job["metadata"]["name"]
+        self._container: str = agent_container(job)["name"]
+        self._keep = "ttlSecondsAfterFinished" in job["spec"]
+        self._start_seconds = start_seconds
+        self._since = time.monotonic()
+        self._has_started = False
+        self._stopped = threading.Event()
+
+    def terminate(self) -> None:
+        """Make `run` delete the Job and end. Returns immediately."""
+        self._stopped.set()
+        self._watcher.wake()
+
+    def kill(self) -> None:
+        """Delete the Job now."""
+        try:
+            self._api.delete_job(self._name, KILL_SECONDS)
+        except KubernetesError as error:
+            logger.warning("the Job %s may run until its deadline: %s", self._name, error)
+
+    def run(self) -> str:
+        """Create the Job, wait for its end, and delete it. Its output. Raises JobError."""
+        try:
+            self._create()
+            state = self._wait()
+            return self._log(state)[-OUTPUT_BYTES:]
+        except JobError:
+            raise
+        finally:
+            self._watcher.forget(self._name)
+            if self._stopped.is_set() or not self._keep:
+                self.kill()
+
+    def _create(self) -> None:
+        while True:
+            self._raise_if_stopped()
+            try:
+                self._api.create_job(self._job)
+            except KubernetesError as error:
+                if not error.may_pass:
+                    raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
+                self._raise_if_late(str(error))
+            else:
+                return self._watcher.watch(self._name)
+            self._stopped.wait(1.0)
+
+    def _wait(self) -> JobState:
+        state: JobState | None = None
+        while True:
+            state = self._watcher.wait(self._name, state, 5.0)
+            self._raise_if_stopped()
+            if state is not None and self._has_completed(state):
+                return state
+
+    def _has_completed(self, state: JobState) -> bool:
+        if state.job is None:
+            raise JobLostError(f"the Job {self._name} is gone; somebody has deleted it")
+        conditions = _conditions(state.job)
+        if "Complete" in conditions:
+            return True
+        self._raise_if_lost(state)
+        if "Failed" in conditions:
+            raise self._failure(state, conditions["Failed"])
+        self._has_started = self._has_started or _has_started(state.pod)
+        if not self._has_started:
+            self._raise_if_late(_why_not_started(state))
+        return False
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise JobError(f"the Job {self._name} was stopped")
+
+    def _raise_if_late(self, why: str) -> None:
+        seconds = time.monotonic() - self._since
+        if seconds > self._start_seconds:
+            raise JobNotStartedError(f"the Job {self._name} did not start within {self._start_seconds:g} s: {why}")
+
+    def _raise_if_lost(self, state: JobState) -> None:
+        pod = state.pod
+        if pod is None:
+            if self._has_started:
+                raise JobLostError(f"the pod of the Job {self._name} is gone")
+            return
+        disrupted = _conditions(pod).get(LOST)
+        if disrupted is not None or pod["metadata"].get("deletionTimestamp") is not None:
+            node = pod["spec"].get("nodeName", "no node")
+            why = (disrupted or {}).get("message") or "it is being deleted"
+            raise JobLostError(f"the pod of the Job {self._name} on {node} is gone: {why}")
+
+    def _failure(self, state: JobState, condition: Mapping[str, Any]) -> JobError:
+        ended = _terminated(state.pod, self._container)
+        if ended is None:
+            return JobError(f"the Job {self._name} failed: {condition.get('reason')}: {condition.get('message')}")
+        memory = " (out of memory)" if ended.get("reason") == "OOMKilled" else ""
+        error = JobError(f"the container of the Job {self._name} ended with exit code {ended['exitCode']}{memory}")
+        if log := self._log(state)[-64_000:]:
+            error.add_note(f"log:\n{log}")
+        return error
+
+    def _log(self, state: JobState) -> str:
+        if state.pod is None:
+            logger.warning("the Job %s has no pod any more, whose log would be its output", self._name)
+            return ""
+        try:
+            return self._api.log(state.pod["metadata"]["name"], self._container)
+        except KubernetesError as error:
+            logger.warning("the log of the Job %s, its output, cannot be read: %s", self._name, error)
+            return ""
+
+
+def _conditions(thing: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The conditions that are true, by type."""
+    found = thing.get("status", {}).get("conditions") or []
+    return {each["type"]: each for each in found if each["status"] == "True"}
+
+
+def _statuses(pod: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    return (pod or {}).get("status", {}).get("containerStatuses") or []
+
+
+def _has_started(pod: Mapping[str, Any] | None) -> bool:
+    return any("waiting" not in each.get("state", {"waiting": {}}) for each in _statuses(pod))
+
+
+def _terminated(pod: Mapping[str, Any] | None, container: str) -> Mapping[str, Any] | None:
+    states = [each.get("state", {}) for each in _statuses(pod) if each["name"] == container]
+    return states[0].get("terminated") if states else None
+
+
+def _why_not_started(state: JobState) -> str:
+    """What the cluster says of a pod that does not run."""
+    if state.pod is None:
+        return "no pod was made for it; `kubectl describe job` says why, as a quota that is used up"
+    for status in _statuses(state.pod):
+        waiting = status.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return f"{waiting['reason']}: {waiting.get('message', '')}"
+    found = state.pod.get("status", {}).get("conditions") or []
+    blocked = [each for each in found if each["type"] == "PodScheduled" and each["status"] == "False"]
+    return f"{blocked[0].get('reason')}: {blocked[0].get('message')}" if blocked else "its container is being created"

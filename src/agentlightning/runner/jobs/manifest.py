@@ -1,0 +1,127 @@
+"""The Job of an attempt, made from a template: the user's Job with its image, resources, node selector and secrets.
+
+The attempt's variables and the command are added to the container `agent`, or to the only one. Retries are the store's:
+a Job has one pod, which runs once.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import orjson
+
+from agentlightning.errors import ConfigError, MissingExtraError
+from agentlightning.runner.agents.spec import JobTemplate
+
+DEFAULT_DEADLINE_SECONDS: Final = 86_400
+"""When Kubernetes stops a Job without any other limit: one whose runner is gone must end."""
+FIXED: Final = {"backoffLimit": 0, "completions": 1, "parallelism": 1}
+"""Fields of a Job that retries and results depend on."""
+AGENT: Final = "agent"
+PREFIX: Final = "agentlightning"
+
+
+def read_template(path: Path, words: Sequence[str], api: str | None, start_seconds: float) -> JobTemplate:
+    """The template in a YAML or JSON file. `words` are the command; empty, the image's own. Raises ConfigError."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"the Job in {path} cannot be read: {error.strerror}") from error
+    manifest = _parse(text, path)
+    check_template(manifest, str(path))
+    return JobTemplate(orjson.dumps(manifest), tuple(words), api, start_seconds)
+
+
+def _parse(text: str, path: Path) -> Any:
+    if path.suffix == ".json":
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    try:
+        import yaml
+    except ImportError:
+        raise MissingExtraError("pyyaml", "kubernetes") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+def check_template(manifest: Any, source: str) -> None:
+    """Raise ConfigError for what is no Job, or a Job whose result would not be that of one run."""
+    head = (manifest.get("apiVersion"), manifest.get("kind")) if isinstance(manifest, dict) else None
+    if head != ("batch/v1", "Job"):
+        raise ConfigError(f"{source} has no Job; write apiVersion: batch/v1, kind: Job")
+    spec = manifest.get("spec") or {}
+    for name, value in FIXED.items():
+        if spec.get(name, value) != value:
+            raise ConfigError(f"{source}: {name}={spec[name]}; it is {value}, retries are those of the rollout")
+    pod = (spec.get("template") or {}).get("spec") or {}
+    if pod.get("restartPolicy", "Never") != "Never":
+        raise ConfigError(
+            f"{source}: restartPolicy={pod['restartPolicy']}; it is Never, retries are those of the rollout"
+        )
+    containers = pod.get("containers") or []
+    if not containers or (len(containers) > 1 and all(each.get("name") != AGENT for each in containers)):
+        raise ConfigError(f"{source} has {len(containers)} containers; name the one of the agent {AGENT!r}")
+
+
+def agent_container(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that runs the agent."""
+    containers = cast(list[dict[str, Any]], manifest["spec"]["template"]["spec"]["containers"])
+    return next((each for each in containers if each.get("name") == AGENT), containers[0])
+
+
+def job_name(attempt_id: str) -> str:
+    """A name of at most 63 characters that Kubernetes accepts; the same for the same attempt."""
+    return "agl-" + re.sub(r"[^a-z0-9-]+", "-", attempt_id.lower())[-59:].strip("-")
+
+
+def attempt_job(
+    manifest: Mapping[str, Any],
+    *,
+    words: Sequence[str],
+    rollout_id: str,
+    attempt_id: str,
+    labels: Mapping[str, str],
+    variables: Mapping[str, str],
+    timeout_seconds: float | None,
+    start_seconds: float,
+    owner: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """The Job of one attempt. `owner` are name and uid of the pod of the runner, with which the Job is deleted."""
+    job = cast(dict[str, Any], copy.deepcopy(manifest))
+    spec, pod = job["spec"], job["spec"]["template"]
+    ids = {f"{PREFIX}/rollout": rollout_id, f"{PREFIX}/attempt": attempt_id}
+    metadata = job.setdefault("metadata", {})
+    metadata["name"] = job_name(attempt_id)
+    metadata.pop("generateName", None)
+    for each in (metadata, pod.setdefault("metadata", {})):
+        each["labels"] = {**each.get("labels", {}), "app.kubernetes.io/managed-by": PREFIX, **labels}
+        each["annotations"] = {**each.get("annotations", {}), **ids}
+    if owner is not None:
+        reference = {"apiVersion": "v1", "kind": "Pod", "name": owner[0], "uid": owner[1]}
+        metadata["ownerReferences"] = [reference]
+    spec.update(FIXED)
+    spec["activeDeadlineSeconds"] = _deadline(spec, timeout_seconds, start_seconds)
+    pod["spec"]["restartPolicy"] = "Never"
+    container = agent_container(job)
+    given = [each for each in container.get("env", []) if each["name"] not in variables]
+    container["env"] = [*given, *({"name": name, "value": value} for name, value in variables.items())]
+    if words:
+        container["command"] = list(words)
+        container.pop("args", None)
+    return job
+
+
+def _deadline(spec: Mapping[str, Any], timeout_seconds: float | None, start_seconds: float) -> int:
+    limits = [spec.get("activeDeadlineSeconds")]
+    if timeout_seconds is not None:
+        limits.append(math.ceil(timeout_seconds + start_seconds) + 60)
+    return min((limit for limit in limits if limit is not None), default=DEFAULT_DEADLINE_SECONDS)
