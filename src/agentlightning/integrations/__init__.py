@@ -1,1 +1,1 @@
-"""Environments that others have made, as tasks, agents and rewards. Found by name; nothing else imports them."""
+"""What others have made: environments as tasks, agents and rewards; Ray. Found by name; nothing imports them."""
