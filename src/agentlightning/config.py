@@ -292,6 +292,9 @@ class RunConfig(Section):
     """Returns to a healthy checkpoint in the life of a run; at the next collapse it stops."""
     rollback_lr_factor: float = Field(default=0.3, gt=0, le=1)
     """The factor of the learning rate at each return to a healthy checkpoint."""
+    token_ratios: bool = False
+    """Whether the tokens of each update are scored once more after it, for the dashboard's view of the ratio of new to
+    old: one more forward pass, and about 8 bytes a token in `ratios/`."""
     host: str = "127.0.0.1"
     """Address the gateway listens on."""
     port: int = Field(default=0, ge=0, le=65535)

@@ -296,6 +296,7 @@ def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
         "curriculum.turns": config.curriculum.turns,
         "curriculum.branching": config.curriculum.branching,
         "runner.max_calls": config.runner.max_calls,
+        "run.token_ratios": config.run.token_ratios or None,
     }
     for name, setting in settings.items():
         if setting is not None and not trains:

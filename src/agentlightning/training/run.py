@@ -36,6 +36,7 @@ from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.token_ratios import record_ratios
 from agentlightning.training.report.live_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
@@ -240,7 +241,11 @@ class TrainingRun:
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        return await self._learner().update(samples, **options)
+        metrics = await self._learner().update(samples, **options)
+        if not self.config.token_ratios:
+            return metrics
+        run_dir, step = self.account.run_dir.path, self.state.step + 1
+        return {**metrics, **await record_ratios(run_dir, step, self._learner(), samples)}
 
     async def save(self, directory: Path) -> None:
         await self._learner().save(directory)

@@ -9,6 +9,7 @@
     state.json         the run's position; written last and atomically, so a crash leaves the old one
     metrics.jsonl      one line for each step
     changes.jsonl      one line for each resume that changed settings
+    ratios/            step-000012.jsonl ...: ratios of the tokens of each update, if `run.token_ratios` asks for them
     audit.jsonl        one line for each version: what it learned from, its scores, the gate's decision
     curve.png, report.json, checkpoint/    the results
 
