@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from tests.dashboard.browsing import CHROMIUM, FLAGS, TOKEN, Served
 
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.demo.runs import write_demo
 
-TOKEN = "a-token"
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"
 
 
@@ -63,3 +64,22 @@ async def writer(copied: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(data) as client:
         yield client
     await data.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    if not CHROMIUM:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def served(made_up: Path, tmp_path: Path) -> Iterator[Served]:
+    with Served(roots=[Path(shutil.copytree(made_up, tmp_path / "runs"))]) as served:
+        yield served

@@ -46,6 +46,10 @@ async def test_the_list_names_every_run_with_state_progress_and_reward_with_its_
     now, start = done["reward_now"], done["reward_start"]
     assert start["low"] < start["mean"] < start["high"] < now["low"] < now["mean"]
     assert done["held_out"]["greedy"]["gain"]["interval"][0] > 0
+    lines = (await get(client, f"/runs/{GRPO}"))["curves"]["steps"]
+    assert (len(lines), done["cost"]["dollars"]) == (24, None)
+    assert done["cost"]["tokens"] > half["cost"]["tokens"] > 0
+    assert (done["warnings"], half["warning_names"]) == (0, ["truncated_outputs"])
     assert (done["algorithm"], done["model"], done["agent"]) == ("lightning_rl", "tiny", "examples/calculator.py:solve")
 
 
@@ -188,6 +192,25 @@ async def test_token_advantages_are_those_of_the_steps_own_rule_over_its_own_rol
         assert len(call["tokens"]["texts"]) == len(call["tokens"]["logprobs"]) == call["sampled_tokens"]
 
 
+async def test_each_trained_token_has_its_ratio_of_new_to_old_and_the_clip_range_of_the_loss(client, made_up):
+    group = await worst_with_a_tool_error(client)
+    found = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/tokens")
+    lines = [orjson.loads(each) for each in (made_up / GRPO / "ratios/step-000009.jsonl").read_bytes().splitlines()]
+    recorded = {line["call"]: line["log_ratios"] for line in lines if line["rollout"] == group["worst"]}
+    assert {call["span_id"]: call["tokens"]["log_ratios"] for call in found["stream"]} == recorded
+    assert found["ratios"] == {"known": True, "note": "", "clip": [0.2, 0.28]}
+    sides = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/group")
+    assert all(call["tokens"]["log_ratios"] for stream in sides["streams"] for call in stream)
+
+
+async def test_where_no_ratios_are_recorded_the_page_names_the_setting(client):
+    row = (await rows_of(client, "&mode=test&state=succeeded"))[0]
+    found = await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}/tokens")
+    assert found["stream"][0]["tokens"]["log_ratios"] is None
+    assert not found["ratios"]["known"]
+    assert "run.token_ratios=true" in found["ratios"]["note"]
+
+
 async def test_a_rollout_that_measures_has_no_advantages_and_says_why(client):
     row = (await rows_of(client, "&mode=test&state=succeeded"))[0]
     found = await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}/tokens")
@@ -261,6 +284,12 @@ async def test_what_happens_now_has_workers_and_queues(client):
     assert (queues["train"]["waiting"], queues["train"]["limit"]) == (2, 24)
     live = await get(client, f"/runs/{GRPO}/live")
     assert live["statistics"]["rollouts.queuing"] == 2
+    times = [call["end_time"] for call in live["calls"]]
+    assert times == sorted(times, reverse=True)
+    newest = next(row for row in live["newest"] if row["calls"])
+    assert live["calls"][0]["rollout_id"] == newest["rollout_id"]
+    assert (live["calls"][0]["agent"], live["calls"][0]["version"]) == ("solver", 24)
+    assert live["calls"][0]["answer"].startswith("### ANSWER")
 
 
 async def test_unknown_names_are_404_with_a_message(client):

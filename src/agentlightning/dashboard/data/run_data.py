@@ -19,6 +19,7 @@ from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.rollouts import Rollout
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
+from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.reader import TrajectoryReader
 
 MOST_IN_BATCH: Final = 1024
@@ -105,6 +106,13 @@ class RunData:
         newest = await self.store.query_rollouts(newest_first=True, limit=2000)
         own = [each for each in reversed(newest) if not group_of(each) and task_key(each.input) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+
+    async def ratios(self, step: int | None, rollout_ids: Sequence[str]) -> CallRatios:
+        """The log-ratios of new to old of the tokens of some rollouts that a step has learned from; empty where the run
+        records none."""
+        if self.files is None or step is None:
+            return {}
+        return await asyncio.to_thread(read_ratios, self.files.path, step, rollout_ids)
 
     # -- credit --------------------------------------------------------------------------------------------------------
 

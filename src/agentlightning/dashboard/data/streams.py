@@ -1,8 +1,8 @@
 """The tokens of a rollout, call by call, with all that is known of each: what the token view and a group show.
 
 A call's prompt is shown from where it leaves the tokens of the call before it. Of each sampled token there are the
-log-probability it was drawn with, the version of the weights, its advantage and its weight in the loss. The ratio of
-the policy being trained to the one that sampled is known only within an update, and is not stored.
+log-probability it was drawn with, the version of the weights, its advantage and its weight in the loss, and the ratio
+of new to old where the run records it (`run.token_ratios`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from agentlightning.dashboard.data.text import as_text, limited, tells_failure
 from agentlightning.dashboard.data.token_text import TokenTexts
 from agentlightning.errors import RewardError
 from agentlightning.span import Span
+from agentlightning.training.persistence.token_ratios import CallRatios
 
 MOST_PROMPT: Final = 4000
 """Tokens of a prompt that are sent, the last ones."""
@@ -28,8 +29,10 @@ MOST_SAMPLED: Final = 40_000
 Tokens = list[int]
 
 
-def stream_of(spans: Sequence[Span], credit: BatchCredit, texts: TokenTexts | None) -> list[dict[str, Any]]:
-    """The model calls of one attempt, for the page. `spans` are those of the attempt."""
+def stream_of(
+    spans: Sequence[Span], credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios | None = None
+) -> list[dict[str, Any]]:
+    """The model calls of one attempt, for the page. `spans` are those of the attempt, `ratios` of its rollout."""
     turns = turns_of(spans)
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
@@ -51,7 +54,7 @@ def stream_of(spans: Sequence[Span], credit: BatchCredit, texts: TokenTexts | No
                 "prompt_tokens": len(prompt),
                 "prompt": _prompt(prompt[known:], texts) if shown else None,
                 "sampled_tokens": len(sampled),
-                "tokens": _sampled(span, sampled, credit, texts) if shown and sampled else None,
+                "tokens": _sampled(span, sampled, credit, texts, ratios or {}) if shown and sampled else None,
                 "left_out": not shown,
             }
         )
@@ -132,17 +135,21 @@ def _prompt(tokens: Tokens, texts: TokenTexts | None) -> dict[str, Any]:
     }
 
 
-def _sampled(span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None) -> dict[str, Any]:
+def _sampled(
+    span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios
+) -> dict[str, Any]:
     recorded = span.attributes.get(names.LOGPROBS)
     logprobs = cast("list[float]", recorded) if isinstance(recorded, list) else []
     own = credit.calls.get((span.rollout_id, span.span_id))
     fits = own is not None and len(own.advantages) == len(sampled)
+    moved = ratios.get((span.rollout_id, span.span_id), ())
     return {
         "ids": sampled,
         "texts": None if texts is None else texts.of(sampled),
         "logprobs": logprobs if len(logprobs) == len(sampled) else None,
         "advantages": list(own.advantages) if own is not None and fits else None,
         "weights": list(own.weights) if own is not None and fits else None,
+        "log_ratios": moved if len(moved) == len(sampled) else None,
         "versions": _versions(span, len(sampled)),
     }
 

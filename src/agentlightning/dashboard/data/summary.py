@@ -116,8 +116,8 @@ def summarize(
         reward=reward,
         reward_number=number_of(reward, weights),
         calls=len(answered),
-        prompt_tokens=sum(_tokens(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
-        sampled_tokens=sum(_tokens(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
+        prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
+        sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),
         agents=tuple(dict.fromkeys(str(a) for span in answered if (a := span.attributes.get(names.AGENT_NAME)))),
         versions=tuple(dict.fromkeys(v for span in answered if isinstance(v := version_of(span), int))),
         tool_calls=tools,
@@ -165,7 +165,7 @@ def _digest(task: Any) -> str:
         return ""
 
 
-def _tokens(span: Span, usage: str, ids: str) -> int:
+def token_count(span: Span, usage: str, ids: str) -> int:
     known = span.attributes.get(ids)
     if isinstance(known, list):
         return len(cast("list[int]", known))

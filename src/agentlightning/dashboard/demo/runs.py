@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
+from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import DataConfig, PolicyConfig, RunConfig, TrainConfig
 from agentlightning.dashboard.demo.rollouts import Problem, Vocabulary, Writer, problem, skill_at
@@ -22,7 +23,10 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord
+from agentlightning.training.health.diagnosis import sign_history
+from agentlightning.training.health.examination import read_records
 from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.token_ratios import CallRatios, write_ratios
 from agentlightning.util.settings import dump_toml
 
 BEGAN: Final = 1_760_000_000.0
@@ -48,6 +52,8 @@ class MadeUpRun:
     records: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
     metrics: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     audit: list[AuditRecord] = field(default_factory=list[AuditRecord])
+    ratios: dict[int, CallRatios] = field(default_factory=dict[int, CallRatios])
+    """By step."""
     state: RunState = field(default_factory=lambda: RunState(""))
 
 
@@ -100,6 +106,7 @@ def _step(run: MadeUpRun, writer: Writer, step: int) -> None:
     for index in range(TASKS):
         group = f"{state.run_id}-train-{step - 1:06d}-{index:04d}"
         rewards: list[float] = []
+        members: list[tuple[RolloutRecord, float]] = []
         for place in range(GROUP):
             asked = problem((step - 1) % 6 * TASKS + index)
             record, reward = writer.rollout(f"{group}-{place:03d}", asked, skill, step - 1, group=group)
@@ -108,8 +115,10 @@ def _step(run: MadeUpRun, writer: Writer, step: int) -> None:
                 failed += 1
             else:
                 rewards.append(reward)
+                members.append((record, reward))
                 learned.append(record.rollout.rollout_id)
         groups.append(rewards)
+        run.ratios.setdefault(step, {}).update(_ratios(members, writer.rng))
     line = _line(run, writer.rng, step, groups, failed, skill)
     state.rollouts += TASKS * GROUP
     state.failed_rollouts += failed
@@ -121,6 +130,19 @@ def _step(run: MadeUpRun, writer: Writer, step: int) -> None:
     run.metrics.append(line)
     scores = {name: value for name, value in line.items() if name == "reward" or name.startswith("validation_")}
     run.audit.append(AuditRecord("learned", step, step, "lightning_rl", writer.clock, tuple(learned), scores))
+
+
+def _ratios(members: Sequence[tuple[RolloutRecord, float]], rng: random.Random) -> CallRatios:
+    """Unlikely tokens move the most: up in the better half of a group, down in the other."""
+    mean = statistics.fmean(reward for _, reward in members) if members else 0.0
+    found: CallRatios = {}
+    for record, reward in members:
+        for span in record.spans:
+            logprobs: Any = span.attributes.get(names.LOGPROBS) or ()
+            if logprobs:
+                moved = [0.35 * (reward - mean) * (1 - math.exp(each)) + rng.gauss(0, 0.008) for each in logprobs]
+                found[record.rollout.rollout_id, span.span_id] = [round(each, 4) for each in moved]
+    return found
 
 
 def _line(
@@ -191,9 +213,13 @@ def _write_files(run: MadeUpRun, path: Path, vocabulary: Vocabulary) -> None:
         (path / "checkpoints" / f"step-{step:06d}" / "made-up.txt").write_text("no weights: this run is made up\n")
     (path / "start" / "tokenizer.json").write_bytes(orjson.dumps(vocabulary.document()))
     (path / "config.toml").write_text(dump_toml(_config(run)))
-    (path / "state.json").write_bytes(orjson.dumps(asdict(run.state)))
     _lines(path / "metrics.jsonl", run.metrics)
+    for each in sign_history(read_records(path / "metrics.jsonl")[0]):
+        run.state.warnings[each.sign.name] = f"step {each.since}: {each.sign.what}"
+    (path / "state.json").write_bytes(orjson.dumps(asdict(run.state)))
     _lines(path / AUDIT_FILE, [msgspec.to_builtins(each) for each in run.audit])
+    for step, ratios in run.ratios.items():
+        write_ratios(path, step, ratios)
     for name, first, count in (("train", 0, 6 * TASKS), ("validation", 800, VALIDATION), ("held_out", 900, HELD_OUT)):
         _lines(path / "data" / f"{name}.jsonl", [problem(first + index).task() for index in range(count)])
     if run.done == run.steps:
@@ -208,7 +234,7 @@ def _config(run: MadeUpRun) -> TrainConfig:
     return TrainConfig(
         agent="examples/calculator.py:solve",
         reward="examples/calculator.py:score",
-        run=RunConfig(seed=run.seed),
+        run=RunConfig(seed=run.seed, token_ratios=True),
         data=DataConfig(train="data/train.jsonl"),
         policy=PolicyConfig(model="tiny"),
         algorithm=LightningRLConfig(steps=run.steps, tasks_per_step=TASKS, group_size=GROUP, credit=run.credit),

@@ -8,6 +8,9 @@ export const color = (index) => css(`--c${index % COLORS}`);
 
 const tickText = (value) => (value !== 0 && Math.abs(value) < 0.001 ? value.toExponential() : String(Number(value.toPrecision(6))));
 
+// Of a logarithmic axis the labels 1, 2 and 5 of each decade.
+const logTickText = (value) => (/^[125]e/.test(value.toExponential()) ? tickText(value) : "");
+
 function faded(paint, share) {
   return `${paint}${Math.round(255 * share).toString(16).padStart(2, "0")}`;
 }
@@ -83,7 +86,7 @@ function options(given, size, onCursor) {
     legend: { show: false },
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: [low, high] } },
-    axes: [{ ...axis, size: 28, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tickText(tick))) }],
+    axes: [{ ...axis, size: 28, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (log ? logTickText : tickText)(tick))) }],
     series: [{}, ...lines, ...edges],
     bands: band ? [{ series: [lines.length + 1, lines.length + 2], fill: faded(color(0), 0.16) }] : [],
     hooks: {
@@ -128,11 +131,12 @@ export function Chart(given) {
     setShown(next);
   };
   const at = shown ?? steps.length - 1;
+  const valueOf = (each) => (shown === null ? each.values.findLast((value) => value !== null) : each.values[at]);
   return html`<figure class=${`chart panel ${tall ? "tall" : ""}`} style=${{ margin: 0 }}>
     <h3>${title} ${unit && html`<span class="muted small">${unit}</span>`}</h3>
     <div class="legend" aria-live="off">
       <span>step ${steps[at] ?? "–"}</span>
-      ${series.map((each, index) => html`<span class="key" key=${each.label}><span class="swatch" style=${{ background: `var(--c${(each.color ?? index) % COLORS})` }}></span>${each.label} ${number(each.values[at])}</span>`)}
+      ${series.map((each, index) => html`<span class="key" key=${each.label}><span class="swatch" style=${{ background: `var(--c${(each.color ?? index) % COLORS})` }}></span>${each.label} ${number(valueOf(each))}</span>`)}
       ${band && html`<span class="muted">${band.label}</span>`}${note && html`<span class="muted">${note}</span>`}
     </div>
     <div class="plot" ref=${holder} tabindex="0" role="img" onKeyDown=${move}

@@ -8,6 +8,9 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : size >= 10 ? 1 : digits });
 }
 
+// A count of tokens, short.
+export const tokens = (count) => (count >= 1e6 ? `${(count / 1e6).toFixed(1)}M` : count >= 1e4 ? `${Math.round(count / 1e3)}k` : number(count));
+
 export const signed = (value) => (value === null || value === undefined ? "–" : `${value >= 0 ? "+" : "−"}${number(Math.abs(value))}`);
 
 export function interval(found) {

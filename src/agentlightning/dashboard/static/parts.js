@@ -4,6 +4,9 @@ import { interval, number, reward as rewardText } from "./format.js";
 import { html, useState } from "./lib.js";
 import { Link, runPath } from "./router.js";
 
+// A table that may be wider than the window scrolls by itself, with the keyboard, too.
+export const scrolls = { tabindex: 0, role: "group", "aria-label": "Table" };
+
 export const Pill = ({ kind, children }) => html`<span class=${`pill ${kind || ""}`}>${children ?? kind}</span>`;
 
 export function Fact({ name, children, note }) {

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, Final, cast
 
 from agentlightning import span as names
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.dashboard.data.credit import BatchCredit
 from agentlightning.dashboard.data.run_data import DashboardData, RunData
 from agentlightning.dashboard.data.streams import first_difference, stream_of
@@ -15,14 +16,20 @@ from agentlightning.dashboard.data.text import as_text, limited
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.errors import NotFoundError
+from agentlightning.policy.losses import PPOLoss
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span, counts
 from agentlightning.store.export.schema import encode_item
 from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.training.persistence.token_ratios import CallRatios
 
 MOST_SPANS: Final = 5000
 MOST_VALUE: Final = 20_000
 """Characters of one attribute of a span."""
+NO_RATIOS: Final = (
+    "no update has recorded the ratios of this rollout: a run records them with run.token_ratios=true,"
+    " and only of tokens that it learns from"
+)
 IN_GROUP: Final = 64
 """Rollouts of a group that are listed."""
 
@@ -56,12 +63,14 @@ async def show_tokens(data: DashboardData, query: Query) -> dict[str, Any]:
     run = await data.run(query.part("run"))
     rollout = await run.rollout(query.part("rollout"))
     credit, step = await run.credit(rollout)
-    summary, stream = await _stream(run, rollout, credit)
+    ratios = await run.ratios(step, [rollout.rollout_id])
+    summary, stream = await _stream(run, rollout, credit, ratios)
     return {
         "rollout": rollout_json(rollout),
         "summary": asdict(summary),
         "step": step,
         "credit": _credit_json(credit),
+        "ratios": ratios_json(run, ratios),
         "has_texts": run.texts is not None,
         "stream": stream,
     }
@@ -76,7 +85,8 @@ async def show_group(data: DashboardData, query: Query) -> dict[str, Any]:
     chosen = [_member(rows, query.text("left"), 0), _member(rows, query.text("right"), len(rows) - 1)]
     credit, step = await run.credit(rollout)
     by_id = {each.rollout_id: each for each in members}
-    sides = [(await _stream(run, by_id[each.rollout_id], credit))[1] for each in chosen]
+    ratios = await run.ratios(step, [each.rollout_id for each in chosen])
+    sides = [(await _stream(run, by_id[each.rollout_id], credit, ratios))[1] for each in chosen]
     return {
         "group": group_of(rollout),
         "task": limited(as_text(rollout.input)),
@@ -90,6 +100,7 @@ async def show_group(data: DashboardData, query: Query) -> dict[str, Any]:
         "difference": first_difference(*sides) if chosen[0] is not chosen[1] else None,
         "versions": by_version(rows),
         "credit": _credit_json(credit),
+        "ratios": ratios_json(run, ratios),
         "has_texts": run.texts is not None,
     }
 
@@ -109,12 +120,14 @@ def _member(rows: Sequence[RolloutSummary], rollout_id: str | None, default: int
     raise NotFoundError(f"rollout {rollout_id!r} is not of this group")
 
 
-async def _stream(run: RunData, rollout: Rollout, credit: BatchCredit) -> tuple[RolloutSummary, list[dict[str, Any]]]:
+async def _stream(
+    run: RunData, rollout: Rollout, credit: BatchCredit, ratios: CallRatios
+) -> tuple[RolloutSummary, list[dict[str, Any]]]:
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
     if attempt is None:
         return summarize(rollout, None, []), []
     spans = await run.store.query_spans(rollout.rollout_id, attempt.attempt_id, limit=MOST_SPANS)
-    return summarize(rollout, attempt, spans, run.weights), stream_of(spans, credit, run.texts)
+    return summarize(rollout, attempt, spans, run.weights), stream_of(spans, credit, run.texts, ratios)
 
 
 def _chosen(attempts: Sequence[Attempt], attempt_id: str | None, rollout_id: str) -> Attempt | None:
@@ -130,6 +143,15 @@ def _without_tokens(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for call in stream:
         call["tokens"] = call["prompt"] = None
     return stream
+
+
+def ratios_json(run: RunData, ratios: CallRatios) -> dict[str, Any]:
+    """Whether there are ratios, why not, and beyond which of them the run's loss clips."""
+    config = run.config
+    losses = config.algorithm.losses if config is not None and isinstance(config.algorithm, LightningRLConfig) else ()
+    clips = next(((each.clip_low, each.clip_high) for each in losses if isinstance(each, PPOLoss)), None)
+    known = bool(ratios)
+    return {"known": known, "note": "" if known else NO_RATIOS, "clip": clips}
 
 
 def _credit_json(credit: BatchCredit) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
 from agentlightning.evaluation.intervals import mean_interval, student_quantile
 from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.report.cost import cost_of_steps
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
@@ -97,6 +98,7 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
         "reward_now": window(rewards[-WINDOW:]),
         "rewards": rewards[-200:],
         "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+        "cost": cost_of(files),
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "warnings": len(state.warnings),
@@ -104,6 +106,15 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
         "held_out": held_out(files, state),
         "changed": (files.path / "state.json").stat().st_mtime,
     }
+
+
+def cost_of(files: RunFiles) -> dict[str, Any]:
+    """Tokens and, where prices are set, US dollars: those of the report, else of the steps so far, in which calls to
+    providers are not counted yet."""
+    known: Mapping[str, Any] = (files.report() or {}).get("cost") or cost_of_steps(files.metrics()).as_json()
+    tokens = sum(int(known.get(name) or 0) for name in ("sampled_tokens", "search_tokens", "provider_tokens"))
+    prices = [each for name in ("search_money", "provider_dollars") if (each := known.get(name)) is not None]
+    return {"tokens": tokens, "dollars": sum(prices) if prices else None}
 
 
 def window(values: Sequence[float]) -> dict[str, Any] | None:

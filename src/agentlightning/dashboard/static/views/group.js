@@ -6,7 +6,7 @@ import { Json, Loading, Pill, Range, RewardChip } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 import { CallHead, CallTokens, Inspector, Legend, ToolResults, move, versionsOf } from "./tokens.js";
 
-function Side({ run, row, title, stream, by, versions, difference, chosen, choose, rows, pick }) {
+function Side({ run, row, title, stream, by, versions, clip, difference, chosen, choose, rows, pick }) {
   let counted = -1;
   return html`<section class="panel" tabindex="0" role="group" aria-label=${`${title}; arrow keys move from token to token`} onKeyDown=${(event) => move(event, stream, chosen, choose)}>
     <div class="head"><h2>${title}</h2><${RewardChip} value=${row.reward} /><div class="right"><select aria-label=${`${title}: rollout`} value=${row.rollout_id} onChange=${(event) => pick(event.target.value)}>
@@ -18,7 +18,7 @@ function Side({ run, row, title, stream, by, versions, difference, chosen, choos
       return html`<div class="turn" key=${call.span_id}><${CallHead} call=${call} index=${index}>
           <${Link} to=${withQuery(runPath(run, "rollouts", row.rollout_id, "tokens"), { call: index })}>tokens<//>${here && html`<${Pill} kind="failed">differs here<//>`}<//>
         ${call.error && html`<p class="error-text">${call.error}</p>`}
-        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} chosen=${chosen} choose=${choose} differsAt=${here ? difference.token : -1} /><${ToolResults} call=${call} /></div>`;
+        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${clip} chosen=${chosen} choose=${choose} differsAt=${here ? difference.token : -1} /><${ToolResults} call=${call} /></div>`;
     })}${!stream.length && html`<p class="empty">No model calls.</p>`}
     <${Link} to=${runPath(run, "rollouts", row.rollout_id)}>Whole rollout<//></section>`;
 }
@@ -39,8 +39,8 @@ export function GroupPage({ parts: [run, rollout], query, path }) {
       <${Link} class="button" to=${runPath(run, "tasks", data.task_key)}>This task across weights<//><${Json} path=${address} name="group.json" /></div></div>
     <div class="panel"><pre>${data.task}</pre><p class="muted small mono">${data.group}</p>
       <table><tbody>${data.versions.map((each) => html`<tr key=${`${each.version}${each.mode}`}><td>weights ${each.version ?? "–"}</td><td>${number(each.rollouts.length)} rollouts</td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td></tr>`)}</tbody></table></div>
-    <${Legend} by=${by} change=${(name) => change({ by: name })} stream=${data.streams.flat()} credit=${data.credit} />
-    <div class="cols">${data.streams.map((stream, side) => html`<${Side} key=${names[side]} run=${run} row=${rowOf(names[side])} title=${query.left || query.right ? (side ? "Right" : "Left") : side ? "Worst" : "Best"} stream=${stream} by=${by} versions=${versions}
+    <${Legend} by=${by} change=${(name) => change({ by: name })} stream=${data.streams.flat()} credit=${data.credit} ratios=${data.ratios} />
+    <div class="cols">${data.streams.map((stream, side) => html`<${Side} key=${names[side]} run=${run} row=${rowOf(names[side])} title=${query.left || query.right ? (side ? "Right" : "Left") : side ? "Worst" : "Best"} stream=${stream} by=${by} versions=${versions} clip=${data.ratios.clip}
       difference=${data.difference} rows=${data.rollouts} chosen=${chosen.side === side ? chosen.at : null} choose=${(at) => choose({ side, at })} pick=${(id) => change({ [side ? "right" : "left"]: id })} />`)}</div>
     ${data.left_out > 0 && html`<p class="muted">${data.left_out} further rollouts of the group are not listed.</p>`}
     <${Inspector} stream=${data.streams[chosen.side]} chosen=${chosen.at} />`;

@@ -1,10 +1,10 @@
 // Workers, queues, and what happens now.
 import { useView } from "../api.js";
-import { ago, bytes, number } from "../format.js";
+import { ago, bytes, duration, number, shortId } from "../format.js";
 import { html } from "../lib.js";
-import { Fact, Json, Loading, Pill, RunTabs, Stale } from "../parts.js";
+import { Fact, Json, Loading, Pill, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, runPath } from "../router.js";
-import { Row } from "./rollouts.js";
+import { Row, RowHead } from "./rollouts.js";
 
 function Page({ run, here, title, path, view, children }) {
   return html`<div class="head"><h1>${title}</h1><div class="right"><${Json} path=${path} name=${`${here}.json`} /></div></div><${RunTabs} run=${run} here=${here} /><${Stale} view=${view} />${children}`;
@@ -14,7 +14,7 @@ export function WorkersPage({ parts: [run], path }) {
   const view = useView(path, 3000);
   if (!view.data) return html`<${RunTabs} run=${run} here="workers" /><${Loading} view=${view} />`;
   const { workers, now } = view.data;
-  return html`<${Page} run=${run} here="workers" title="Workers" path=${path} view=${view}><div class="panel tight"><table><thead><tr><th>Worker</th><th>State</th><th>Last heartbeat</th><th class="num">Open attempts</th><th>Now on</th><th>Last error</th><th>What it reports</th></tr></thead><tbody>
+  return html`<${Page} run=${run} here="workers" title="Workers" path=${path} view=${view}><div class="panel tight" ...${scrolls}><table><thead><tr><th>Worker</th><th>State</th><th>Last heartbeat</th><th class="num">Open attempts</th><th>Now on</th><th>Last error</th><th>What it reports</th></tr></thead><tbody>
     ${workers.map((each) => html`<tr key=${each.worker_id}><td class="mono">${each.worker_id}</td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${ago(each.last_heartbeat_time, now)}</td><td class="num">${each.open_attempts}</td><td>${each.current_rollout_id ? html`<${Link} class="mono" to=${runPath(run, "rollouts", each.current_rollout_id)}>${each.current_rollout_id}<//>` : "–"}</td>
       <td class="task">${each.last_error ? html`<span class="error-text">${each.last_error.type}: ${each.last_error.message}</span>` : "–"}</td><td class="small muted mono">${JSON.stringify(each.stats)}</td></tr>`)}</tbody></table>${!workers.length && html`<p class="empty">No worker has reported here.</p>`}</div><//>`;
 }
@@ -26,16 +26,21 @@ function Queues({ queues }) {
 export function QueuesPage({ parts: [run], path }) {
   const view = useView(path, 3000);
   if (!view.data) return html`<${RunTabs} run=${run} here="queues" /><${Loading} view=${view} />`;
-  return html`<${Page} run=${run} here="queues" title="Queues" path=${path} view=${view}><div class="panel tight"><${Queues} queues=${view.data.queues} /></div><//>`;
+  return html`<${Page} run=${run} here="queues" title="Queues" path=${path} view=${view}><div class="panel tight" ...${scrolls}><${Queues} queues=${view.data.queues} /></div><//>`;
 }
 
-const Table = ({ run, rows }) => html`<div class="panel tight"><table><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><table><${RowHead} /><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+
+// The model calls that ended last.
+const Calls = ({ run, calls, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Ended</th><th>Rollout</th><th>Agent, model</th><th>Answer</th><th class="num">Sampled</th><th class="num">Prompt</th><th class="num">Time</th><th class="num">Weights</th></tr></thead><tbody>
+  ${calls.map((each) => html`<tr key=${each.span_id}><td class="nowrap">${ago(each.end_time, now)}</td><td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", each.rollout_id)} title=${each.rollout_id}>${shortId(each.rollout_id)}<//></td><td>${each.agent || "–"}<div class="muted small">${each.model}</div></td>
+    <td class="task">${each.failed ? html`<span class="error-text">failed</span> ` : ""}${each.answer}</td><td class="num">${number(each.sampled_tokens)}</td><td class="num">${number(each.prompt_tokens)}</td><td class="num">${duration(each.seconds)}</td><td class="num">${each.version ?? "–"}</td></tr>`)}</tbody></table>${!calls.length && html`<p class="empty">None.</p>`}</div>`;
 
 export function LivePage({ parts: [run], path }) {
   const view = useView(path, 2000);
   if (!view.data) return html`<${RunTabs} run=${run} here="live" /><${Loading} view=${view} />`;
-  const { statistics, running, newest, queues } = view.data;
+  const { calls, statistics, running, newest, queues, now } = view.data;
   return html`<${Page} run=${run} here="live" title="Live" path=${path} view=${view}>
     <div class="panel"><dl class="facts">${Object.entries(statistics).map(([name, value]) => html`<${Fact} key=${name} name=${name.replace("rollouts.", "")}>${name === "bytes" ? bytes(value) : number(value)}<//>`)}</dl></div>
-    <h2>Running</h2><${Table} run=${run} rows=${running} /><h2>Queues</h2><div class="panel tight"><${Queues} queues=${queues} /></div><h2>Newest</h2><${Table} run=${run} rows=${newest} /><//>`;
+    <h2>Calls</h2><${Calls} run=${run} calls=${calls} now=${now} /><h2>Running</h2><${Table} run=${run} rows=${running} /><h2>Queues</h2><div class="panel tight" ...${scrolls}><${Queues} queues=${queues} /></div><h2>Newest</h2><${Table} run=${run} rows=${newest} /><//>`;
 }

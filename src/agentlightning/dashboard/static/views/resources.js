@@ -2,7 +2,7 @@
 import { useView } from "../api.js";
 import { number, time } from "../format.js";
 import { html } from "../lib.js";
-import { Json, Loading, Pill, RunTabs } from "../parts.js";
+import { Json, Loading, Pill, RunTabs, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
 const SIGN = { same: " ", added: "+", removed: "-" };
@@ -39,7 +39,7 @@ export function WeightsPage({ parts: [run], query, path }) {
   const names = [...new Set(data.records.flatMap((each) => Object.keys(each.scores)))];
   return html`<div class="head"><h1>Weights</h1><div class="right"><${Json} path=${address} name="weights.json" /></div></div><${RunTabs} run=${run} here="weights" />
     ${!data.has_audit && html`<p class="empty">This run has no audit log: it was made by an earlier version, or has not finished a step.</p>`}
-    ${data.has_audit && html`<div class="panel tight"><table><thead><tr><th class="num">Version</th><th class="num">From</th><th>Event</th><th>Step</th><th class="num">Rollouts</th>${names.map((name) => html`<th key=${name} class="num">${name.replaceAll("_", " ")}</th>`)}<th>Checkpoint</th><th>When</th></tr></thead><tbody>
+    ${data.has_audit && html`<div class="panel tight" ...${scrolls}><table><thead><tr><th class="num">Version</th><th class="num">From</th><th>Event</th><th>Step</th><th class="num">Rollouts</th>${names.map((name) => html`<th key=${name} class="num">${name.replaceAll("_", " ")}</th>`)}<th>Checkpoint</th><th>When</th></tr></thead><tbody>
       ${data.records.map((each) => html`<tr key=${`${each.step}${each.action}`}><td class="num"><b>${each.version ?? "–"}</b></td><td class="num">${each.parent ?? "–"}</td><td><${Pill} kind=${each.action} />${each.reason && html`<div class="small muted">${each.reason}</div>`}${each.returned_to !== null && html`<div class="small">returned to step ${each.returned_to}</div>`}</td>
         <td><${Link} to=${runPath(run, "steps", each.step)}>${each.step}<//></td><td class="num"><${Link} to=${withQuery(runPath(run, "rollouts"), { step: each.step })}>${number(each.rollouts)}<//></td>${names.map((name) => html`<td key=${name} class="num">${number(each.scores[name])}</td>`)}
         <td>${each.has_checkpoint && html`<${Pill} kind="finished">kept<//>`} ${each.step === data.best_step && html`<${Pill} kind="promoted">best<//>`}</td><td class="nowrap small">${time(each.time)}</td></tr>`)}</tbody></table></div>`}

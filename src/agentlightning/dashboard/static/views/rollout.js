@@ -2,7 +2,7 @@
 import { post, useView } from "../api.js";
 import { duration, number, reward, time } from "../format.js";
 import { html, useState } from "../lib.js";
-import { Fact, Json, Loading, Pill, RewardChip, Stale } from "../parts.js";
+import { Fact, Json, Loading, Pill, RewardChip, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 import { CallHead } from "./tokens.js";
 
@@ -76,7 +76,7 @@ function Spans({ spans, limit }) {
 }
 
 function Attempts({ attempts, chosen, path, query }) {
-  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight"><table><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
+  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
     ${attempts.map((each) => html`<tr key=${each.attempt_id}><td><${Link} to=${withQuery(path, { ...query, attempt: each.attempt_id })} aria-current=${each.attempt_id === chosen ? "true" : undefined}>${each.sequence_id}${each.attempt_id === chosen ? " (shown)" : ""}<//></td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${time(each.start_time)}</td><td class="num">${each.end_time ? duration(each.end_time - each.start_time) : "–"}</td><td>${each.worker_id || "–"}</td></tr>`)}</tbody></table></div>
     ${attempts.filter((each) => each.attempt_id === chosen && each.error).map((each) => html`<details key="e" open><summary class="error-text">${each.error.type}: ${each.error.message}</summary><pre class="error-text">${each.error.traceback}</pre></details>`)}
     ${attempts.filter((each) => each.attempt_id === chosen && each.output).map((each) => html`<details key="o"><summary>Output</summary><pre>${each.output}</pre></details>`)}</div>`;

@@ -2,7 +2,7 @@
 import { download, post, useView } from "../api.js";
 import { ago, duration, interval, number, reward, shortId } from "../format.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
-import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale } from "../parts.js";
+import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
 const FILTERS = [
@@ -44,6 +44,8 @@ export function Row({ run, row, chosen, toggle }) {
     <td class="num">${number(row.sampled_tokens)}</td><td class="num">${duration(row.seconds)}</td><td>${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num">${row.versions.join(", ") || "–"}</td></tr>`;
 }
 
+export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;
+
 function Actions({ run, ids, writable, done }) {
   const [said, say] = useState("");
   const [score, setScore] = useState("");
@@ -84,8 +86,8 @@ export function RolloutsPage({ parts: [run], query, path }) {
   return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}
       <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
-    <div class="panel"><${Filters} key=${address} query=${query} apply=${apply} /></div><${Stale} view=${view} />
-    ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight"><${Actions} run=${run} ids=${chosen} writable=${data.writable} done=${view.reload} />
+    <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${view} />
+    ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} writable=${data.writable} done=${view.reload} />
       <table><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
         <${Heading} name="start_time" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
         <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
@@ -102,9 +104,9 @@ export function TaskPage({ parts: [run], path }) {
   const { data } = view;
   return html`<div class="head"><h1>One task across versions of the weights</h1><div class="right"><${Json} path=${path} name="task.json" /></div></div>
     <div class="panel"><pre>${data.task}</pre></div>
-    <div class="panel tight"><table><thead><tr><th class="num">Weights</th><th>Mode</th><th>Rewards</th><th>Mean, 95% interval</th><th></th><th>Side by side</th></tr></thead><tbody>
+    <div class="panel tight" ...${scrolls}><table><thead><tr><th class="num">Weights</th><th>Mode</th><th>Rewards</th><th>Mean, 95% interval</th><th><span class="skip">Interval</span></th><th>Side by side</th></tr></thead><tbody>
       ${data.versions.map((each) => html`<tr key=${`${each.version}${each.mode}`}><td class="num">${each.version ?? "–"}</td><td>${each.mode}</td><td><${Rewards} values=${each.rewards} /></td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td>
         <td><${Link} to=${runPath(run, "rollouts", each.rollouts[0], "group")}>${each.rollouts.length} rollout${each.rollouts.length > 1 ? "s" : ""}<//></td></tr>`)}</tbody></table></div>
     ${!data.complete && html`<p class="muted">Among the ${number(data.scanned)} newest rollouts.</p>`}
-    <div class="panel tight"><table><tbody>${data.rollouts.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table></div>`;
+    <div class="panel tight" ...${scrolls}><table><${RowHead} /><tbody>${data.rollouts.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table></div>`;
 }

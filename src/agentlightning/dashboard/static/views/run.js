@@ -3,13 +3,13 @@ import { useView } from "../api.js";
 import { Chart, useTheme } from "../chart.js";
 import { bytes, duration, interval, number, signed } from "../format.js";
 import { html, useMemo, useState } from "../lib.js";
-import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings } from "../parts.js";
+import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
 function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
   if (!modes.length) return null;
-  return html`<div class="panel"><h2>Held-out reward</h2><div class="panel tight"><table><thead><tr><th>Decoding</th><th>Before</th><th></th><th>After</th><th></th><th>Gain, 95% interval</th><th class="num">Tasks</th></tr></thead><tbody>
+  return html`<div class="panel"><h2>Held-out reward</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Decoding</th><th>Before</th><th><span class="skip">Interval before</span></th><th>After</th><th><span class="skip">Interval after</span></th><th>Gain, 95% interval</th><th class="num">Tasks</th></tr></thead><tbody>
     ${modes.map(([mode, each]) => html`<tr key=${mode}><td>${mode}</td><td>${interval(each.before)}</td><td><${Range} found=${each.before} /></td><td>${interval(each.after)}</td><td><${Range} found=${each.after} /></td>
       <td>${each.gain ? html`<b>${signed(each.gain.gain)}</b> (${signed(each.gain.interval[0])} to ${signed(each.gain.interval[1])})` : html`<span class="muted">not measured yet</span>`}</td><td class="num">${each.before?.tasks ?? each.after?.tasks}</td></tr>`)}
   </tbody></table></div></div>`;
@@ -92,7 +92,7 @@ export function RunPage({ parts: [run], path }) {
     ${(report?.warnings || []).filter((text) => !warnings.some((each) => text.includes(each.what))).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
     <${HeldOut} found=${data.held_out} />
     <p class="muted small">Click a point to see the step behind it${data.curves.thinned ? `; ${data.curves.thinned} steps between the points are not drawn` : ""}.</p>
-    <${Charts} run=${run} curves=${data.curves} warnings=${warnings} />
+    <h2 class="skip">Curves</h2><${Charts} run=${run} curves=${data.curves} warnings=${warnings} />
     ${data.changes.length > 0 && html`<details class="panel"><summary>Changed on resume (${data.changes.length})</summary><pre>${JSON.stringify(data.changes, null, 2)}</pre></details>`}
     <${Settings} settings=${data.settings} error=${data.settings_error} />
     <${Checkpoints} checkpoints=${data.checkpoints} />`;

@@ -2,7 +2,7 @@
 import { useView } from "../api.js";
 import { interval, number } from "../format.js";
 import { html } from "../lib.js";
-import { Fact, Json, Loading, Rewards, Warnings } from "../parts.js";
+import { Fact, Json, Loading, Rewards, Warnings, scrolls } from "../parts.js";
 import { Link, runPath, withQuery } from "../router.js";
 
 function Group({ run, group }) {
@@ -35,7 +35,7 @@ export function StepPage({ parts: [run, text], path }) {
       <${Fact} name="Staleness" note="updates">${number(metrics.staleness)}<//>
     </dl></div>
     <h2>Groups, the largest spread first</h2>
-    <div class="panel tight"><table><thead><tr><th>Task</th><th>Rewards</th><th>Mean, 95% interval</th><th class="num">Spread</th><th class="num">Tool errors</th><th class="num">Failed</th><th class="num">Weights</th></tr></thead>
+    <div class="panel tight" ...${scrolls}><table><thead><tr><th>Task</th><th>Rewards</th><th>Mean, 95% interval</th><th class="num">Spread</th><th class="num">Tool errors</th><th class="num">Failed</th><th class="num">Weights</th></tr></thead>
       <tbody>${data.groups.map((group) => html`<${Group} key=${group.group} run=${run} group=${group} />`)}</tbody></table>
       ${!data.groups.length && html`<p class="empty">The store has no rollouts of this step any more.</p>`}</div>
     <details class="panel"><summary>All metrics of the step</summary><pre>${JSON.stringify(metrics, null, 2)}</pre></details>`;

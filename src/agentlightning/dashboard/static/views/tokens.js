@@ -1,14 +1,23 @@
-// Tokens, coloured by advantage, log-probability, version or weight in the loss.
+// Tokens, coloured by advantage, log-probability, ratio of new to old, version or weight in the loss.
 import { useView } from "../api.js";
 import { number, reward, signed } from "../format.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, RewardChip } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
-export const COLOURS = [["advantage", "Advantage"], ["logprob", "Log-probability"], ["version", "Weights"], ["loss", "Carries loss"], ["ratio", "Ratio"]];
+export const COLOURS = [["advantage", "Advantage"], ["logprob", "Log-probability"], ["ratio", "Ratio of new to old"], ["version", "Weights"], ["loss", "Carries loss"]];
 const MOST_SHOWN = 6000;
 
-function classOf(by, tokens, place, versions) {
+// How far a log-ratio lies from 0, in the direction of its sign; beyond the clip range it is the third.
+function ratioClass(value, clip) {
+  if (value === undefined || value === null) return "";
+  const [low, high] = clip || [0.2, 0.28];
+  const beyond = Math.exp(value) > 1 + high || Math.exp(value) < 1 - low;
+  const size = beyond ? "3 clipped" : Math.abs(value) < 0.02 ? 0 : Math.abs(value) < 0.1 ? 1 : 2;
+  return size === 0 ? "z" : `${value > 0 ? "p" : "n"}${size}`;
+}
+
+function classOf(by, tokens, place, versions, clip) {
   const advantage = tokens.advantages?.[place];
   const weight = tokens.weights?.[place];
   if (by === "advantage") {
@@ -22,6 +31,7 @@ function classOf(by, tokens, place, versions) {
     if (value === undefined || value === null) return "";
     return `s${value > -0.05 ? 0 : value > -0.5 ? 1 : value > -1.5 ? 2 : value > -3 ? 3 : 4}`;
   }
+  if (by === "ratio") return ratioClass(tokens.log_ratios?.[place], clip);
   if (by === "version") return tokens.versions ? `v${versions.indexOf(tokens.versions[place]) % 6}` : "";
   if (by === "loss") return tokens.weights ? (weight > 0 && Math.abs(advantage) > 1e-9 ? "p2" : "z idle") : "idle";
   return "";
@@ -30,7 +40,7 @@ function classOf(by, tokens, place, versions) {
 const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "→");
 const textOf = (tokens, place) => (tokens.texts ? tokens.texts[place] : `${tokens.ids[place]} `);
 
-export function CallTokens({ call, index, by, versions, chosen, choose, differsAt }) {
+export function CallTokens({ call, index, by, versions, clip, chosen, choose, differsAt }) {
   const { prompt, tokens } = call;
   if (call.left_out) return html`<p class="muted">${number(call.sampled_tokens)} tokens are not shown: the rollout has too many.</p>`;
   if (!tokens && !prompt?.ids.length) return html`<p class="muted">No tokens are recorded for this call.</p>`;
@@ -40,7 +50,7 @@ export function CallTokens({ call, index, by, versions, chosen, choose, differsA
     const isChosen = chosen && chosen.call === index && chosen.token === place;
     const text = textOf(tokens, place);
     const special = /^<\|.*\|>$|^<\/?s>$/.test(text) ? "special" : "";
-    return html`<span key=${place} class=${`t ${classOf(by, tokens, place, versions)} ${special} ${isChosen ? "chosen" : ""} ${differsAt === place ? "differs" : ""}`}
+    return html`<span key=${place} class=${`t ${classOf(by, tokens, place, versions, clip)} ${special} ${isChosen ? "chosen" : ""} ${differsAt === place ? "differs" : ""}`}
       onMouseEnter=${() => choose({ call: index, token: place })} onClick=${() => choose({ call: index, token: place })}>${visible(text)}</span>`;
   })}${shown < (tokens?.ids.length ?? 0) && html`<p class="muted">… ${tokens.ids.length - shown} more</p>`}</div>`;
 }
@@ -50,10 +60,13 @@ export function ToolResults({ call }) {
     <b>${each.failed ? "tool error" : "tool result"}${each.name ? ` · ${each.name}` : ""}</b><pre>${each.text}</pre></div>`);
 }
 
-export function Legend({ by, change, stream, credit }) {
-  const notes = { advantage: "blue: better than expected, orange: worse, grey: none", logprob: "darker: less likely when it was drawn", version: "a colour for each version of the weights", loss: "blue: carries loss; struck through: does not", ratio: "the ratio is known only within an update and is not stored" };
-  return html`<div class="legend-row" role="group" aria-label="Colour of tokens">${COLOURS.map(([name, title]) => html`<button key=${name} type="button" aria-pressed=${by === name ? "true" : "false"} disabled=${name === "ratio"} title=${notes[name]} onClick=${() => change(name)}>${title}</button>`)}
+const clipText = (clip) => (clip ? `underlined: beyond the clip range of the loss, ${number(1 - clip[0])} to ${number(1 + clip[1])}` : "underlined: below 0.8 or above 1.28");
+
+export function Legend({ by, change, stream, credit, ratios }) {
+  const notes = { advantage: "blue: better than expected, orange: worse, grey: none", logprob: "darker: less likely when it was drawn", version: "a colour for each version of the weights", loss: "blue: carries loss; struck through: does not", ratio: `probability after the update over that when drawn: blue above 1, orange below, grey within 2%; ${clipText(ratios.clip)}` };
+  return html`<div class="legend-row" role="group" aria-label="Colour of tokens">${COLOURS.map(([name, title]) => html`<button key=${name} type="button" aria-pressed=${by === name ? "true" : "false"} disabled=${name === "ratio" && !ratios.known} title=${name === "ratio" && !ratios.known ? ratios.note : notes[name]} onClick=${() => change(name)}>${title}</button>`)}
     <span class="muted small">${notes[by]}. Text in grey was given, not sampled.</span></div>
+    ${by === "ratio" && !ratios.known && html`<div class="notice">${ratios.note}</div>`}
     ${credit.notes.map((note) => html`<div class="notice" key=${note}>${note}</div>`)}
     ${!stream.some((call) => call.tokens) && html`<div class="notice">No call of this rollout has recorded tokens.</div>`}`;
 }
@@ -66,7 +79,7 @@ export function Inspector({ stream, chosen }) {
   const logprob = tokens.logprobs?.[at];
   return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
     <span>log-probability ${number(logprob)}${logprob === undefined || logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}</span>
-    <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span></div>`;
+    <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>ratio ${tokens.log_ratios ? number(Math.exp(tokens.log_ratios[at])) : "not recorded"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span></div>`;
 }
 
 export const versionsOf = (stream) => [...new Set(stream.flatMap((call) => call.tokens?.versions || []))].sort((a, b) => a - b);
@@ -98,18 +111,18 @@ export function TokensPage({ parts: [run, rollout], query, path }) {
   const by = query.by || "advantage";
   useEffect(() => target.current?.scrollIntoView({ block: "center" }), [view.data]);
   if (!view.data) return html`<${Loading} view=${view} />`;
-  const { stream, credit, summary, step } = view.data;
+  const { stream, credit, ratios, summary, step } = view.data;
   const versions = versionsOf(stream);
   return html`<div class="head"><h1>Tokens</h1><div class="right">
       <${Link} class="button" to=${runPath(run, "rollouts", rollout)}>Conversation<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${path} name="tokens.json" /></div></div>
     <div class="panel"><dl class="facts"><${Fact} name="Rollout" note=${summary.task}><span class="mono">${rollout}</span><//><${Fact} name="Reward">${reward(summary.reward)}<//><${Fact} name="Credit rule">${credit.rule || "–"}<//>
       <${Fact} name="Learned from in">${step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", step)}>step ${step}<//>`}<//><${Fact} name="Versions of weights">${versions.join(", ") || "–"}<//></dl></div>
     ${!view.data.has_texts && html`<div class="notice">The run has no tokenizer.json that can be read: tokens are shown as their ids.</div>`}
-    <${Legend} by=${by} change=${(name) => navigate(withQuery(path, { ...query, by: name }), { replace: true })} stream=${stream} credit=${credit} />
+    <${Legend} by=${by} change=${(name) => navigate(withQuery(path, { ...query, by: name }), { replace: true })} stream=${stream} credit=${credit} ratios=${ratios} />
     <div class="panel" tabindex="0" role="group" aria-label="Tokens; arrow keys move" onKeyDown=${(event) => move(event, stream, chosen, choose)}>
       ${stream.map((call, index) => html`<section class="turn" key=${call.span_id} ref=${Number(query.call) === index && query.call ? target : undefined}><${CallHead} call=${call} index=${index} />
         ${call.error && html`<p class="error-text">${call.error}</p>`}
-        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} chosen=${chosen} choose=${choose} />
+        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${ratios.clip} chosen=${chosen} choose=${choose} />
         <${ToolResults} call=${call} /></section>`)}
       ${!stream.length && html`<p class="empty">This rollout made no model calls.</p>`}</div>
     <${Inspector} stream=${stream} chosen=${chosen} />`;
