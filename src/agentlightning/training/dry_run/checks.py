@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from agentlightning.training.dry_run.observation import DryRunRollout
+from agentlightning.training.health.leak import LEAK_SHARE, answers_in_prompts
 
 Outcome = Literal["ok", "warning", "failed"]
 
@@ -63,6 +65,7 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
     if trains:
         found.append(check_calls(rollouts))
         found += [check_tokens(rollouts, random_weights)] if any(each.policy_calls for each in rollouts) else []
+    found += check_prompts(rollouts)
     found += check_tools(rollouts)
     return [*found, *check_reward(rollouts, random_weights)]
 
@@ -129,6 +132,23 @@ def check_tokens(rollouts: Sequence[DryRunRollout], random_weights: bool) -> Dry
     return DryRunCheck(
         "tokens", "warning", f"{text}; {truncated} of {calls} answers were cut off at their limit", advice
     )
+
+
+def check_prompts(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:
+    """Whether prompts give the answers of their tasks away; nothing where they do not, or tasks have no answer."""
+    pairs = [(each.task, json.dumps(_asked(each), ensure_ascii=False, default=str)) for each in rollouts]
+    share = answers_in_prompts(pairs)
+    if share is None or share < LEAK_SHARE:
+        return []
+    text = f"the answer of the task is in the prompt of {share:.0%} of the tasks: the policy may learn to copy it"
+    advice = "do not give the agent the field of the task that the reward compares with"
+    return [DryRunCheck("prompts", "warning", text, advice)]
+
+
+def _asked(rollout: DryRunRollout) -> list[Any]:
+    """The messages before the first answer."""
+    roles = [message.get("role") for message in rollout.transcript]
+    return list(rollout.transcript[: roles.index("assistant") if "assistant" in roles else None])
 
 
 def check_tools(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:

@@ -18,6 +18,7 @@ from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
+from agentlightning.training.health.leak import answer_metrics
 from agentlightning.training.health.step_record import DIMENSION
 from agentlightning.trajectory import Reward, Trajectory
 
@@ -52,6 +53,7 @@ def batch_metrics(
         **_dimensions(trajectories),
         **_causes(groups, rewards),
         **_outputs(trajectories, groups),
+        **answer_metrics(trajectories),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from agentlightning.training.health import collapse, failures, guard, outputs, rewards, updates
+from agentlightning.training.health import collapse, failures, guard, leak, outputs, rewards, updates
 from agentlightning.training.health.sign import Detector, Records, Sign
 from agentlightning.training.health.step_record import StepRecord
 
@@ -30,6 +30,7 @@ DETECTORS: Final[tuple[Detector, ...]] = (
     updates.clipping,
     updates.mismatch,
     updates.staleness,
+    leak.answer_given_away,
     outputs.truncation,
     outputs.length,
     outputs.repetition,

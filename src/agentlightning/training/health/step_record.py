@@ -107,6 +107,9 @@ class StepRecord:
     common_output: float | None = None
     """Share of the groups in which the most frequent output of the batch occurs."""
 
+    answers_in_prompt: float | None = None
+    """Share of the tasks whose answer the prompt gives away."""
+
     rollouts_trained: int = 0
     failed: int = 0
     timeouts: int = 0
