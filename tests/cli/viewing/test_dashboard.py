@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from pathlib import Path
 
@@ -73,6 +74,31 @@ def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
     assert httpx.get(f"{server['url']}/dashboard/api/runs", headers=own).json()["writable"]
     wrong = start("dashboard", server["url"], "--json", AGL_TOKEN="wrong").line(60)
     assert "requires its access token" in wrong["error"]["message"]
+
+
+def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs, invoke):
+    link = start("dashboard", str(runs), "--json").line(60)["link"]
+    found = json.loads(invoke("status", link, "--run", "calculator-rloo", "--json").stdout)
+    local = json.loads(invoke("status", str(runs / "calculator-rloo"), "--json").stdout)
+    for name in ("status", "step", "steps", "reward", "first_reward", "best_reward", "validation", "validated_at"):
+        assert found[name] == local[name], name
+    assert (found["start"], set(found["warnings"])) == (pytest.approx(local["start"]), set(local["warnings"]))
+    assert [each["cause"] for each in found["failures"]] == ["ConnectionError"]
+    shown = invoke("status", link, "--run", "calculator-rloo").stdout
+    assert "calculator-rloo: unfinished, step 14 of 24" in shown
+    assert "reward " in shown
+
+
+def test_status_of_a_server_names_what_is_missing(start, runs, invoke):
+    link = start("dashboard", str(runs), "--json").line(60)["link"]
+    wrong = invoke("status", link.partition("#")[0])
+    assert wrong.exit_code == 2
+    assert "requires its access token" in wrong.stderr
+    unknown = invoke("status", link, "--run", "nope")
+    assert "it has: " in unknown.stderr
+    assert "calculator-grpo" in unknown.stderr
+    gone = invoke("status", "http://127.0.0.1:9")
+    assert "cannot be reached" in gone.stderr
 
 
 def test_made_up_runs_need_no_run(start):

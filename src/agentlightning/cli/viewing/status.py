@@ -1,4 +1,4 @@
-"""`agl status`: how far a training run is, running here, elsewhere on a shared disk, or over."""
+"""`agl status`: how far a training run is, running here, on a shared disk, on a server elsewhere, or over."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from agentlightning.cli.options import Json
+from agentlightning.cli.options import Json, Token
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.viewing.remote_status import is_url, remote_status
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
 from agentlightning.util.sparkline import sparkline
@@ -25,18 +26,38 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="The directory of a run: running, finished or crashed.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="The directory of a run (running, finished or crashed), or the address of a server that shows it: the"
+            " link of its dashboard.",
+            show_default=False,
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option("--run", help="Of a server: which of its runs. Default: the running one.", show_default=False),
+    ] = None,
+    token: Token = None,
     as_json: Json = False,
 ) -> None:
     """Say how far a training run is: its step, reward, validation, speed, failures and warnings."""
     output = Output(as_json)
     with errors_reported(output):
-        from agentlightning.training.health.examination import examine, read_records
+        record, rewards = remote_status(target, token, name) if is_url(target) else _local_status(Path(target), name)
+        output.finish(record, lambda console: _print(record, rewards, console))
 
-        found = examine(run)
-        records, _ = read_records(run / "metrics.jsonl")
-        record = record_of(found, records)
-        output.finish(record, lambda console: _print(record, records, console))
+
+def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
+    from agentlightning.errors import ConfigError
+    from agentlightning.training.health.examination import examine, read_records
+
+    if name is not None:
+        raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
+    found = examine(run)
+    records, _ = read_records(run / "metrics.jsonl")
+    return record_of(found, records), [each.reward for each in records]
 
 
 def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
@@ -83,13 +104,13 @@ def _total_steps(run_dir: Path) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _print(record: dict[str, Any], records: list[StepRecord], console: Console) -> None:
+def _print(record: dict[str, Any], rewards: list[float | None], console: Console) -> None:
     of = "" if record["steps"] is None else f" of {record['steps']}"
     left = "" if record["seconds_left"] is None else f", about {duration(record['seconds_left'])} left"
     head = f"{record['run_dir']}: {record['status']}, step {record['step']}{of}, {duration(record['seconds'])}{left}"
     console.print(head, markup=False)
     if record["reward"] is not None:
-        spark = sparkline([float("nan") if each.reward is None else each.reward for each in records])
+        spark = sparkline([float("nan") if each is None else each for each in rewards])
         first, best = record["first_reward"], record["best_reward"]
         console.print(f"reward      {record['reward']:.3f}  {spark}  from {first:.3f}, best {best:.3f}")
     for mode, value in record["validation"].items():
