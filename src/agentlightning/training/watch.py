@@ -11,7 +11,7 @@ import time
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.rollouts import Attempt
+from agentlightning.rollouts import Attempt, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import describe_failure
 from agentlightning.training.sources.group_rewards import transcript_of
@@ -21,10 +21,11 @@ from agentlightning.util.progress import Progress, RolloutCounts
 logger = logging.getLogger(__name__)
 
 SECONDS: Final = 2.0
+RUNNING: Final[tuple[RolloutStatus, ...]] = ("preparing", "running")
 KEY_SECONDS: Final = 0.2
 """How soon a key is answered."""
 MOST_RUNNING: Final = 200
-"""Running rollouts that are looked at for hanging ones, the oldest."""
+"""Running rollouts that are looked at for hanging ones, the newest."""
 HANGING_SHARE: Final = 0.5
 """The share of its time limit after which a rollout is said to hang."""
 MOST_NAMED: Final = 3
@@ -53,15 +54,23 @@ class _Watch:
     def __init__(
         self, store: LightningStoreBase, run_id: str, progress: Progress, timeout_seconds: float, own_store: bool
     ) -> None:
-        self._store, self._run_id, self._progress = store, run_id, progress
+        self._store, self._progress = store, progress
         self._timeout, self._own_store = timeout_seconds, own_store
+        self._own: dict[str, Any] = {} if own_store else {"rollout_id_contains": run_id}
+        """What limits a search to the rollouts of this run."""
         self._named: set[str] = set()
         self._cause: str | None = None
         self._failed = 0
 
     async def look(self) -> None:
-        own: dict[str, Any] = {"rollout_id_contains": self._run_id}
-        running = await self._store.query_rollouts(status_in=["preparing", "running"], **own, limit=MOST_RUNNING)
+        own = self._own
+        # The store keeps the numbers of its rollouts by state. A search for one more than run would read all of them.
+        number = min(MOST_RUNNING, await self._store.count_rollouts(status_in=RUNNING))
+        running = (
+            await self._store.query_rollouts(status_in=RUNNING, **own, newest_first=True, limit=number)
+            if number
+            else []
+        )
         await self._name_hanging([each.rollout_id for each in running])
         failed = await self._store.count_rollouts(status_in=["failed"], **own)
         if failed != self._failed:
@@ -102,7 +111,7 @@ class _Watch:
 
     async def show_transcript(self) -> None:
         """That of the newest rollout that ended well."""
-        own: dict[str, Any] = {"rollout_id_contains": self._run_id}
+        own = self._own
         found = await self._store.query_rollouts(status_in=["succeeded"], **own, newest_first=True, limit=1)
         if not found:
             self._progress.transcript("no rollout has ended yet")
