@@ -64,6 +64,31 @@ def test_a_held_out_task_whose_rollout_fails_is_in_the_report(job, agl):
     assert (record["tasks"], record["measured"], record["reasons"]) == (4, 3, {"failed": 1})
 
 
+GONE = """
+from pathlib import Path
+
+
+def letters(task, output, rollout):
+    trained = Path("trained")
+    if rollout.mode == "train":
+        trained.touch()
+    elif trained.exists():
+        raise RuntimeError("the judge is out")
+    return sum(character.isalpha() for character in output) / max(1, len(output))
+"""
+
+
+def test_a_measurement_in_which_everything_failed_is_warned_of(job, agl):
+    (job.directory / "reward.py").write_text(GONE)
+    done = agl("train", *job.arguments, *STEPS, "data.validation_share=0", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    gain = report["held_out"]["greedy"]
+    assert (gain["tasks"], gain["after"], gain["missing_before"]) == (0, None, 0)
+    assert gain["reasons_after"] == {"failed": gain["missing_after"]}
+    assert any(each.startswith("no held-out task has a reward both before and after") for each in report["warnings"])
+
+
 ELSEWHERE = """
 def say(task):
     return task["word"]  # as a client with an address of its own would answer, or a cache

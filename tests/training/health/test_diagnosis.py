@@ -81,6 +81,10 @@ def test_the_end_says_where_nothing_was_won():
     assert "includes 0" in closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
     ends_at_zero = (Gain(0.5, 0.5, 0.0, interval, 40) for interval in ((0.0, 0.2), (-0.2, 0.0)))
     assert [list(closing_warnings(learned, {"greedy": each})) for each in ends_at_zero] == [["no_gain_greedy"]] * 2
+    unknown = Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, missing_before=1, missing_after=12)
+    [warning] = closing_warnings(learned, {"sampled": unknown}).items()
+    assert warning[0] == "not_compared_sampled"
+    assert "sampled: 1 have none before, 12 none after" in warning[1]
 
 
 def test_random_weights_are_named_before_anything_runs():

@@ -37,7 +37,13 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
         found["nothing_learned"] = "nothing was learned: no group of rollouts had rewards that differ"
     for mode, gain in gains.items():
         low, high = gain.interval
-        if high < 0:
+        if not gain.tasks:
+            found[f"not_compared_{mode}"] = (
+                f"no held-out task has a reward both before and after ({mode}: {gain.missing_before} have none before,"
+                f" {gain.missing_after} none after), so nothing is known of a gain; the failures are counted in"
+                " report.json (reasons_before, reasons_after), and `agl dashboard` shows them"
+            )
+        elif high < 0:
             found[f"worse_{mode}"] = (
                 f"the trained policy is worse than the one it started from ({mode}: {gain.gain:+.3f}); lower"
                 " algorithm.optimizer.lr, and see in curve.png where it turned"
