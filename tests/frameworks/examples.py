@@ -58,12 +58,14 @@ class Example:
             return f"{self.home} is not there; run: tests/frameworks/setup.sh {self.environment}"
         return None
 
-    def command(self) -> list[str]:
+    def command(self, warm: bool = False) -> list[str]:
+        """`warm`: in Python, by a process that has imported the framework already (`warm.py`)."""
         path = EXAMPLES / self.file
         if path.suffix == ".mjs":  # Node.js finds packages beside the file
             return ["node", str(shutil.copy(path, self.home / path.name)), *self.arguments]
         program = "bash" if path.suffix == ".sh" else str(self.programs / "python")
-        return [program, str(path), *self.arguments]
+        before = [str(EXAMPLES / "warm.py")] if warm and path.suffix == ".py" else []
+        return [program, *before, str(path), *self.arguments]
 
     def variables(self) -> dict[str, str]:
         """What its command finds its programs by, and keeps its own files in."""

@@ -10,6 +10,7 @@ tiny model learns to follow it, and is trained.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -17,10 +18,12 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.frameworks.examples import ALL, BY_NAME, Example
 from tests.frameworks.service import ENVIRONMENTS, EXAMPLES, ROOT, serving, starting_models
@@ -109,7 +112,7 @@ async def instrumented(example: Example, folder: Path) -> str:
     given = json.dumps({"question": start.question(start.A, start.B)})
     more = {**example.variables(), "OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     async with serving(start.teacher(guesses=False)) as service:
-        traced = [launcher, *example.command()]
+        traced = [example.programs / "python", launcher, *example.command()]  # an environment may have been moved
         ended = await service.run(traced, folder, {**more, "OPENAI_AGENTS_DISABLE_TRACING": "0"}, given)
         assert ended.code == 0, ended.stderr[-2000:]
         found = [span.name for span in await service.spans() if names.PROMPT_TOKEN_IDS not in span.attributes]
@@ -120,11 +123,19 @@ async def instrumented(example: Example, folder: Path) -> str:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def sharing_imports() -> Iterator[None]:
+    """Within it the runs of an agent share a process of warm.py, which ends with it."""
+    with tempfile.TemporaryDirectory(prefix="agl") as short, mock.patch.dict(os.environ, TMPDIR=short):
+        yield
+
+
 def starting_model(example: Example, folder: Path) -> Path:
     """The tiny model of an example. Those whose conversations are the same share one, and it is kept."""
     start = starting_models()
     os.environ |= example.variables()
-    used, guessed = (asyncio.run(start.record(example.command(), guesses, folder)) for guesses in (False, True))
+    command = example.command(warm=True)
+    used, guessed = (asyncio.run(start.record(command, guesses, folder)) for guesses in (False, True))
     digest = hashlib.sha256(json.dumps([_essence(each) for each in (*used, *guessed)]).encode()).hexdigest()[:12]
     model = ENVIRONMENTS / "models" / digest / "model"
     if not model.exists():
@@ -153,20 +164,32 @@ def train(example: Example, model: Path, folder: Path, *changes: str) -> dict[st
     """The report of a training run of an example."""
     agl = Path(sys.executable).with_name("agl")
     settings = [f"reward={EXAMPLES}/reward.py:score", f"data.train={EXAMPLES}/tasks.jsonl", f"runner.cwd={folder}"]
-    agent = ["--agent", shlex.join(example.command()), f"algorithm.steps={example.steps}"]
+    agent = ["--agent", shlex.join(example.command(warm=True)), f"algorithm.steps={example.steps}"]
     files = ["--config", EXAMPLES / "train.toml", "--model", model, "--run-dir", folder / "run"]
     command = [agl, "train", "--json", *files, *agent, *settings, *changes]
-    environment = {**os.environ, **example.variables(), "HOME": str(folder)}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **example.variables(), "HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=TRAINING_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def verify(example: Example, report: dict[str, Any], folder: Path) -> None:
+    """Raise AssertionError unless all rollouts counted and updated the weights, and the agent had turns and rewards."""
+    sampled = report["held_out"]["sampled"]
+    assert sampled["missing_before"] == sampled["missing_after"] == 0, sampled
+    assert report["steps"] == example.steps
+    assert report["rejected_rollouts"] == {}
+    assert report["failed_rollouts"] <= report["rollouts"] // 10, report
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("tokens_trained", 0) for step in steps) > 0
+    assert max(step["calls_per_rollout"] for step in steps) > 1
+    assert max(rewards(report)) > 0
 
 
 def rewards(report: dict[str, Any]) -> tuple[float, float]:
@@ -220,7 +243,9 @@ def measure(example: Example) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         found = asyncio.run(speech(example, folder))
-        report = train(example, starting_model(example, folder), folder)
+        with sharing_imports():
+            report = train(example, starting_model(example, folder), folder)
+        verify(example, report, folder)
     return row(example, found, report)
 
 
