@@ -317,3 +317,16 @@ async def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, client_of):
         assert any("no audit log" in note for note in found["credit"]["notes"])
         assert found["stream"][0]["tokens"]["advantages"]
     await data.close()
+
+
+async def test_a_group_that_rollouts_name_in_their_metadata_alone_is_found(tmp_path: Path, client_of):
+    store = LightningStore(tmp_path / "store.db")
+    for number in range(6):
+        await store.enqueue_rollout({"n": number}, rollout_id=f"mine-{number}", metadata={"group": f"g-{number % 2}"})
+    data = DashboardData(Catalog(store))
+    async with client_of(data) as client:
+        rows = (await get(client, "/runs/store/rollouts?group=g-1"))["rows"]
+        assert {row["rollout_id"] for row in rows} == {"mine-1", "mine-3", "mine-5"}
+        assert (await get(client, "/runs/store/rollouts?group=g-7"))["rows"] == []
+    await data.close()
+    await store.close()

@@ -123,11 +123,18 @@ async def select(
     run: RunData, filters: Filters, *, sort: str | None, descending: bool, cursor: str | None, limit: int
 ) -> Page:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
-    if filters.step is not None or filters.group is not None:
+    if filters.step is not None or (filters.group is not None and await _in_ids(run, filters.group)):
         return await _from_set(run, filters, sort, descending, cursor, limit)
     if sort in BY_SUMMARY:
         raise ConfigError(f"sort={sort!r} is read from spans; it sorts the rollouts of one step= or group=")
     return await _scan(run, filters, sort, descending, cursor, limit)
+
+
+async def _in_ids(run: RunData, group: str) -> bool:
+    """Whether the ids of rollouts tell their group, as those of training runs do. Other rollouts name it in their
+    metadata alone, and are searched page by page."""
+    found = await run.store.query_rollouts(rollout_id_contains=_stem(group), limit=1)
+    return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
 
 async def _scan(

@@ -20,7 +20,7 @@ function Reward({ found }) {
 function Row({ run, chosen, toggle }) {
   if (run.kind === "store" || run.error) {
     return html`<tr><td></td><td><${Link} to=${runPath(run.name)}>${run.name}<//></td><td><${Pill} kind=${run.state} /></td>
-      <td colspan="9" class=${run.error ? "error-text" : "muted"}>${run.error || "rollouts of this server, of all runs and none"}</td></tr>`;
+      <td colspan="8" class=${run.error ? "error-text" : "muted"}>${run.error || "rollouts of this server, of all runs and none"}</td></tr>`;
   }
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Compare ${run.name}`} /></td>
@@ -32,8 +32,8 @@ function Row({ run, chosen, toggle }) {
     <td class="num"><${Reward} found=${run.reward_start} /></td>
     <td class="num"><${Reward} found=${run.reward_now} /></td>
     <td><${Gain} run=${run} /></td>
-    <td class="num">${number(run.tokens_per_second)}</td><td class="num nowrap">${tokens(run.cost.tokens)}${run.cost.dollars !== null && html`<div class="muted small">$${run.cost.dollars.toFixed(2)}</div>`}</td>
-    <td>${run.warnings ? html`<span class="pill warn" title=${run.warning_names.join(", ")}>${run.warnings} warning${run.warnings > 1 ? "s" : ""}</span>` : html`<span class="muted">none</span>`}</td>
+    <td class="num">${number(run.tokens_per_second)}<div class="muted small nowrap">${tokens(run.cost.tokens)}${run.cost.dollars !== null && `, $${run.cost.dollars.toFixed(2)}`}</div></td>
+    <td>${run.warnings ? html`<span class="pill warn" title=${run.warning_names.join(", ")}>${run.warnings}<span class="skip"> warnings</span></span>` : html`<span class="muted">none</span>`}</td>
   </tr>`;
 }
 
@@ -47,7 +47,7 @@ export function RunsPage({ path }) {
       <button class="primary" type="button" disabled=${chosen.length < 2} onClick=${() => navigate(withQuery("/compare", { runs: chosen.join(",") }))}>Compare ${chosen.length || ""}</button>
       <${Json} path="/runs" name="runs.json" /></div></div>
     <div class="panel tight" ...${scrolls}><table><thead><tr><th><span class="skip">Compare</span></th><th>Run</th><th>State</th><th>Algorithm, model</th><th>Steps, time left</th><th>Reward</th>
-      <th class="num" title="Mean of the first five steps, with its 95% interval over steps">At start</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Now</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num">Tokens/s</th><th class="num" title="Tokens of the policy, of searches and of providers; dollars where prices are set">Cost</th><th>Warnings</th></tr></thead>
+      <th class="num" title="Mean of the first five steps, with its 95% interval over steps">At start</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Now</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num" title="Cost: tokens of the policy, of searches and of providers; dollars where prices are set">Tokens/s, cost</th><th>Warnings</th></tr></thead>
       <tbody>${runs.map((run) => html`<${Row} key=${run.name} run=${run} chosen=${chosen.includes(run.name)} toggle=${() => toggle(run.name)} />`)}</tbody></table>
       ${!runs.length && html`<p class="empty">No runs here yet. <code>agl demo</code> makes one in a few minutes; <code>agl dashboard --demo</code> shows made-up ones.</p>`}</div>
     <p class="muted small">Reward at start and now: the mean of five steps with its 95% interval over steps. Held-out gain: the paired difference on tasks that nothing was learned from.</p>`;
