@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.frameworks.measuring import sharing_imports
 from tests.frameworks.service import ENVIRONMENTS, EXAMPLES
 
-TEAMS = {"graph.py": "modern", "runs.py": "modern", "round_robin.py": "modern"}
+TEAMS = {"graph.py": "modern", "runs.py": "modern", "round_robin.py": "modern", "crew.py": "crewai"}
 TWO = ['algorithm.agents.editor={ type = "lora", r = 4 }']
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -23,10 +24,12 @@ def train(file: str, folder: Path, *changes: str) -> dict[str, float]:
     if not (home / ".installed").exists():
         pytest.skip(f"{home} is not there; run: tests/frameworks/setup.sh {TEAMS[file]}")
     files = [f"reward={teams}/reward.py:score", f"data.train={teams}/topics.jsonl", "--config", f"{teams}/writer.toml"]
-    agent = ["--agent", f"{home}/bin/python {teams / file}", "--run-dir", str(folder / "run")]
+    program = f"{home}/bin/python {EXAMPLES / 'warm.py'} {teams / file}"
+    agent = ["--agent", program, "--run-dir", str(folder / "run")]
     command = [str(Path(sys.executable).with_name("agl")), "train", "--json", *agent, *files, *changes]
-    environment = {**os.environ, "HOME": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    with sharing_imports():
+        environment = {**os.environ, "HOME": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 
