@@ -54,6 +54,8 @@ def teacher(guesses: bool) -> Callable[[list[dict[str, Any]]], str]:
     def answer(messages: list[dict[str, Any]]) -> str:
         tools = messages[0]["content"]
         done = guesses or any(str(A * B) in message["content"] for message in messages)
+        if "[[ ## " in tools:
+            return fields(tools, said, done)
         known = [name for name in CALLS if f'"name":"{name}"' in tools]
         if known and not done:
             return call(known[0], CALLS[known[0]])
@@ -64,6 +66,14 @@ def teacher(guesses: bool) -> Callable[[list[dict[str, Any]]], str]:
 
 def call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def fields(asked: str, said: str, done: bool) -> str:
+    """The answer of DSPy's ReAct, whose tool calls are fields of a text."""
+    called = ("finish", {}) if done else ("multiply", CALLS["multiply"])
+    step = {"next_thought": "The tool can.", "next_tool_name": called[0], "next_tool_args": json.dumps(called[1])}
+    found = step if "next_tool_name" in asked else {"reasoning": "It was multiplied.", "answer": said}
+    return "\n\n".join([*(f"[[ ## {name} ## ]]\n{text}" for name, text in found.items()), "[[ ## completed ## ]]"])
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------

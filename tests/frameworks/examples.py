@@ -104,6 +104,8 @@ ALL = [
     Example("CrewAI", "crewai/agent.py", "crewai", "crewai"),
     Example("LlamaIndex", "llama_index/agent.py", "crewai", "llama-index-core"),
     Example("Google ADK", "google_adk/agent.py", "adk", "google-adk"),
+    Example("DSPy", "dspy/agent.py", "dspy", "dspy", changed="its cache is off", continues=False),
+    Example("Strands Agents", "strands/agent.py", "dspy", "strands-agents"),
     Example("Vercel AI SDK", "vercel_ai/agent.mjs", "node", "ai"),
     Example("bash, curl and jq", "shell/agent.sh", ""),
     Example(
