@@ -161,8 +161,6 @@ class RunningJob:
             self._create()
             state = self._wait()
             return self._log(state)[-OUTPUT_BYTES:]
-        except JobError:
-            raise
         finally:
             self._watcher.forget(self._name)
             if self._stopped.is_set() or not self._keep:
