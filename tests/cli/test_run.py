@@ -24,6 +24,8 @@ from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.tracing.rewards import find_final_reward
 
+pytestmark = pytest.mark.integration
+
 AGL = str(Path(sys.executable).parent / "agl")
 KEY = "sk-only-the-provider-may-see-this"
 
@@ -342,8 +344,6 @@ signal.pause()
 def test_the_terminal_is_the_commands_own_and_ctrl_c_comes_once(clean):
     script = """
 import os, signal, sys, time
-
-pytestmark = pytest.mark.integration
 heard = []
 signal.signal(signal.SIGINT, lambda *_: heard.append(1))
 print(os.isatty(0), os.isatty(1), flush=True)

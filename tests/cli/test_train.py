@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from agentlightning.cli.main import build
 
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import sys
 from agentlightning.cli.main import build
-
-pytestmark = pytest.mark.integration
 try:
     build()(["train", "--print-config", "--agent", "agent.py:solve", "algorithm.steps=7", *sys.argv[1:]])
 except SystemExit as exit:

@@ -17,6 +17,7 @@ from agentlightning.training.sources.reader import TrajectoryReader
 
 pytestmark = pytest.mark.integration
 
+
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"
 
 

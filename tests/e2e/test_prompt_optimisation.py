@@ -17,10 +17,10 @@ from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 from agentlightning.util.progress import Progress
 
+pytestmark = pytest.mark.integration
+
 AGENT = """
 import json, os, urllib.request
-
-pytestmark = pytest.mark.integration
 
 def ask(prompt):
     body = json.dumps({"model": "follower", "messages": [{"role": "user", "content": prompt}]}).encode()

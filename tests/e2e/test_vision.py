@@ -18,6 +18,8 @@ import agentlightning as agl
 from agentlightning.demo.problems import demonstrations
 from agentlightning.models.tiny import make_tiny
 
+pytestmark = pytest.mark.integration
+
 RECORD = """
 with agl.track_session():                       # a rollout made by your own code, recorded in the store
     with agl.track_agent("writer"):             # who is speaking; also the unit of selective optimisation
@@ -360,8 +362,6 @@ def test_a_server_of_0_x_speaks_rest_and_otlp_at_port_4747_by_default() -> None:
 
 AGENT = """
 import json, os, urllib.request
-
-pytestmark = pytest.mark.integration
 
 def post(url, body):
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["AGL_KEY"]}

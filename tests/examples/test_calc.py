@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 HERE = Path(__file__).parents[2] / "examples" / "calc"
 Load = Callable[[str, str], Any]
 
@@ -193,7 +195,6 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
-pytestmark = pytest.mark.integration
 
 CALL = '<tool_call>\\n{"name": "calculate", "arguments": {"expression": "6*7"}}\\n</tool_call>'
 killing = False

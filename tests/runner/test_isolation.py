@@ -16,14 +16,14 @@ import pytest
 from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.span import MESSAGE_BODY
 
+pytestmark = pytest.mark.integration
+
 CODE = """
 import os, pickle, socket, stat, struct
 import agentlightning as agl
 from agentlightning.runner.hosts.messages import Spans
 from agentlightning.span import Span
 from agentlightning.tracing.scope import current_scope
-
-pytestmark = pytest.mark.integration
 
 NAMES = ("AGL_TOKEN", "LITELLM_LOCAL_MODEL_COST_MAP", "CREWAI_DISABLE_TELEMETRY")
 

@@ -17,6 +17,8 @@ from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, JUDGE, MESSAGE, MESSAGE_BODY, REWARD_MISSING
 from agentlightning.testing import ScriptedEngine
 
+pytestmark = pytest.mark.integration
+
 SECRET = "a secret"
 
 CODE = """
@@ -121,8 +123,6 @@ async def test_a_judge_that_takes_the_client_of_the_agent_is_refused_with_the_wa
 
 JUDGES = """
 import agentlightning as agl
-
-pytestmark = pytest.mark.integration
 
 def agent(task):
     return "an answer"

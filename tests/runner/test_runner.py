@@ -26,6 +26,8 @@ from agentlightning.testing import agents
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.tracing.rewards import get_reward_value
 
+pytestmark = pytest.mark.integration
+
 HERE = "agentlightning.testing.agents"
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05}
 
@@ -429,8 +431,6 @@ PARENT = """
 import asyncio, os, sys
 from agentlightning.runner.runner import Runner
 from agentlightning.store import InMemoryLightningStore
-
-pytestmark = pytest.mark.integration
 
 async def main():
     store = InMemoryLightningStore()

@@ -14,6 +14,8 @@ from agentlightning.server.app import Server
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES
 from agentlightning.testing import ScriptedEngine
 
+pytestmark = pytest.mark.integration
+
 SECRET = "a secret"
 
 AGENT = """
@@ -23,8 +25,6 @@ from functools import cache
 import httpx
 
 import agentlightning as agl
-
-pytestmark = pytest.mark.integration
 
 AT_IMPORT = httpx.AsyncClient(
     base_url=os.environ["OPENAI_BASE_URL"],

@@ -20,12 +20,12 @@ from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.tracing.scope import process_scope
 
+pytestmark = pytest.mark.integration
+
 SECRET = "a secret"
 PROGRAM = """
 import multiprocessing, threading
 import agentlightning as agl
-
-pytestmark = pytest.mark.integration
 
 agl.emit_message("from the main thread")
 thread = threading.Thread(target=agl.emit_message, args=("from another thread",))

@@ -25,6 +25,8 @@ from agentlightning.tracing.operation import operation
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import ScopeProcessor, flush, tracer, tracer_provider
 
+pytestmark = pytest.mark.integration
+
 
 def run_python(script: str, **environment: str) -> Any:
     import os
@@ -207,8 +209,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import install_globally, tracer_provider
-
-pytestmark = pytest.mark.integration
 kept = []
 class Sink:
     def put(self, spans): kept.extend(spans)

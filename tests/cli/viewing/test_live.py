@@ -11,13 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import time
 from rich.console import Console
 from agentlightning.cli.viewing.live import LiveProgress
 from agentlightning.util.progress import RolloutCounts
-
-pytestmark = pytest.mark.integration
 
 with LiveProgress(Console(highlight=False)) as progress:
     progress.phase("warm start", 2)

@@ -14,6 +14,8 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 WRITTEN = {
     "adapter": "TraceToMessages TracerTraceToTriplet",
     "algorithm": "algo APO",
@@ -31,8 +33,6 @@ SCRIPT = """
 import threading
 
 import agentlightning as agl
-
-pytestmark = pytest.mark.integration
 
 LOCK = threading.RLock()  # cannot be sent to another process
 

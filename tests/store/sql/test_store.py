@@ -26,6 +26,8 @@ from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreClient
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 # -- where -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +210,6 @@ FORK = """
 import asyncio, os, sys
 from agentlightning.errors import StoreClosedError
 from agentlightning.store import LightningStore
-
-pytestmark = pytest.mark.integration
 
 store = LightningStore(sys.argv[1])
 child = os.fork()

@@ -16,6 +16,8 @@ from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
 
+pytestmark = pytest.mark.integration
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 CLAIMER = """
@@ -62,8 +64,6 @@ asyncio.run(main())
 CLAIM_AND_HANG = """
 import asyncio, sys
 from agentlightning.store import LightningStore
-
-pytestmark = pytest.mark.integration
 
 async def main():
     store = LightningStore(sys.argv[1])

@@ -19,6 +19,8 @@ from agentlightning.store.sql.execution import writer
 from agentlightning.store.sql.postgres import server
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 
 
@@ -317,8 +319,6 @@ async def test_a_span_repeated_at_the_other_server_is_kept_once(servers: tuple[S
 WORKER = """
 import asyncio, sys
 from agentlightning.store import LightningStore
-
-pytestmark = pytest.mark.integration
 
 async def main():
     store = LightningStore(sys.argv[1])

@@ -24,14 +24,14 @@ from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.types import Retention
 from agentlightning.testing.postgres import PostgresCluster
 
+pytestmark = pytest.mark.integration
+
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed", "timeout"), timeout_seconds=60)
 
 ENQUEUE_UNTIL_KILLED = """
 import asyncio, sys
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-
-pytestmark = pytest.mark.integration
 
 async def work(store):
     while True:

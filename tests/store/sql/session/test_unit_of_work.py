@@ -18,12 +18,12 @@ from agentlightning.store.sql.lifecycle import transitions
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.store import SqlStore
 
+pytestmark = pytest.mark.integration
+
 ADD_A_SPAN = """
 import asyncio, sys
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-
-pytestmark = pytest.mark.integration
 
 async def main():
     store = LightningStore(sys.argv[1])
