@@ -16,6 +16,8 @@ from agentlightning.span import KEPT_SETS, LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_
 from agentlightning.store import LightningStoreBase, LightningStoreClient
 from agentlightning.util.kept_sets import KeptSets
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 
 

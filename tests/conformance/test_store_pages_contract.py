@@ -15,6 +15,8 @@ from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, 
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.types import Pruned, Retention
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 
 

@@ -12,6 +12,8 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import LightningStoreBase
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 
 

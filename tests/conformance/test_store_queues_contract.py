@@ -13,6 +13,8 @@ from agentlightning.store import LightningStoreBase
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.store.types import Queue
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -15,6 +16,8 @@ from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANS
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.store import SqlStore
+
+pytestmark = pytest.mark.integration
 
 attempt_statuses = st.sampled_from(sorted(ATTEMPT_TRANSITIONS))
 rollout_statuses = st.sampled_from(sorted(ROLLOUT_TRANSITIONS))

@@ -12,6 +12,8 @@ import pytest
 
 import agentlightning as agl
 
+pytestmark = pytest.mark.integration
+
 HERE = Path(__file__).parents[2] / "examples" / "unsloth"
 STAND_IN = """
 import json, os

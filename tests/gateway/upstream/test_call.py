@@ -29,6 +29,8 @@ from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 from agentlightning.transport import open_transport
 
+pytestmark = pytest.mark.integration
+
 KEY = "sk-marked-key-nobody-may-see"
 HI = [{"role": "user", "content": "hi"}]
 FINE = Reply(chat_answer("Hello."))

@@ -14,6 +14,8 @@ from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
 from agentlightning.runner.jobs.manifest import read_template
 from agentlightning.server.app import Server
 
+pytestmark = pytest.mark.integration
+
 SECRET = attempt_secret(None)
 TEMPLATE = {
     "apiVersion": "batch/v1",

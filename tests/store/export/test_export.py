@@ -29,6 +29,8 @@ from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.types import RolloutRecord
 from agentlightning.util.kept_sets import KeptSets
 
+pytestmark = pytest.mark.integration
+
 FORMATS = ["all.jsonl", "all.jsonl.gz", "all.parquet"]
 TOKENS = {PROMPT_TOKEN_IDS: list(range(1000)), RESPONSE_TOKEN_IDS: [7, 8], LOGPROBS: [-0.5, -1.25]}
 TOKENS[KEPT_SETS] = KeptSets.of([(7, 9), (8,)]).to_text()

@@ -20,6 +20,8 @@ from agentlightning.weight_sync.versions.bucket import Bucket, WeightStoreError
 from agentlightning.weight_sync.versions.publish import WeightPublisher
 from agentlightning.weight_sync.versions.pull import WeightPuller
 
+pytestmark = pytest.mark.integration
+
 
 class Model:
     """Random weights that change a little with each step."""

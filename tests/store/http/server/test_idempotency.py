@@ -19,6 +19,8 @@ from agentlightning.store.sql.session import answered_calls
 from agentlightning.store.sql.tables import statements
 from agentlightning.testing.store_hub import StoreHub
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 BASE = "/v1/agl"
 

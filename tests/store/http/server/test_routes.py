@@ -21,6 +21,8 @@ from agentlightning.store.instrumented import instrument
 from agentlightning.store.paging import PAGE
 from agentlightning.testing.store_hub import StoreHub
 
+pytestmark = pytest.mark.integration
+
 Store = LightningStoreBase
 BASE = "/v1/agl"
 JSON = {"content-type": "application/json"}

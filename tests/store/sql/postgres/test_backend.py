@@ -26,6 +26,8 @@ from agentlightning.store.sql.postgres.schema import PostgresSchema
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 from agentlightning.testing.postgres import PostgresCluster
 
+pytestmark = pytest.mark.integration
+
 SECRET = "hush%40hush"
 
 
