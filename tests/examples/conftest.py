@@ -28,14 +28,23 @@ def module_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], 
     folders: list[Path] = []
 
     def load(example: str, name: str) -> ModuleType:
-        folders.append(ROOT / "examples" / example)
-        monkeypatch.syspath_prepend(str(folders[-1]))
+        folder = ROOT / "examples" / example
+        folders.append(folder)
+        for other in {path.stem for path in folder.glob("*.py")} & sys.modules.keys():
+            if not _is_in(sys.modules[other], [folder]):  # of another example, or of a test that has loaded an agent
+                monkeypatch.delitem(sys.modules, other)
+        monkeypatch.syspath_prepend(str(folder))
         return importlib.import_module(name)
 
     yield load
     for name, module in list(sys.modules.items()):
-        if (file := getattr(module, "__file__", None)) and Path(file).parent in folders:
+        if _is_in(module, folders):
             del sys.modules[name]
+
+
+def _is_in(module: ModuleType, folders: Sequence[Path]) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).parent in folders
 
 
 @pytest.fixture
