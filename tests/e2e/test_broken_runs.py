@@ -13,7 +13,7 @@ from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 
-from .conftest import AGL, Job
+from .conftest import AGENT, AGL, Job
 
 pytestmark = pytest.mark.slow
 SCREEN = 40
@@ -48,18 +48,7 @@ def say(word: str) -> str:
     """Asks a model server at an address of its own."""
     return httpx.post(f"http://127.0.0.1:{SERVER.server_port}/v1/chat/completions", json={"word": word}).text
 '''
-LEAKY = """
-from openai import OpenAI
-
-CLIENT = OpenAI()
-
-
-def say(task: dict) -> str:
-    answer = CLIENT.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": f"translate {task}"}], max_tokens=6
-    )
-    return answer.choices[0].message.content or ""
-"""
+LEAKY = AGENT.replace("say(word: str)", "say(task: dict)").replace("say {word}", "translate {task}")
 
 
 def train(job: Job, *settings: str) -> subprocess.CompletedProcess[str]:

@@ -64,3 +64,12 @@ async def test_one_that_is_within_its_time_or_of_another_run_is_not_named(store,
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.4):
             await said(store, 600, "hangs")
+
+
+async def test_where_more_run_than_are_looked_at_the_oldest_are(store, monkeypatch):
+    monkeypatch.setattr(watch, "SECONDS", 0.05)
+    monkeypatch.setattr(watch, "MOST_RUNNING", 1)
+    for number in range(3):
+        await store.start_rollout({"word": "red"}, rollout_id=f"r1-train-000000-0000-{number:03d}")
+    text = await said(store, 0.1, "hangs")
+    assert "r1-train-000000-0000-000 hangs" in text

@@ -11,7 +11,7 @@ import time
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.rollouts import Attempt, RolloutStatus
+from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import describe_failure
 from agentlightning.training.sources.group_rewards import transcript_of
@@ -25,7 +25,7 @@ RUNNING: Final[tuple[RolloutStatus, ...]] = ("preparing", "running")
 KEY_SECONDS: Final = 0.2
 """How soon a key is answered."""
 MOST_RUNNING: Final = 200
-"""Running rollouts that are looked at for hanging ones, the newest."""
+"""Running rollouts that are looked at for hanging ones, the oldest."""
 HANGING_SHARE: Final = 0.5
 """The share of its time limit after which a rollout is said to hang."""
 MOST_NAMED: Final = 3
@@ -64,14 +64,8 @@ class _Watch:
 
     async def look(self) -> None:
         own = self._own
-        # The store keeps the numbers of its rollouts by state. A search for one more than run would read all of them.
-        number = min(MOST_RUNNING, await self._store.count_rollouts(status_in=RUNNING))
-        running = (
-            await self._store.query_rollouts(status_in=RUNNING, **own, newest_first=True, limit=number)
-            if number
-            else []
-        )
-        await self._name_hanging([each.rollout_id for each in running])
+        running = await running_rollouts(self._store, **own)
+        await self._name_hanging([each.rollout_id for each in running[-MOST_RUNNING:]])
         failed = await self._store.count_rollouts(status_in=["failed"], **own)
         if failed != self._failed:
             self._failed = failed
@@ -121,3 +115,19 @@ class _Watch:
         attempt = await self._store.get_latest_attempt(found[0].rollout_id)
         output = None if attempt is None else attempt.metadata.get("output")
         self._progress.transcript("\n".join([found[0].rollout_id, *lines, f"output: {text_of(output)}"]))
+
+
+async def running_rollouts(
+    store: LightningStoreBase, *, rollout_id_contains: str | None = None, most: int | None = None
+) -> list[Rollout]:
+    """The rollouts that run, the newest first, at most `most`. The store keeps their number: no more are asked for than
+    there are, since a search for one more would read every rollout."""
+    number = await store.count_rollouts(status_in=RUNNING)
+    if not number:
+        return []
+    return await store.query_rollouts(
+        status_in=RUNNING,
+        rollout_id_contains=rollout_id_contains,
+        newest_first=True,
+        limit=number if most is None else min(most, number),
+    )

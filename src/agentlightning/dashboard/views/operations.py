@@ -14,9 +14,9 @@ from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.summary import token_count, version_of
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.dashboard.query import Query
-from agentlightning.rollouts import Rollout, RolloutStatus
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.watch import running_rollouts
 
 NEWEST: Final = 30
 MOST_WORKERS: Final = 1000
@@ -41,7 +41,7 @@ async def show_live(data: DashboardData, query: Query) -> dict[str, Any]:
     """Counts of the store, the calls that ended last, what is running, and the rollouts that were created last."""
     run = await data.run(query.part("run"))
     contains = run.source.run_id if run.shares_store else None
-    running = await running_rollouts(run.store, contains)
+    running = await running_rollouts(run.store, rollout_id_contains=contains, most=NEWEST)
     newest = await run.store.query_rollouts(rollout_id_contains=contains, newest_first=True, limit=NEWEST)
     looked_at = dict.fromkeys(each.rollout_id for each in (*running, *newest[:WITH_CALLS]))
     return {
@@ -52,16 +52,6 @@ async def show_live(data: DashboardData, query: Query) -> dict[str, Any]:
         "newest": [asdict(each) for each in await run.summaries.of(newest)],
         "queues": [asdict(each) for each in await run.store.query_queues()],
     }
-
-
-async def running_rollouts(store: LightningStoreBase, contains: str | None) -> list[Rollout]:
-    """The newest rollouts that run. The store keeps their number: no more are asked for than there are, since a search
-    for one more would read every rollout."""
-    running: tuple[RolloutStatus, ...] = ("preparing", "running")
-    number = min(NEWEST, await store.count_rollouts(status_in=running))
-    if not number:
-        return []
-    return await store.query_rollouts(status_in=running, rollout_id_contains=contains, newest_first=True, limit=number)
 
 
 async def newest_calls(store: LightningStoreBase, rollout_ids: Sequence[str]) -> list[dict[str, Any]]:
