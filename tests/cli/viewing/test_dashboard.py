@@ -92,7 +92,7 @@ def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs
 def test_status_of_a_server_names_what_is_missing(start, runs, invoke):
     link = start("dashboard", str(runs), "--json").line(60)["link"]
     wrong = invoke("status", link.partition("#")[0])
-    assert wrong.exit_code == 2
+    assert wrong.exit_code == 1
     assert "requires its access token" in wrong.stderr
     unknown = invoke("status", link, "--run", "nope")
     assert "it has: " in unknown.stderr
