@@ -155,7 +155,9 @@ def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypa
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
         if part == "model":
-            assert inputs.get("attention_mask") is inputs.get("past_key_values") is None, "rows share a pass"
+            assert inputs.get("attention_mask") is inputs.get(updater.forward.cache_argument) is None, (
+                "rows share a pass"
+            )
         return theirs(self, *args, **inputs)
 
     forward.__module__ = "unsloth.models.llama"

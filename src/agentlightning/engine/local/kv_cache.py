@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_l
 
 from agentlightning.engine.local.prefix_cache import Segment
 from agentlightning.errors import PolicyError
+from agentlightning.models.cache_argument import cache_argument
 
 BLOCK = 64
 """Capacity grows in blocks of this many tokens."""
@@ -61,7 +62,7 @@ def probe_layout(model: PreTrainedModel) -> Layout:
     cache = DynamicCache(config=config)
     with torch.inference_mode():
         one = torch.ones(1, 1, dtype=torch.long, device=model.device)
-        model(input_ids=one, attention_mask=one, past_key_values=cache, use_cache=True)
+        model(input_ids=one, attention_mask=one, use_cache=True, **{cache_argument(model): cache})
     counts: dict[tuple[int, int], int] = {}
     shapes: list[tuple[int, int]] = []
     locations: list[tuple[tuple[int, int], tuple[int, int]]] = []

@@ -33,6 +33,7 @@ from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
 from agentlightning.engine.local.request import Request
 from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.cache_argument import cache_argument
 from agentlightning.models.lora import Adapters
 from agentlightning.util.common_prefix import common_prefix_length
 
@@ -98,6 +99,7 @@ class ContinuousBatcher:
         self._kv_cache_usage = 0.0
         model.eval()
         layout = probe_layout(model)
+        self._cache_argument = cache_argument(model)
         self._cache = KVCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -453,9 +455,9 @@ class ContinuousBatcher:
                 input_ids=ids_NQ,
                 attention_mask=self._cache.masks(positions_NQ) if any(pasts) else None,
                 position_ids=positions_NQ.clamp_(max=self.context_length - 1),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
             )
         return cast(Tensor, output.logits)[:, -1]
 

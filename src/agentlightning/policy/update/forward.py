@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.cache_argument import cache_argument
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
 from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
@@ -59,6 +60,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
         """Raises ConfigError for a model that cannot have gradient checkpointing."""
         self.model = model
+        self.cache_argument = cache_argument(model)
         self.dtype = model.dtype
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
@@ -212,7 +214,8 @@ class Forward:
         whole = not self.head.separable
         at_positions = head_at_positions(self.model, self.tensor(positions), self.last_mlp, hidden, logits=whole)
         with at_positions, recomputed(self.recomputed_layers):
-            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None, **inputs)
+            cached = {self.cache_argument: cache, "use_cache": cache is not None}
+            output = self.model(input_ids=ids_BT, **cached, **inputs)
         return States(hidden[0], output.logits[0] if whole else None)
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
