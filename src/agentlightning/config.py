@@ -162,6 +162,9 @@ class RunnerConfig(Section):
     """Rollouts that each host runs at the same time."""
     hosts: int = Field(default=1, ge=0)
     """Processes that run Python agents. 0: none here; `agl runner` runs the agent on the store's server."""
+    limit_by_load: bool = True
+    """Fewer groups of rollouts run at the same time while the key-value cache of the engine that samples is more than
+    0.8 full, and more again below 0.6 (docs/concepts/updates.md). false: as many as `run.max_staleness` allows."""
     queue: str | None = None
     """The queue of the rollouts. None: with runners elsewhere that of their mode, train or val; with a runner here and
     a store that others use too, a private queue of the run."""

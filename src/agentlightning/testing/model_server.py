@@ -84,7 +84,11 @@ class ScriptedModelServer:
         self.delay = 0.0
         """Seconds before each token."""
         self.kv_cache_usage: float | None = None
-        """What its metrics report; None: it has no metrics."""
+        """What its metrics report; None: it has no metrics, unless it has `cache_answers`."""
+        self.cache_answers: int | None = None
+        """The number of running answers that fill its key-value cache."""
+        self.most_running = 0
+        """The largest number of answers that were sampled at the same time."""
         self.port = port
         self._generates, self._labels, self._admin, self._raw = generates, labels, admin, raw
         self._ties = ties
@@ -154,8 +158,8 @@ class ScriptedModelServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, await _body(request)
         common: dict[str, Action] = {"/v1/models": self._models, "/health": lambda body: {}}
-        if path == "/metrics" and self.kv_cache_usage is not None:
-            return web.Response(text=self._metrics())
+        if path == "/metrics" and (usage := self._usage()) is not None:
+            return web.Response(text=self._metrics(usage))
         own = self._vllm() if self.dialect == "vllm" else self._sglang()
         if path in ("/inference/v1/generate", "/v1/completions", "/generate") and self._samples(path):
             return await self._sample(request, body)
@@ -169,9 +173,12 @@ class ScriptedModelServer:
                 return web.json_response({"success": False, "error_message": str(error)}, status=400)
             return _error(500, str(error))
 
-    def _metrics(self) -> str:
+    def _usage(self) -> float | None:
+        return self.kv_cache_usage if self.cache_answers is None else min(1.0, self.running / self.cache_answers)
+
+    def _metrics(self, usage: float) -> str:
         name = "vllm:kv_cache_usage_perc" if self.dialect == "vllm" else "sglang:token_usage"
-        idle, busy = f'{name}{{engine="0"}} 0.0', f'{name}{{engine="1"}} {self.kv_cache_usage}'
+        idle, busy = f'{name}{{engine="0"}} 0.0', f'{name}{{engine="1"}} {usage}'
         return f"# HELP {name} 1 is 100 percent\n# TYPE {name} gauge\n{idle}\n{busy}\n"
 
     def _samples(self, path: str) -> bool:
@@ -299,6 +306,7 @@ class ScriptedModelServer:
         if len(prompt) >= self.context_length:
             return _error(400, f"longer than the maximum model length of {self.context_length}")
         self.running += 1
+        self.most_running = max(self.most_running, self.running)
         try:
             return await _Answer(self, request, body, prompt).run()
         finally:

@@ -284,7 +284,7 @@ def make_source(
         reward_weights=algorithm.reward_weights,
         turn_limit=config.curriculum.turns,
         branching=config.curriculum.branching,
-        limit=InFlightLimit() if learner is None else InFlightLimit(learner.policy.kv_cache_usage),
+        limit=in_flight_limit(config, learner),
         on_progress=lambda done, total: account.progress.update(account.state.stage_step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )
@@ -304,3 +304,10 @@ def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
                 f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
                 " model: leave it out"
             )
+def in_flight_limit(config: TrainConfig, learner: PolicyLearner | None) -> InFlightLimit:
+    """The limit of groups that run at the same time: none without a policy, or where the settings ask for none."""
+    if learner is None or not config.runner.limit_by_load:
+        return InFlightLimit()
+    return InFlightLimit(learner.policy.kv_cache_usage)
+
+

@@ -234,7 +234,9 @@ class RolloutCollector:
 
     async def waiting(self, rollout_id_contains: str) -> set[str]:
         """The ids of the rollouts that no runner has begun."""
-        found = await self.store.query_rollouts(status_in=["queuing"], rollout_id_contains=rollout_id_contains)
+        found = await self.store.query_rollouts(
+            status_in=["queuing", "requeuing"], rollout_id_contains=rollout_id_contains
+        )
         return {rollout.rollout_id for rollout in found}
 
     async def cancel_batch(self, batch: QueuedBatch) -> None:

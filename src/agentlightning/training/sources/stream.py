@@ -27,7 +27,7 @@ from agentlightning.training.curriculum.branching import branch_points, choose_p
 from agentlightning.training.curriculum.task_order import EpochOrder, TaskOrder
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
-from agentlightning.training.sources.in_flight_limit import InFlightLimit
+from agentlightning.training.sources.in_flight_limit import CANCEL_ABOVE, InFlightLimit
 from agentlightning.training.sources.schedule import choose
 from agentlightning.training.sources.versions import age, updates_of
 from agentlightning.trajectory import Trajectory
@@ -111,6 +111,8 @@ class RolloutStream:
     """(turn, index) of the next group to start."""
     _part: tuple[int, int] = (-1, 0)
     """(step, requests within it)."""
+    _limited: bool = False
+    """Whether groups wait for `limit`, and for nothing else."""
     _completed: int = 0
     """The number of groups that have completed."""
     _counts: dict[str, int] = field(default_factory=dict[str, int])
@@ -126,7 +128,8 @@ class RolloutStream:
         self._counts = {}
         await self._postpone_deadlines()
         while True:
-            chosen = await self._wait(request)
+            async with self.limit.reading():
+                chosen = await self._wait(request)
             collected = await self._read(chosen, request)
             stale = self._stale(chosen, collected)
             if not stale:
@@ -145,9 +148,11 @@ class RolloutStream:
     async def _start(self, request: RolloutRequest) -> None:
         """Start groups while `max_staleness`, the engine's load and the steps that are left allow it."""
         starting: list[tuple[int, int]] = []
+        self._limited = False
         while (under_way := len(self._groups) + len(starting)) < self._most(request):
             running = sum(group.completed is None for group in self._groups) + len(starting)
-            if running >= max(self.limit.groups, request.tasks):
+            if running + 1 > self.limit.groups:
+                self._limited = True
                 break
             if self._cancelled:
                 await self._enqueue(self._cancelled.pop(0), request)
@@ -248,7 +253,7 @@ class RolloutStream:
         total = request.tasks * request.group_size
         while True:
             await self._start(request)
-            chosen = choose(self._groups, min(request.tasks, len(self._groups)), self._update)
+            chosen = choose(self._groups, request.tasks, self._update)
             if chosen is not None:
                 return sorted(chosen, key=lambda group: (group.turn, group.index))
             await self._observe(request)
@@ -290,28 +295,44 @@ class RolloutStream:
         group.later = ()
 
     async def _adapt(self, request: RolloutRequest) -> None:
-        """Follow the engine's load: where it is overloaded, cancel the groups that began last."""
-        running = [group for group in self._groups if group.completed is None]
-        excess = await self.limit.adapt(len(running), request.tasks, self._most(request))
-        if not excess:
+        """Follow the engine's load. Of the groups beyond the limit, those that no runner has begun wait; where the
+        cache is nearly full, those that began last are cancelled as well."""
+        used = self.limit.load()
+        if used is None:
             return
-        youngest = running[len(running) - excess :]
-        for group in youngest:
-            await self.collector.cancel_batch(group.running)
-            self._groups.remove(group)
-            self._cancelled.append(group)
-        self._count("groups_cancelled", excess)
-        self._note(
-            "cancelled",
-            f"{youngest[0].name} and later groups are cancelled and run again later, as the engine's key-value cache is"
-            " nearly full",
-        )
+        if not self.limit.is_overload(used):
+            if self._limited:
+                self.limit.grow(used, self._most(request))
+            return
+        running = [group for group in self._groups if group.completed is None]
+        waiting = await self._waiting()
+        begun = [group for group in running if not waiting.issuperset(each.rollout_id for each in group.running.plans)]
+        if not begun:
+            return
+        self.limit.shrink(used, len(begun))
+        lost = begun[int(self.limit.groups) :] if used > CANCEL_ABOVE else []
+        for group in running:
+            if group not in begun or group in lost:
+                await self.collector.cancel_batch(group.running)
+                self._groups.remove(group)
+                self._cancelled.append(group)
+        if lost:
+            self._count("groups_cancelled", len(lost))
+            self._note(
+                "cancelled",
+                f"{lost[0].name} and later groups are cancelled and run again later, as the engine's key-value cache is"
+                " nearly full",
+            )
+
+    async def _waiting(self) -> set[str]:
+        """The ids of the rollouts that no runner has begun."""
+        return await self.collector.waiting(f"{self.state.run_id}-train-")
 
     async def _postpone_deadlines(self) -> None:
         """Groups of which no rollout has begun will be sampled with the present weights."""
         if not any(group.completed is None and not group.ended for group in self._groups):
             return
-        waiting = await self.collector.waiting(f"{self.state.run_id}-train-")
+        waiting = await self._waiting()
         for group in self._groups:
             if all(plan.rollout_id in waiting for plan in group.batch.plans):
                 group.deadline = self._update + self.max_staleness
@@ -381,6 +402,7 @@ class RolloutStream:
         order |= turn_limit_metrics(collected.trajectories)
         if self.branching is not None:
             order |= branching_metrics(_joined(chosen).plans, collected.trajectories)
+        order |= self.limit.metrics()
         if not self.max_staleness and not self._counts:
             return order
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
