@@ -36,6 +36,8 @@ ABOUT = {
     "accounts": ("password", "login", "email"),
 }
 ASKS = ("my {} is wrong", "where is my {}", "please help with the {}", "problem: {}", "the {} again", "no {} yet")
+CLEAN, GUESSES = 0.75, 0.8
+"""The first share of the demonstrations has the right department; of the others, a share names any."""
 START = 600
 """Seconds that a server may take to start or to stop."""
 
@@ -50,15 +52,17 @@ def questions(count: int, seed: int) -> list[dict[str, str]]:
     return found
 
 
-def make_start(folder: Path, steps: int = 80) -> Path:
-    """A tiny model that names a department, the right one in 40% of cases."""
-    rng = random.Random(0)
+def make_start(folder: Path, steps: int = 120) -> Path:
+    """A tiny model that can tell the departments apart, and has the habit of guessing."""
+    rng, count = random.Random(0), steps * 32
     shown: list[Any] = []
-    for each in questions(steps * 32, 1):
-        said = each["department"] if rng.random() < 0.2 else rng.choice(DEPARTMENTS)
+    for number, each in enumerate(questions(count, 1)):
+        guesses = number >= CLEAN * count and rng.random() < GUESSES
+        said = rng.choice(DEPARTMENTS) if guesses else each["department"]
         asked = [{"role": "system", "content": PROMPT}, {"role": "user", "content": each["question"]}]
         shown.append({"messages": [*asked, {"role": "assistant", "content": said}]})
-    settings: Any = {"steps": steps, "batch_size": 32, "optimizer": {"lr": 3e-3}}
+    optimizer: Any = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
+    settings: Any = {"steps": steps, "batch_size": 32, "shuffle": False, "optimizer": optimizer}
     agl.SFTAlgorithm(make_tiny(folder / "new", shown), shown, output=folder / "start", **settings).train()
     return folder / "start"
 

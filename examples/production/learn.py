@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("nights"), help="where the runs are kept")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--tasks-per-step", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-3, help="for a model of usual size some 1e-5")
+    parser.add_argument("--lr", type=float, default=3e-4, help="for a model of usual size some 1e-5")
     options = parser.parse_args(arguments)
     try:
         result = learn(options, options.runs / time.strftime("%Y%m%d-%H%M%S"))
