@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import httpx
-from game import SEER, WEREWOLF, Game
+from game import LOOKS, SEER, WEREWOLF, Game
 
 import agentlightning as agl
 
@@ -43,7 +43,7 @@ async def play(task: dict[str, Any], llm: agl.LLM) -> None:
         return str(reply.json()["choices"][0]["message"]["content"]).strip()
 
     game.kill(await ask(game.player(WEREWOLF), "kills"))
-    if game.player(SEER) in game.alive:
+    for _ in range(LOOKS if game.player(SEER) in game.alive else 0):
         game.look(await ask(game.player(SEER), "looks"))
     for player in game.alive:
         game.speak(player, await ask(player, "speaks"))

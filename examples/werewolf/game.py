@@ -1,7 +1,7 @@
 """A small game of werewolf for five: one werewolf, one seer, three villagers. The rules, and nothing else.
 
-In the night the werewolf kills somebody; the seer, if alive, then looks at somebody and learns what they are. At dawn
-all living players speak once, in the order of their seats: they say nothing, or that somebody is the wolf, or that
+In the night the werewolf kills somebody; the seer, if alive, then looks at two and learns what they are. At dawn all
+living players speak once, in the order of their seats: they say nothing, or that somebody is the wolf, or that
 somebody is good. Then they vote in secret. The village wins if the werewolf has more votes than anybody else.
 """
 
@@ -16,6 +16,8 @@ PLAYERS = ("Ann", "Bob", "Cleo", "Dan", "Eve")
 WEREWOLF, SEER, VILLAGER = "werewolf", "seer", "villager"
 ROLES = (WEREWOLF, SEER, VILLAGER, VILLAGER, VILLAGER)
 NOTHING = "nothing"
+LOOKS = 2
+"""Players whom the seer may look at."""
 STATEMENT = re.compile(rf"({'|'.join(PLAYERS)}) is (wolf|good)")
 
 
@@ -26,7 +28,7 @@ class Game:
     roles: dict[str, str]
     alive: list[str] = field(default_factory=lambda: list(PLAYERS))
     saw: str = ""
-    """What the seer knows: a statement."""
+    """What the seer knows: a statement on the werewolf, if it looked at it, or else on whom it looked at last."""
     said: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(player, statement), in order."""
 
@@ -46,8 +48,8 @@ class Game:
         """What a player is asked: nobody sees more than is public, besides the own role and what the seer saw."""
         role = self.roles[player]
         lines = [f"{role} {player} {deed}", f"alive {' '.join(self.alive)}"]
-        lines += [f"saw {self.saw}"] if role == SEER and self.saw else []
-        return "\n".join([*lines, *(f"{speaker} says {statement}" for speaker, statement in self.said)])
+        lines += [f"{speaker} says {statement}" for speaker, statement in self.said]
+        return "\n".join([*lines, *([f"saw {self.saw}"] if role == SEER and self.saw else [])])
 
     # -- moves: a move against the rules is lost ---------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class Game:
             self.alive.remove(name)
 
     def look(self, name: str) -> None:
-        if name in self.others(self.player(SEER)):
+        if name in self.others(self.player(SEER)) and not self.saw.endswith("wolf"):
             self.saw = f"{name} is {'wolf' if self.roles[name] == WEREWOLF else 'good'}"
 
     def speak(self, player: str, text: str) -> None:

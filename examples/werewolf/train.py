@@ -25,9 +25,9 @@ from start import make_start
 import agentlightning as agl
 
 HERE = Path(__file__).parent
-TASKS, GROUP = 4, 12
+TASKS, GROUP = 6, 16
 """Games of a step, by who has which role, and rollouts of each."""
-HELD_OUT = 100
+HELD_OUT = 200
 """Games of each measurement."""
 SIDES = {"village": (SEER, VILLAGER), "werewolf": (WEREWOLF,), "all": (SEER, VILLAGER, WEREWOLF)}
 MAFIA_SIDES = {"village": MAFIA_ROLES[:-1], "werewolf": (MAFIA,), "all": MAFIA_ROLES}
@@ -98,10 +98,13 @@ def figures(result: agl.TrainingResult) -> dict[str, Any]:
     """The share of games that a side wins before and after, in games that were played both times."""
     before, after = wins(result.run_dir, "before"), wins(result.run_dir, "after")
     found: dict[str, Any] = {}
-    for untrained in before.keys() & after.keys():
+    for untrained in sorted(before.keys() & after.keys()):
         games = sorted(before[untrained].keys() & after[untrained].keys())
         wolf = bool(untrained) and not {WEREWOLF, MAFIA} & set(untrained)
-        then, now = (tuple(1 - won[game] if wolf else won[game] for game in games) for won in (before, after))
+        then, now = (
+            tuple(1 - won[untrained][game] if wolf else won[untrained][game] for game in games)
+            for won in (before, after)
+        )
         gain = agl.Evaluation(now).compare(agl.Evaluation(then))
         name = f"{'werewolf' if wolf else 'village'}, {'other side untrained' if untrained else 'all trained'}"
         found[name] = {
@@ -118,7 +121,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learn", choices=list(SIDES), default="all", help="whose adapters are trained")
     parser.add_argument("--model", help="a model that transformers loads; default: a new tiny one")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=3e-3, help="for a model of usual size some 1e-5")
+    parser.add_argument("--lr", type=float, default=2e-3, help="for a model of usual size some 1e-5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--mafia", action="store_true", help="play SecretMafia of textarena; needs a --model")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,17 +61,26 @@ async def test_only_the_seer_knows_what_the_seer_saw_until_it_says_so(seed: int,
 
     found = await played(module_of("werewolf", "agent"), {"seed": seed, "untrained": []}, answer)
     assert [agent for agent, _ in found.asked] == [
-        *("werewolf", "seer"),
+        *("werewolf", "seer", "seer"),
         *("werewolf", "seer", "villager", "villager"),
         *("werewolf", "seer", "villager", "villager"),
     ]
     spoken = [text for _, text in found.asked if " speaks" in text]
-    assert spoken[1] == "seer Bob speaks\nalive Ann Bob Cleo Eve\nsaw Ann is wolf\nAnn says nothing"
+    assert spoken[1] == "seer Bob speaks\nalive Ann Bob Cleo Eve\nAnn says nothing\nsaw Ann is wolf"
     assert "saw" not in spoken[2]
     assert "Bob says Ann is wolf" in spoken[2]
     assert not any(role in text for _, text in found.asked[1:] for role in ROLES.values() if not text.startswith(role))
     assert found.reward == 1.0
     assert found.rewards == {"werewolf": 0.0, "seer": 1.0, "villager": 1.0}
+
+
+def test_the_seer_remembers_the_werewolf_or_whom_it_looked_at_last(module_of: Load) -> None:
+    game = module_of("werewolf", "game").Game(dict(ROLES))
+    seen = []
+    for name in ("Dan", "Cleo", "Ann", "Eve"):
+        game.look(name)
+        seen.append(game.saw)
+    assert seen == ["Dan is good", "Cleo is good", "Ann is wolf", "Ann is wolf"]
 
 
 async def test_a_seer_that_died_has_no_reward_and_a_bad_answer_is_a_lost_move(
@@ -99,6 +108,16 @@ def test_each_side_is_measured_against_the_other_one_of_the_start(module_of: Loa
     assert len({each["seed"] for each in games}) == train.HELD_OUT
     assert not {each["seed"] for each in games} & set(train.seeds(1000, 0))
     assert {tuple(each["untrained"]) for each in train.held_out_games(1, "village")} == {("werewolf",)}
+
+
+def test_the_share_of_games_won_is_that_of_the_side_that_learns(
+    module_of: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = module_of("werewolf", "train")
+    won = {"before": {("werewolf",): {1: 0.0, 2: 0.0}}, "after": {("werewolf",): {2: 1.0, 1: 0.0, 3: 1.0}}}
+    monkeypatch.setattr(train, "wins", lambda _, when: won[when])
+    found = train.figures(SimpleNamespace(run_dir=tmp_path))["village, other side untrained"]
+    assert (found["games"], found["before"], found["after"]) == (2, 0.0, 0.5)
 
 
 @pytest.mark.slow
