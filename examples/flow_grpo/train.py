@@ -25,10 +25,10 @@ import agentlightning as agl
 from agentlightning.models.tiny import make_tiny
 
 HERE = Path(__file__).parent
-TASKS, GROUP, HELD_OUT = 6, 8, 100
+TASKS, GROUP, HELD_OUT = 8, 8, 100
 VALIDATION, TEST = 1000, 2000
 """Added to the seed of these tasks."""
-WARM, BATCH, CLEAN, HABIT = 260, 32, 0.75, 0.8
+WARM, BATCH, CLEAN, HABIT = 400, 32, 0.75, 0.6
 """Updates of the warm start, and demonstrations of each. After the CLEAN share of them, the planner guesses in a HABIT
 share of its turns, and so does the one that reinforcement learning starts from."""
 KL = 0.001
@@ -80,7 +80,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--agents", nargs="+", choices=list(PROMPTS), default=["planner"], help="which of them learn")
     parser.add_argument("--model", help="a model that transformers loads; default: a new tiny one")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=3e-3, help="for a model of usual size some 1e-5")
+    parser.add_argument("--lr", type=float, default=1e-3, help="for a model of usual size some 1e-5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
     return parser.parse_args(arguments)
