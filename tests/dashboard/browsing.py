@@ -24,6 +24,7 @@ GRPO = "calculator-grpo"
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
+COLOURS = ("advantage", "logprob", "ratio", "rank", "version", "loss")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
 
@@ -102,7 +103,7 @@ def pages(window: Window) -> list[str]:
         f"{run}/rollouts/{rollout}",
         f"{run}/rollouts/{rollout}?tab=spans",
         f"{run}/rollouts/{rollout}?tab=raw",
-        *(f"{run}/rollouts/{rollout}/tokens?by={by}" for by in ("advantage", "logprob", "ratio", "version", "loss")),
+        *(f"{run}/rollouts/{rollout}/tokens?by={by}" for by in COLOURS),
         f"{run}/rollouts/{rollout}/group",
         *(f"{run}/{name}" for name in ("resources", "weights", "workers", "queues", "live")),
         "/compare?runs=calculator-grpo,calculator-rloo",

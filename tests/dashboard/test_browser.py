@@ -124,3 +124,15 @@ def test_tokens_are_coloured_by_the_ratio_of_new_to_old_and_what_is_clipped_is_m
     assert button.is_disabled(), "nothing is learned from a validation"
     assert "run.token_ratios=true" in button.get_attribute("title")
     assert window.problems == []
+
+
+def test_the_likeliest_tokens_at_the_place_of_a_sampled_one_are_shown_with_their_probabilities(browser, served):
+    window = Window(browser, served)
+    page = window.open(f"/runs/{GRPO}/rollouts/{a_group(window)}/tokens?by=rank", ".t.z")
+    assert page.locator(".t.n1, .t.n2, .t.n3").count() > 0, "some token was not the likeliest"
+    page.locator(".t.z").first.click()
+    shown = page.get_by_label("Likeliest tokens here").locator("li")
+    assert shown.count() > 1
+    assert shown.first.get_attribute("class") == "sampled"
+    assert "%" in shown.first.inner_text()
+    assert window.problems == []

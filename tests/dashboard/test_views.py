@@ -204,6 +204,20 @@ async def test_each_trained_token_has_its_ratio_of_new_to_old_and_the_clip_range
     assert all(call["tokens"]["log_ratios"] for stream in sides["streams"] for call in stream)
 
 
+async def test_each_sampled_token_has_the_likeliest_ones_at_its_place_where_they_are_recorded(client):
+    group = await worst_with_a_tool_error(client)
+    found = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/tokens")
+    for call in found["stream"]:
+        tokens = call["tokens"]
+        assert len(tokens["alternatives"]) == len(tokens["ids"])
+        for row, token, logprob in zip(tokens["alternatives"], tokens["ids"], tokens["logprobs"], strict=True):
+            values = [value for _, _, value in row]
+            assert values == sorted(values, reverse=True)
+            assert all(text for _, text, _ in row)
+            own = [value for other, _, value in row if other == token]
+            assert own == [pytest.approx(logprob, rel=1e-2)] if own else logprob <= values[-1] + 0.01
+
+
 async def test_where_no_ratios_are_recorded_the_page_names_the_setting(client):
     row = (await rows_of(client, "&mode=test&state=succeeded"))[0]
     found = await get(client, f"/runs/{GRPO}/rollouts/{row['rollout_id']}/tokens")

@@ -13,6 +13,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
+from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.open import open_served_model
 from agentlightning.gateway.app import Gateway
@@ -100,3 +101,12 @@ async def test_errors_have_the_status_of_their_cause(agent: Agent, two: list[Scr
     failed = await agent.ask(question)
     assert failed.status_code >= 500
     assert len([span for span in await agent.spans() if span.attributes.get(names.ERROR_TYPE)]) == 3
+
+
+async def test_the_likeliest_tokens_of_a_server_are_recorded_where_a_call_asks_for_them(agent: Agent):
+    await agent.ask({"role": "user", "content": "Count."}, max_tokens=3, logprobs=True, top_logprobs=2)
+    (span,) = await agent.spans()
+    rows = likeliest_from_text(span.attributes[names.TOP_LOGPROBS], 3)
+    expected = [logprob_of(token, "default") + 0.02 for token in span.attributes[names.RESPONSE_TOKEN_IDS]]
+    assert [row[0] for row in rows] == [(201, pytest.approx(each, rel=1e-3)) for each in expected]
+    assert [len(row) for row in rows] == [2, 2, 2]

@@ -135,6 +135,7 @@ class Gateway:
             counters=self.counters,
             on_policy=on_policy,
             enforcement=config.structured_output,
+            record_top_logprobs=config.record_top_logprobs,
         )
         return forwarding, local
 

@@ -86,6 +86,10 @@ class GatewayConfig(BaseModel):
     """Which answers are constrained to the tool calls and JSON schemas of their request, if the engine can. auto: those
     that nobody learns from (rollouts in the modes val and test, calls of no rollout); others are sampled freely and
     checked."""
+    record_top_logprobs: int = Field(default=0, ge=0, le=20)
+    """The number of likeliest tokens that spans keep for each token our own engines sample, for the dashboard's token
+    view: about 5 bytes each in the store. A call that asks for more is recorded with those. 0: only what calls ask
+    for."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """Limits of what calls to providers may cost."""
 

@@ -21,6 +21,7 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.RESPONSE_TOKEN_IDS,
         names.LOGPROBS,
         names.KEPT_SETS,
+        names.TOP_LOGPROBS,
         names.RESHAPED,
         names.OVERRIDDEN,
         names.POLICY_VERSION,

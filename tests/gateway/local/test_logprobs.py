@@ -2,9 +2,12 @@
 
 import openai
 import pytest
+from tests.gateway.conftest import SECRET
 
 from agentlightning import span as names
 from agentlightning.engine.base import DISTRIBUTION_PARAMS
+from agentlightning.engine.likeliest_tokens import likeliest_from_text
+from agentlightning.gateway.config import GatewayConfig
 
 ASKED = [{"role": "user", "content": "hi"}]
 DELTA = "response.output_text.delta"
@@ -98,3 +101,48 @@ async def test_what_reshapes_a_draw_reaches_an_engine_that_honours_it_and_the_sp
     assert reshaped[names.RESHAPED] == list(RESHAPED)
     assert (reshaped[names.REQUEST_PRESENCE_PENALTY], reshaped[names.REQUEST_FREQUENCY_PENALTY]) == (0.5, -1.0)
     assert names.RESHAPED not in plain
+
+
+# -- in spans ----------------------------------------------------------------------------------------------------------
+
+
+def likeliest(span):
+    """The likeliest tokens of a span as the scripted engine numbers them; None where there are none."""
+    text = span.attributes.get(names.TOP_LOGPROBS)
+    return None if text is None else likeliest_from_text(text, len(span.attributes[names.RESPONSE_TOKEN_IDS]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_asks_for_the_likeliest_tokens_is_recorded_with_them(serve, stream):
+    service = await serve(["Hi", "Hi"])
+    options = {"logprobs": True, "top_logprobs": 2}
+    await (service.stream(**options) if stream else service.ask(**options))
+    await service.ask(logprobs=True)
+    asked, plain = await service.spans()
+    assert likeliest(asked) == [((t, v), (65, v - 1)) for t, v in ((72, -0.375), (105, -0.125), (258, -0.875))]
+    assert likeliest(plain) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("asked", "recorded"), [(None, 3), (0, 3), (1, 3), (5, 5)])
+async def test_record_top_logprobs_records_so_many_of_every_call_and_tells_the_caller_what_it_asked_for(
+    serve, stream, asked, recorded
+):
+    service = await serve(["Hi"], config=GatewayConfig(record_top_logprobs=3))
+    options = {} if asked is None else {"logprobs": True, "top_logprobs": asked}
+    if stream:
+        choices = [choice for chunk in await service.stream(**options) for choice in chunk.choices]
+    else:
+        choices = (await service.ask(**options)).choices
+    shown = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [len(token.top_logprobs) for token in shown] == ([] if asked is None else [asked] * 3)
+    (span,) = await service.spans()
+    assert [len(row) for row in likeliest(span)] == [recorded] * 3
+
+
+async def test_a_call_of_no_rollout_does_not_cost_the_likeliest_tokens(serve):
+    service = await serve(["Hi"], config=GatewayConfig(record_top_logprobs=3), allow_unattributed=True)
+    client = await service.client(base_url=f"{service.server.url}/v1", api_key=SECRET)
+    await client.chat.completions.create(model="scripted", messages=ASKED)
+    assert service.engine.calls[-1][1].top_logprobs == 0
+    assert await service.spans() == []

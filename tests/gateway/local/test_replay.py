@@ -2,7 +2,9 @@
 
 import pytest
 
+from agentlightning import span as names
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, trajectory
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import EnqueueRolloutRequest
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -57,6 +59,16 @@ async def test_a_request_that_differs_ends_the_replay_and_is_counted(serve, stor
     assert (await service.ask(ASKED)).choices[0].message.content == "newer", "even where it is recorded"
     read = trajectory(service.rollout_id, service.attempt_id, await service.spans())
     assert (read.metadata.get(REPLAYED_CALLS), read.metadata[REPLAY_MISMATCHES]) == (None, 1)
+
+
+async def test_recorded_likeliest_tokens_do_not_end_a_replay_and_are_recorded_again(serve, store):
+    service = await serve(["one"], config=GatewayConfig(record_top_logprobs=2))
+    await service.ask(ASKED)
+    (source,) = await branching(service, store, 1)
+    await service.ask(ASKED)
+    (span,) = await service.spans()
+    assert span.attributes[names.REPLAYS] == [source.rollout_id, source.span_id]
+    assert span.attributes[names.TOP_LOGPROBS] == source.attributes[names.TOP_LOGPROBS]
 
 
 async def test_answers_that_are_gone_are_sampled(serve, store):

@@ -1,8 +1,8 @@
 """The tokens of a rollout, call by call, with all that is known of each: what the token view and a group show.
 
 A call's prompt is shown from where it leaves the tokens of the call before it. Of each sampled token there are the
-log-probability it was drawn with, the version of the weights, its advantage and its weight in the loss, and the ratio
-of new to old where the run records it (`run.token_ratios`).
+log-probability it was drawn with, the version of the weights, its advantage and its weight in the loss; where they are
+recorded the ratio of new to old (`run.token_ratios`) and the likeliest tokens (`gateway.record_top_logprobs`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agentlightning.dashboard.data.credit import BatchCredit
 from agentlightning.dashboard.data.summary import version_of
 from agentlightning.dashboard.data.text import as_text, limited, tells_failure
 from agentlightning.dashboard.data.token_text import TokenTexts
+from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.errors import RewardError
 from agentlightning.span import Span
 from agentlightning.training.persistence.token_ratios import CallRatios
@@ -151,7 +152,21 @@ def _sampled(
         "weights": list(own.weights) if own is not None and fits else None,
         "log_ratios": moved if len(moved) == len(sampled) else None,
         "versions": _versions(span, len(sampled)),
+        "alternatives": _alternatives(span, len(sampled), texts),
     }
+
+
+def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list[tuple[int, str | None, float]]] | None:
+    """For each token the likeliest ones at its place, as (id, text, log-probability); None where none are recorded."""
+    recorded = span.attributes.get(names.TOP_LOGPROBS)
+    if not isinstance(recorded, str):
+        return None
+    try:
+        rows = likeliest_from_text(recorded, count)
+    except ValueError:  # written by something else; the span shows what
+        return None
+    shown = {token: None if texts is None else texts.of([token])[0] for row in rows for token, _ in row}
+    return [[(token, shown[token], value) for token, value in row] for row in rows]
 
 
 def _versions(span: Span, count: int) -> list[int] | None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning import span as names
+from agentlightning.engine.likeliest_tokens import Row, likeliest_to_text
 from agentlightning.rollouts import Attempt, Rollout, RolloutMode
 from agentlightning.span import Span
 from agentlightning.store.types import RolloutRecord
@@ -191,6 +192,7 @@ class Writer:
             names.PROMPT_TOKEN_IDS: prompt,
             names.RESPONSE_TOKEN_IDS: sampled,
             names.LOGPROBS: logprobs,
+            names.TOP_LOGPROBS: likeliest_to_text(self._likeliest(sampled, logprobs)),
             names.POLICY_VERSION: version,
             names.FINISH_REASONS: ["stop"],
         }
@@ -207,6 +209,19 @@ class Writer:
             rollout_id, attempt_id, "chat policy", start, start + seconds, place, _trace(attempt_id),
             _span_id(attempt_id, place), attributes=attributes,
         )  # fmt: skip
+
+    def _likeliest(self, sampled: Sequence[int], logprobs: Sequence[float]) -> list[Row]:
+        """Three of the vocabulary for each token, the sampled one among them if it was likely enough."""
+        own = random.Random(sum(sampled))
+        words, found = len(self.vocabulary.ids), list[Row]()
+        for token, logprob in zip(sampled, logprobs, strict=True):
+            rest, row = 1.0 - math.exp(logprob), {token: logprob}
+            while len(row) < 4 and rest > 1e-4:
+                share = rest * own.uniform(0.5, 0.95)
+                row.setdefault(own.randrange(len(SPECIAL), max(len(SPECIAL) + 4, words)), math.log(share))
+                rest -= share
+            found.append(tuple(sorted(row.items(), key=lambda pair: -pair[1])[:3]))
+        return found
 
     def _tool(self, ids: tuple[str, str], expression: str, result: str, start: float, failed: bool) -> Span:
         rollout_id, attempt_id = ids

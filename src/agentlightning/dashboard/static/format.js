@@ -13,6 +13,9 @@ export const tokens = (count) => (count >= 1e6 ? `${(count / 1e6).toFixed(1)}M` 
 
 export const signed = (value) => (value === null || value === undefined ? "–" : `${value >= 0 ? "+" : "−"}${number(Math.abs(value))}`);
 
+// A share as text: 0.0042 is 0.42%.
+export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toLocaleString("en", { maximumSignificantDigits: share >= 0.0995 ? 3 : 2 })}%`);
+
 export function interval(found) {
   if (!found) return "–";
   if (found.low === null || found.low === undefined) return number(found.mean);

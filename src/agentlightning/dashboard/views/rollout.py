@@ -220,6 +220,8 @@ def kind_of(span: Span) -> str:
 
 
 def _value(name: str, value: Any) -> Any:
+    if name in (names.KEPT_SETS, names.TOP_LOGPROBS) and isinstance(value, str):
+        return f"[{len(value)} characters of compressed numbers]"
     if name in names.TOKEN_ATTRIBUTES and isinstance(value, list):
         return f"[{len(cast('list[Any]', value))} numbers]"
     return value if isinstance(value, int | float | bool) or value is None else limited(as_text(value), MOST_VALUE)

@@ -13,7 +13,8 @@ from typing import Any, cast
 import orjson
 
 from agentlightning import span as names
-from agentlightning.engine.base import FinishReason, Sample, SamplingParams
+from agentlightning.engine.base import FinishReason, Sample
+from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.kept_sets import KeptSets
@@ -36,6 +37,7 @@ class RecordedAnswer:
         found = span.attributes
         reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
         kept = cast("str | None", found.get(names.KEPT_SETS))
+        top = cast("str | None", found.get(names.TOP_LOGPROBS))
         versions = cast("Sequence[int]", found.get(names.POLICY_VERSIONS, ()))
         sample = Sample(
             tuple(found[names.RESPONSE_TOKEN_IDS]),
@@ -43,6 +45,7 @@ class RecordedAnswer:
             reason,
             found[names.POLICY_VERSION],
             tuple(zip(versions[::2], versions[1::2], strict=True)),
+            top_logprobs=() if top is None else tuple(likeliest_from_text(top, len(found[names.RESPONSE_TOKEN_IDS]))),
             kept_sets=None if kept is None else KeptSets.from_text(kept, len(found[names.RESPONSE_TOKEN_IDS])),
         )
         prompt = tuple(found[names.PROMPT_TOKEN_IDS])
@@ -56,12 +59,13 @@ class Replay:
     left: list[RecordedAnswer] = field(default_factory=list[RecordedAnswer])
 
     def take(
-        self, model: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+        self, model: str, prompts: Sequence[Sequence[int]], n: int, top_logprobs: int
     ) -> tuple[RecordedAnswer | None, bool]:
-        """(the answer to a request, whether the request is the first one that has no recorded answer)."""
+        """(the answer to a request, whether the request is the first one that has no recorded answer). `top_logprobs`:
+        how many likeliest tokens the request asks for; it is sampled where the record has none."""
         if not self.left:
             return None, False
-        if len(prompts) == n == 1 and not params.top_logprobs:
+        if len(prompts) == n == 1 and not top_logprobs:
             for answer in self.left:
                 if answer.model == model and answer.prompt == tuple(prompts[0]):
                     self.left.remove(answer)

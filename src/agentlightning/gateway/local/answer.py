@@ -137,6 +137,8 @@ class Answer:
     """The beginning of the answer, written by the caller."""
     uses_functions: bool = False
     """The caller identifies tool calls by function name (`openai.legacy_functions`)."""
+    top_logprobs: int = 0
+    """The number of likeliest tokens that the caller is told; spans may keep more."""
     call_ids: Sequence[str] = ()
     """The ids of its tool calls where it is a recorded answer: prompts may contain them."""
     reasoning_markers: ThoughtMarkers | None = None
@@ -243,11 +245,11 @@ class Answer:
 
     def _written(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         self._written_ids = [token for token, _, _ in tokens]
-        return token_logprobs(self.chat, tokens)
+        return token_logprobs(self.chat, tokens, self.top_logprobs)
 
     def all_logprobs(self) -> list[dict[str, Any]]:
         """All log-probabilities, in wire format."""
-        return token_logprobs(self.chat, self.token_logprobs.tokens)
+        return token_logprobs(self.chat, self.token_logprobs.tokens, self.top_logprobs)
 
     def _read_text(self, text: str) -> list[OutputEvent]:
         thought, content = self._reasoning_filter.feed(text)

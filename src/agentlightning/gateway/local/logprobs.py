@@ -68,11 +68,11 @@ class TokenLogprobs:
         return taken
 
 
-def token_logprobs(chat: ChatFormat, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities and the most likely alternatives, in the wire format of chat completions and
-    responses."""
+def token_logprobs(chat: ChatFormat, tokens: Sequence[Token], most: int) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities and at most `most` of the most likely alternatives, in the wire format of
+    chat completions and responses."""
     return [
-        _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top]}
+        _token(chat, token, value) | {"top_logprobs": [_token(chat, *other) for other in top[:most]]}
         for token, value, top in tokens
     ]
 

@@ -57,6 +57,8 @@ class LocalService:
     counters: Counters
     on_policy: OnPolicySampling
     enforcement: EnforcementMode
+    record_top_logprobs: int = 0
+    """See `GatewayConfig.record_top_logprobs`."""
 
     async def count(self, dialect: Dialect, call: ResolvedCall, size: int) -> int:
         """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
@@ -89,6 +91,8 @@ class LocalService:
             params = await constrain(engine, chat, params, request.constraint, mode=self.enforcement)
         if trainable and params.truncates:
             params = replace(params, record_kept=True)
+        shown, recorded = params.top_logprobs, self.record_top_logprobs if caller.attempt else 0
+        params = replace(params, top_logprobs=max(shown, recorded))
         prompts = await offload(size, partial(self._build_prompts, call, request, chat))
         self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -98,10 +102,12 @@ class LocalService:
             for prompt, messages in zip(prompts, _input_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
-        answers = [_new_answer(dialect, request, chat, params, i, draft.prompt) for i, draft in enumerate(drafts)]
+        answers = [
+            _new_answer(dialect, request, chat, params, i, draft.prompt, shown) for i, draft in enumerate(drafts)
+        ]
         local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
         if context is not None and context.branch is not None:
-            await self._replay(local_call, context, model, request.n)
+            await self._replay(local_call, context, model, request.n, shown)
         serve = partial(self._serve, local_call, request, dialect.reply(request, head))
         turn_limit = None if context is None else context.begin_turn(model)
         if context is None or turn_limit is None:
@@ -109,14 +115,14 @@ class LocalService:
         local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in local_call.drafts]
         return partial(_serve_turn, context, local_call, serve)
 
-    async def _replay(self, call: LocalCall, context: AttemptContext, model: str, n: int) -> None:
+    async def _replay(self, call: LocalCall, context: AttemptContext, model: str, n: int, top_logprobs: int) -> None:
         """Give the call its recorded answer, if it has one."""
         assert context.branch is not None
         if context.replay is None:
             loaded = await load_replay(self.store, context.branch)
             context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
         prompts = [draft.prompt.token_ids for draft in call.drafts]
-        answer, mismatch = context.replay.take(model, prompts, n, call.params)
+        answer, mismatch = context.replay.take(model, prompts, n, top_logprobs)
         if answer is not None:
             call.recorded, call.answers[0].call_ids = answer.sample, answer.call_ids
             call.drafts = [replace(call.drafts[0], replays=(answer.rollout_id, answer.span_id))]
@@ -303,7 +309,13 @@ def _span_draft(
 
 
 def _new_answer(
-    dialect: Dialect, request: Request, chat: ChatFormat, params: SamplingParams, index: int, prompt: Prompt
+    dialect: Dialect,
+    request: Request,
+    chat: ChatFormat,
+    params: SamplingParams,
+    index: int,
+    prompt: Prompt,
+    top_logprobs: int,
 ) -> Answer:
     return Answer(
         index,
@@ -319,4 +331,5 @@ def _new_answer(
         reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
         prefill=request.prefill,
         uses_functions=request.uses_functions,
+        top_logprobs=top_logprobs,
     )

@@ -11,6 +11,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
+from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Prompt
@@ -66,6 +67,8 @@ class SpanDraft:
             attributes[names.POLICY_VERSIONS] = [number for run in sample.versions for number in run]
         if sample.kept_sets is not None:
             attributes[names.KEPT_SETS] = sample.kept_sets.to_text()
+        if sample.top_logprobs:
+            attributes[names.TOP_LOGPROBS] = likeliest_to_text(sample.top_logprobs)
         if self.constraint:
             verdict, violations = self.constraint.evaluate(answer)
             attributes |= {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})

@@ -17,14 +17,14 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.attempt_address import trace_id_of
-from agentlightning.span import KEPT_SETS, TOKEN_ATTRIBUTES, Span
+from agentlightning.span import KEPT_SETS, TOKEN_ATTRIBUTES, TOP_LOGPROBS, Span
 from agentlightning.tracing.otlp.decode import KINDS, SEQUENCE_ID, STATUS
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
 
 SERVICE: Final = "agentlightning"
 _OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID})
 """Attributes that OTLP has fields for, or that are written separately."""
-_TOKENS: Final = frozenset((*TOKEN_ATTRIBUTES, KEPT_SETS))
+_TOKENS: Final = frozenset((*TOKEN_ATTRIBUTES, KEPT_SETS, TOP_LOGPROBS))
 _INT64: Final = 2**63
 _MAX_SECONDS: Final = 2.0**64 / 1e9
 

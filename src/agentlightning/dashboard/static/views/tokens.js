@@ -1,11 +1,11 @@
 // Tokens, coloured by advantage, log-probability, ratio of new to old, version or weight in the loss.
 import { useView } from "../api.js";
-import { number, reward, signed } from "../format.js";
+import { number, percent, reward, signed } from "../format.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, RewardChip } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
-export const COLOURS = [["advantage", "Advantage"], ["logprob", "Log-probability"], ["ratio", "Ratio of new to old"], ["version", "Weights"], ["loss", "Carries loss"]];
+export const COLOURS = [["advantage", "Advantage"], ["logprob", "Log-probability"], ["ratio", "Ratio of new to old"], ["rank", "Likeliest or not"], ["version", "Weights"], ["loss", "Carries loss"]];
 const MOST_SHOWN = 6000;
 
 // How far a log-ratio lies from 0, in the direction of its sign; beyond the clip range it is the third.
@@ -15,6 +15,14 @@ function ratioClass(value, clip) {
   const beyond = Math.exp(value) > 1 + high || Math.exp(value) < 1 - low;
   const size = beyond ? "3 clipped" : Math.abs(value) < 0.02 ? 0 : Math.abs(value) < 0.1 ? 1 : 2;
   return size === 0 ? "z" : `${value > 0 ? "p" : "n"}${size}`;
+}
+
+// The place of a sampled token among the likeliest ones: 0 is the likeliest; null: none are recorded.
+function rankOf(tokens, place) {
+  const row = tokens.alternatives?.[place];
+  if (!row?.length) return null;
+  const found = row.findIndex(([id]) => id === tokens.ids[place]);
+  return found < 0 ? row.length : found;
 }
 
 function classOf(by, tokens, place, versions, clip) {
@@ -30,6 +38,10 @@ function classOf(by, tokens, place, versions, clip) {
     const value = tokens.logprobs?.[place];
     if (value === undefined || value === null) return "";
     return `s${value > -0.05 ? 0 : value > -0.5 ? 1 : value > -1.5 ? 2 : value > -3 ? 3 : 4}`;
+  }
+  if (by === "rank") {
+    const rank = rankOf(tokens, place);
+    return rank === null ? "" : rank === 0 ? "z" : `n${Math.min(3, rank)}`;
   }
   if (by === "ratio") return ratioClass(tokens.log_ratios?.[place], clip);
   if (by === "version") return tokens.versions ? `v${versions.indexOf(tokens.versions[place]) % 6}` : "";
@@ -62,13 +74,30 @@ export function ToolResults({ call }) {
 
 const clipText = (clip) => (clip ? `underlined: beyond the clip range of the loss, ${number(1 - clip[0])} to ${number(1 + clip[1])}` : "underlined: below 0.8 or above 1.28");
 
+const NO_ALTERNATIVES = "no likeliest tokens are recorded: a run records them with gateway.record_top_logprobs, and a call that asks for top_logprobs";
+
+// Why a colour cannot be chosen; "" where it can.
+function lacks(name, stream, ratios) {
+  if (name === "ratio" && !ratios.known) return ratios.note;
+  return name === "rank" && !stream.some((call) => call.tokens?.alternatives) ? NO_ALTERNATIVES : "";
+}
+
 export function Legend({ by, change, stream, credit, ratios }) {
-  const notes = { advantage: "blue: better than expected, orange: worse, grey: none", logprob: "darker: less likely when it was drawn", version: "a colour for each version of the weights", loss: "blue: carries loss; struck through: does not", ratio: `probability after the update over that when drawn: blue above 1, orange below, grey within 2%; ${clipText(ratios.clip)}` };
-  return html`<div class="legend-row" role="group" aria-label="Colour of tokens">${COLOURS.map(([name, title]) => html`<button key=${name} type="button" aria-pressed=${by === name ? "true" : "false"} disabled=${name === "ratio" && !ratios.known} title=${name === "ratio" && !ratios.known ? ratios.note : notes[name]} onClick=${() => change(name)}>${title}</button>`)}
+  const lacking = lacks(by, stream, ratios);
+  const notes = { rank: "grey: the likeliest token was sampled; orange: the second, the third, a less likely one", advantage: "blue: better than expected, orange: worse, grey: none", logprob: "darker: less likely when it was drawn", version: "a colour for each version of the weights", loss: "blue: carries loss; struck through: does not", ratio: `probability after the update over that when drawn: blue above 1, orange below, grey within 2%; ${clipText(ratios.clip)}` };
+  return html`<div class="legend-row" role="group" aria-label="Colour of tokens">${COLOURS.map(([name, title]) => html`<button key=${name} type="button" aria-pressed=${by === name ? "true" : "false"} disabled=${lacks(name, stream, ratios) !== ""} title=${lacks(name, stream, ratios) || notes[name]} onClick=${() => change(name)}>${title}</button>`)}
     <span class="muted small">${notes[by]}. Text in grey was given, not sampled.</span></div>
-    ${by === "ratio" && !ratios.known && html`<div class="notice">${ratios.note}</div>`}
+    ${lacking && html`<div class="notice">${lacking}</div>`}
     ${credit.notes.map((note) => html`<div class="notice" key=${note}>${note}</div>`)}
     ${!stream.some((call) => call.tokens) && html`<div class="notice">No call of this rollout has recorded tokens.</div>`}`;
+}
+
+// The likeliest tokens at the place of a sampled one, each with its probability; the sampled one is framed.
+function Alternatives({ tokens, at }) {
+  const row = tokens.alternatives?.[at];
+  if (!row) return html`<span>alternatives not recorded</span>`;
+  return html`<ul class="alternatives" aria-label="Likeliest tokens here">${row.map(([id, text, logprob]) => html`<li key=${id} class=${id === tokens.ids[at] ? "sampled" : ""}>
+    <span class="mono">${JSON.stringify(text ?? id)}</span> ${percent(Math.exp(logprob))}${id === tokens.ids[at] ? " sampled" : ""}</li>`)}</ul>`;
 }
 
 export function Inspector({ stream, chosen }) {
@@ -79,7 +108,7 @@ export function Inspector({ stream, chosen }) {
   const logprob = tokens.logprobs?.[at];
   return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
     <span>log-probability ${number(logprob)}${logprob === undefined || logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}</span>
-    <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>ratio ${tokens.log_ratios ? number(Math.exp(tokens.log_ratios[at])) : "not recorded"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span></div>`;
+    <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>ratio ${tokens.log_ratios ? number(Math.exp(tokens.log_ratios[at])) : "not recorded"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span><${Alternatives} tokens=${tokens} at=${at} /></div>`;
 }
 
 export const versionsOf = (stream) => [...new Set(stream.flatMap((call) => call.tokens?.versions || []))].sort((a, b) => a - b);
