@@ -304,7 +304,14 @@ class RunConfig(Section):
     """Port the gateway listens on; 0: any free one."""
     public_url: str | None = None
     """The URL at which runners on other machines reach the gateway, like http://trainer.example:8000. None: host and
-    port."""
+    port, or the first of `gateways`."""
+    gateways: tuple[str, ...] = ()
+    """Addresses of `agl serve` processes that answer the model calls of the run in place of the trainer's own process
+    (docs/guides/operations/scaling.md#a-trainer-that-joins-a-server): all those behind `public_url`. They share the
+    store and the token of the run, and reach `policy.servers.urls`. Empty: the trainer's process answers."""
+    gateway_lease_seconds: float = Field(default=60.0, ge=1)
+    """Gateways refuse the calls of a run whose trainer has been silent for so long. The trainer goes on without a
+    gateway that it could not reach for so long, until that is back."""
 
 
 class TrackingConfig(Section):

@@ -40,7 +40,7 @@ from agentlightning.training.agent_runner import (
     credentials,
     in_background,
     load_agent,
-    make_runner,
+    make_run_runner,
     queue_of,
     report_missing_runners,
     run_beside,
@@ -49,13 +49,13 @@ from agentlightning.training.build import (
     make_collector,
     make_training_run,
     open_store,
-    routes_models,
     serve_run,
     start_reporting,
 )
 from agentlightning.training.dry_run import rehearsal
 from agentlightning.training.dry_run.checks import DryRun
 from agentlightning.training.health.milestones import starting_warnings
+from agentlightning.training.joined_gateways import check_gateways, join_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     changed_settings,
@@ -453,27 +453,23 @@ class Trainer:
             async with run.learner.updating():
                 await load_weights(run.learner.policy, run_dir, state, run.account.collector.store)
 
-    # -- wiring --------------------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def _wired(
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         config, since = self.config, time.monotonic()
+        check_gateways(config, self.store, trains=algorithm.learns_weights)
         if algorithm.selects_result:
             check_disjoint(tasks)
         token, secret = credentials(self.store)
         async with AsyncExitStack() as stack:
             store = await open_store(self.store, run_dir, stack)
             self.progress.phase("loading the agent and the model")
-            queue, runner = queue_of(config.runner, self.store, state.run_id), None
-            if config.runner.hosts:
-                redirect = algorithm.learns_weights or routes_models(config)
-                options: Any = {"redirect": redirect, "queue": queue, "log": run_dir.path / "agent.log"}
-                runner = make_runner(config.runner, store, agent, self.reward, secret, **options)
-            host, port = config.run.host, config.run.port
-            listener = await load_agent(runner, stack, host, port, policy=algorithm.learns_weights)
-            policy = None
+            queue = queue_of(config.runner, self.store, state.run_id)
+            options: Any = {"policy": algorithm.learns_weights, "queue": queue, "log": run_dir.path / "agent.log"}
+            runner = make_run_runner(config, store, agent, self.reward, secret, **options)
+            place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
+            listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
             if algorithm.learns_weights:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress)
@@ -481,20 +477,24 @@ class Trainer:
             data = dashboard_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)
             pages = dashboard_routes(data, token)
-            serving = await serve_run(config, store, policy, run_dir, stack, secret, token, listener, pages)
+            joined = await join_gateways(config, policy, self.store, state.run_id, self.progress.note, stack)
+            own = None if joined else policy
+            serving = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             server = await stack.enter_async_context(serving)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
             await start_reporting(config, account, stack)
-            await collector.move(state.run_id, config.run.public_url or server.url)
+            url = joined_url(config) or config.run.public_url or server.url
+            await collector.move(state.run_id, url)
             if runner is None:
                 waiting = report_missing_runners(self.store or store, state.run_id, self.progress.note)
                 stack.enter_context(in_background(waiting))
             else:
                 await account.collector.recover(state.run_id, "the process that ran it ended")
-                await runner.start(server.url)
+                await runner.start(joined_url(config) or server.url)
                 stack.push_async_callback(runner.stop)
-            run = make_training_run(config, algorithm, account, tasks, policy, server, self.initial_resources)
+            parts = tasks, policy, server, self.initial_resources
+            run = make_training_run(config, algorithm, account, *parts, url, joined)
             run.target_agent = trained_agents(agent)
             yield runner, run

@@ -120,6 +120,10 @@ class HFChatFormat(ChatFormat):
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer, with its chat template, as transformers does."""
+        self._tokenizer.save_pretrained(directory)
+
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> HFChatFormat:
         """See `ChatFormat.with_template_kwargs`. Raises ConfigError for a name that transformers reserves."""
         if reserved := sorted(_RESERVED & kwargs.keys()):
@@ -279,16 +283,19 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": value}} if isinstance(value, dict) else call
 
 
-async def load_chat_format(model: str | Path, tool_calls: str | None = None) -> ChatFormat:
-    """The chat format of a model's tokenizer; `tool_calls` as in `HFChatFormat`. Raises ConfigError if it has none."""
-    return await asyncio.to_thread(_load_chat_format, str(model), tool_calls)
+async def load_chat_format(
+    model: str | Path, tool_calls: str | None = None, eos_token_ids: Iterable[int] = ()
+) -> HFChatFormat:
+    """The chat format of a model's tokenizer; `tool_calls` and `eos_token_ids` as in `HFChatFormat`. Raises ConfigError
+    if it has none."""
+    return await asyncio.to_thread(_load_chat_format, str(model), tool_calls, tuple(eos_token_ids))
 
 
-def _load_chat_format(model: str, tool_calls: str | None) -> ChatFormat:
+def _load_chat_format(model: str, tool_calls: str | None, eos_token_ids: Sequence[int]) -> HFChatFormat:
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{model} holds no tokenizer that transformers loads: {error}") from error
-    return HFChatFormat(tokenizer, tool_calls=tool_calls)
+    return HFChatFormat(tokenizer, eos_token_ids, tool_calls)

@@ -230,6 +230,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.gateway.recording.packer_process import PackerProcess
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
+    from agentlightning.server.joining.service import JoinedPolicies
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.store.journal.store import with_journal
@@ -254,6 +255,9 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         store = await stack.enter_async_context(with_journal(store, database.path, raw_exchange.read, packer))
     data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
     stack.push_async_callback(data.close)
+    joined = JoinedPolicies()
+    metrics.add_source(joined.metrics)
+    stack.push_async_callback(joined.close)
     serving = serve(
         store,
         await open_engines(options.models, options.routing, stack),
@@ -262,6 +266,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         routing=options.routing,
         require_key=options.token is not None,
         budget_file=file_beside_store(options.db, ".spent"),
+        joined=joined,
         metrics=metrics,
         slow=slow,
         adopt_traces=options.adopt_traces,

@@ -18,6 +18,7 @@ __all__ = [
     "TERMINATION_PARAMS",
     "ConstraintKind",
     "Engine",
+    "EngineUnavailableError",
     "FinishReason",
     "OnTokens",
     "Sample",
@@ -142,6 +143,10 @@ class Sample:
     kept_sets: KeptSets | None = None
     """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
     than the engine records."""
+
+
+class EngineUnavailableError(PolicyError):
+    """An engine that samples nothing for now, or any more; the message says why."""
 
 
 class Engine(Protocol):

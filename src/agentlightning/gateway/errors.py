@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
@@ -83,6 +84,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(503, f"the answer could not be recorded: {error}", code="store_unavailable")
     if isinstance(error, StoreError):
         return ApiError(500, f"the answer could not be recorded: {error}", code="store_error")
+    if isinstance(error, EngineUnavailableError):
+        return ApiError(503, str(error), code="policy_unavailable")
     if isinstance(error, PolicyError):
         return ApiError(500, f"the engine failed: {error}", code="engine_error")
     if isinstance(error, RecursionError) or (isinstance(error, TypeError) and str(error) == _TOO_DEEP):

@@ -65,8 +65,10 @@ class Router:
         self._accept_any = accept_any_model
         self._cache: dict[tuple[str | None, str | None, str], ModelRoute] = {}
         self._check_rules()
-        named = [rule.model for rule in rules if not rule.is_pattern]
-        self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *named]))
+        self._named = [rule.model for rule in rules if not rule.is_pattern]
+        self._joined: set[str] = set()
+        """The models of training runs elsewhere."""
+        self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *self._named]))
         """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
             default_model = next(iter(engines))
@@ -75,6 +77,25 @@ class Router:
         if accept_any_model and default_model is None:
             raise ConfigError("accept_any_model=True needs a default_model to serve unknown names")
         self._default = default_model
+
+    def add_policy(self, model: str, engine: Engine) -> None:
+        """Route a model name to the policy of a training run elsewhere, instead of an earlier one of that name. Raises
+        ConfigError if the name has another route."""
+        if model in self and model not in self._joined:
+            raise ConfigError(f"the model name {model!r} is used by this server's own models; set another policy.name")
+        self._joined.add(model)
+        self._engines[model] = engine
+        self._engines_changed()
+
+    def remove_policy(self, model: str) -> None:
+        """Undo `add_policy`."""
+        self._joined.discard(model)
+        self._engines.pop(model, None)
+        self._engines_changed()
+
+    def _engines_changed(self) -> None:
+        self.models = tuple(dict.fromkeys([*self._engines, *self._named]))
+        self._cache.clear()
 
     def __contains__(self, model: object) -> bool:
         """Whether a name has a route other than the default. A name with an `@` matches no pattern, because it names an
@@ -119,7 +140,9 @@ class Router:
         return list(dict.fromkeys(pools))
 
     def trains(self, route: ModelRoute) -> bool:
-        """Whether a route leads to the policy of a training run, which is the default of all names."""
+        """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
+        if route.engine is not None and route.name in self._joined:
+            return True
         if not self._accept_any or self._default is None or route.engine is None:
             return False
         policy = self._engines.get(self._default)

@@ -67,9 +67,14 @@ class ServedPolicy:
         checkpoints: CheckpointFolder,
         tolerance: float,
         transfer: str = DISK,
+        *,
+        config: ServersConfig | None = None,
+        kind: Literal["vllm", "sglang"] = "vllm",
     ) -> None:
         self.learner = learner
         self.servers = servers
+        self.config = config or ServersConfig()
+        self.kind: Literal["vllm", "sglang"] = kind
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
         self.vocab_size = learner.vocab_size
@@ -122,7 +127,8 @@ class ServedPolicy:
             transfer=transfer,
             device=device,
         )
-        policy = cls(learner, servers, checkpoints, config.tolerance or TOLERANCES.get(dtype, 0.1), transfer)
+        tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
+        policy = cls(learner, servers, checkpoints, tolerance, transfer, config=config, kind=kind)
         try:
             if policy._adapters is not None:
                 await policy._publish_adapters(policy._adapters, first=True)

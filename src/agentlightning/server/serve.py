@@ -19,6 +19,8 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
+from agentlightning.server.joining.routes import joining_routes
+from agentlightning.server.joining.service import JoinedPolicies
 from agentlightning.store.base import LightningStoreBase
 
 
@@ -49,13 +51,14 @@ async def serve(
     accept_any_model: bool | None = None,
     require_key: bool = False,
     budget_file: Path | None = None,
+    joined: JoinedPolicies | None = None,
     **options: Unpack[ServerOptions],
 ) -> AsyncGenerator[Server]:
     """Run a server for `store`, and a gateway for `engines` (model name to engine) and the providers in `routing`.
 
     `engines=None` means no gateway. The first engine is the default model. It also answers calls for unknown model
-    names if `accept_any_model`; by default it does so unless `routing` has routes. The server has stopped when the
-    context ends; the store and the engines stay open.
+    names if `accept_any_model`; by default it does so unless `routing` has routes. Training runs elsewhere may join the
+    gateway as `joined`. The server has stopped when the context ends; the store and the engines stay open.
     """
     gateway = None
     if engines is not None:
@@ -72,5 +75,8 @@ async def serve(
             accept_any_model=accept_any_model,
             require_key=require_key,
         )
+    if joined is not None and gateway is not None:
+        joined.attach(gateway)
+        options["pages"] = [*joining_routes(joined, token), *options.get("pages", ())]
     async with Server(store, gateway, secret=secret, token=token, **options) as server:
         yield server

@@ -70,16 +70,46 @@ def make_runner(
     )
 
 
+def routes_models(config: TrainConfig) -> bool:
+    """Whether the gateway serves models without a policy."""
+    return bool(config.gateway.models or config.gateway.routes)
+
+
+def make_run_runner(
+    config: TrainConfig,
+    store: LightningStoreBase,
+    agent: Any,
+    reward: Any | None,
+    secret: str,
+    *,
+    policy: bool,
+    queue: str | None,
+    log: Path,
+) -> Runner | None:
+    """The runner of a run with or without a `policy`; None where runners elsewhere run the agent."""
+    if not config.runner.hosts:
+        return None
+    redirect = policy or routes_models(config)
+    return make_runner(config.runner, store, agent, reward, secret, redirect=redirect, queue=queue, log=log)
+
+
 async def load_agent(
-    runner: Runner | None, stack: AsyncExitStack, host: str = "127.0.0.1", port: int = 0, *, policy: bool
+    runner: Runner | None,
+    stack: AsyncExitStack,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    policy: bool,
+    url: str | None = None,
 ) -> socket.socket:
     """Import the agent in its own process and, if there will be a `policy`, torch in this one at the same time. Returns
-    the bound socket of the server, because an agent may make a client with its address when it is imported."""
+    the bound socket of the server, because an agent may make a client with its address when it is imported; `url` is
+    that of another server, where that answers the agent's calls."""
     listener = listen(host, port)
     stack.callback(listener.close)
     if runner is None:
         return listener
-    runner.server_url = url_of(host, listener.getsockname()[1])
+    runner.server_url = url or url_of(host, listener.getsockname()[1])
     stack.push_async_callback(runner.stop)
     runner.start_hosts()
     loading = [asyncio.to_thread(import_module, "agentlightning.policy.local")] if policy else []
@@ -112,10 +142,11 @@ def check_runners(config: TrainConfig, store: LightningStoreBase | None, agent: 
             " agl runner --server URL --agent ... --reward ..."
         )
     server = urlsplit(store.url).hostname if isinstance(store, LightningStoreClient) else None
-    if server and not is_loopback(server) and config.run.public_url is None and is_loopback(config.run.host):
+    answers_here = config.run.public_url is None and not config.run.gateways
+    if server and not is_loopback(server) and answers_here and is_loopback(config.run.host):
         raise ConfigError(
             f"run.host={config.run.host} cannot be reached by runners of {server}; set run.host=0.0.0.0, run.port and"
-            " run.public_url=http://THIS_MACHINE:PORT"
+            " run.public_url=http://THIS_MACHINE:PORT, or leave the calls to that server (run.gateways)"
         )
 
 

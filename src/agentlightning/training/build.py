@@ -33,7 +33,7 @@ from agentlightning.store.instrumented import instrument
 from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
-from agentlightning.training.agent_runner import rollout_config
+from agentlightning.training.agent_runner import rollout_config, routes_models
 from agentlightning.training.curriculum.task_order import task_order
 from agentlightning.training.export.versions import weight_versions
 from agentlightning.training.governance.audit import AuditLog
@@ -41,6 +41,7 @@ from agentlightning.training.governance.gate import GuardSet, PromotionGate, gua
 from agentlightning.training.governance.reward_watch import RewardWatch
 from agentlightning.training.governance.second_reward import SecondReward
 from agentlightning.training.health.recovery import Recovery
+from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, read_resources
@@ -70,11 +71,6 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
         store = instrument(store, [exporter])
     await recover_journals(store, raw_exchange.read)
     return store
-
-
-def routes_models(config: TrainConfig) -> bool:
-    """Whether the gateway serves models without a policy."""
-    return bool(config.gateway.models or config.gateway.routes)
 
 
 async def serve_run(
@@ -140,14 +136,17 @@ def make_training_run(
     policy: Policy | None,
     server: Server,
     resources: NamedResources,
+    url: str,
+    joined: JoinedGateways | None = None,
 ) -> TrainingRun:
-    """The run, with the resources of its last checkpoint unless the starting policy is still to be measured."""
+    """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its calls
+    go to `url`: the gateway of `server`, or one that was joined."""
     state, collector = account.state, account.collector
-    url, max_calls = config.run.public_url or server.url, config.runner.max_calls
+    max_calls = config.runner.max_calls
     publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir, state.checkpoint))
-    learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir)
+    learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
     stream = make_source(config, account, tasks, publisher, learner, algorithm)
     source: RolloutSource = stream
     if config.group_reward is not None:
@@ -183,6 +182,7 @@ def make_training_run(
         gate=make_gate(config, algorithm, tasks, collector, checkpoints, audit),
         stop_rollouts_at=stream.stop_at,
         uses_providers=bool(config.gateway.providers),
+        gateways=None if joined is None else joined.report,
     )
 
 
@@ -238,15 +238,24 @@ def make_gate(
 
 
 def make_learner(
-    server: Server, policy: Policy, config: TrainConfig, state: RunState, run_dir: RunDir
+    server: Server,
+    policy: Policy,
+    config: TrainConfig,
+    state: RunState,
+    run_dir: RunDir,
+    joined: JoinedGateways | None,
 ) -> PolicyLearner:
-    assert server.gateway is not None
-    updating = partial(
-        server.gateway.gates.of(policy).update,
-        in_flight=config.policy.in_flight,
-        drain_seconds=config.policy.drain_seconds,
-        can_go_on=policy.can_update_in_flight,
-    )
+    in_flight, drain_seconds = config.policy.in_flight, config.policy.drain_seconds
+    if joined is not None:
+        updating = partial(joined.updating, in_flight, drain_seconds)
+    else:
+        assert server.gateway is not None
+        updating = partial(
+            server.gateway.gates.of(policy).update,
+            in_flight=in_flight,
+            drain_seconds=drain_seconds,
+            can_go_on=policy.can_update_in_flight,
+        )
     return PolicyLearner(
         policy,
         updating,
@@ -290,6 +299,13 @@ def make_source(
     )
 
 
+def in_flight_limit(config: TrainConfig, learner: PolicyLearner | None) -> InFlightLimit:
+    """The limit of groups that run at the same time: none without a policy, or where the settings ask for none."""
+    if learner is None or not config.runner.limit_by_load:
+        return InFlightLimit()
+    return InFlightLimit(learner.policy.kv_cache_usage)
+
+
 def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
     """Raises ConfigError for settings on the calls of a policy in a run without one."""
     settings = {
@@ -304,10 +320,3 @@ def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
                 f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
                 " model: leave it out"
             )
-def in_flight_limit(config: TrainConfig, learner: PolicyLearner | None) -> InFlightLimit:
-    """The limit of groups that run at the same time: none without a policy, or where the settings ask for none."""
-    if learner is None or not config.runner.limit_by_load:
-        return InFlightLimit()
-    return InFlightLimit(learner.policy.kv_cache_usage)
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,8 @@ class TrainingRun:
     """No rollouts are started for this step or later ones."""
     uses_providers: bool = False
     """Whether agents may call models of others, at their prices."""
+    gateways: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
+    """What the gateways that the run has joined did for it; None: its own process answers calls."""
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
 

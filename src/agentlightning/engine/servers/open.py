@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, Vl
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica, WeightChannel
+from agentlightning.engine.servers.weights import PoolWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.transport import Transport, open_transport
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
@@ -58,19 +59,22 @@ async def open_servers(
     logs: Path = Path(),
     transfer: str = DISK,
     device: str = "cpu",
+    token: str | None = None,
+    follow: Callable[[Sequence[Replica]], PoolWeights] | None = None,
 ) -> ReplicaPool:
     """A pool of the servers of `config`.
 
     Running servers of `config.urls` are joined. Without them, vLLM servers are started with `model`, as `name`; they
     log to files in `logs` and end with the pool. With a `transfer` (a key of `SENDERS`) they get new weights from a
-    trainer on `device` without the disk. Raises ConfigError, ServerError if one cannot be started, and as
-    `ReplicaPool.open` does."""
+    trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one; `follow`
+    makes the weights of a pool whose trainer is another process. Raises ConfigError, ServerError if one cannot be
+    started, and as `ReplicaPool.open` does."""
     config.check(kind)
     transport = open_transport()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         if config.urls:
-            replicas = [Replica(_client(kind, transport, config, url)) for url in config.urls]
+            replicas = [Replica(_client(kind, transport, config, url, token or config.token)) for url in config.urls]
         else:
             options = _launch_options(config, model, name, dtype, max_context, logs, transfer)
             replicas = await _start(options, config, transport, stack)
@@ -84,14 +88,15 @@ async def open_servers(
             max_context=max_context,
             retry_policy=config.retry_policy,
             weights_change=weights_change,
+            weights=None if follow is None else follow(replicas),
         )
         stack.pop_all()
     return pool
 
 
-def _client(kind: str, transport: Transport, config: ServersConfig, url: str) -> ModelServer:
+def _client(kind: str, transport: Transport, config: ServersConfig, url: str, token: str | None) -> ModelServer:
     server = VllmServer if kind == "vllm" else SGLangServer
-    return server(transport, url, token=config.token, seconds=config.timeout_seconds)
+    return server(transport, url, token=token, seconds=config.timeout_seconds)
 
 
 def _launch_options(

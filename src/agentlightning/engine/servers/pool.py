@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
@@ -20,7 +21,7 @@ from agentlightning.engine.servers.adapters import PoolAdapters
 from agentlightning.engine.servers.base import Completion, ModelServerError, ServedModelInfo, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.recovery import HealthMonitor
-from agentlightning.engine.servers.replica import DiskWeights, Replica, WeightSource
+from agentlightning.engine.servers.replica import DiskWeights, LabeledWeights, Replica, WeightSource
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 from agentlightning.engine.servers.weights import PoolWeights
 from agentlightning.errors import ConfigError, PolicyError
@@ -29,6 +30,7 @@ from agentlightning.util.rendezvous_hash import weight
 
 log = logging.getLogger(__name__)
 
+OnNewWeights = Callable[[LabeledWeights], Awaitable[None]]
 MAX_CACHED_CONSTRAINTS = 1000
 """Number of schemas and grammars for which the pool remembers whether servers can enforce them."""
 
@@ -46,6 +48,7 @@ class ReplicaPool:
         model: str | None = None,
         max_context: int | None = None,
         retry_policy: RetryPolicy | None = None,
+        weights: PoolWeights | None = None,
     ) -> None:
         self.model = model or info[0].model
         self.chat = chat
@@ -54,7 +57,9 @@ class ReplicaPool:
         self._served_name = info[0].model
         self._transport = transport
         self._retry_policy = retry_policy or RetryPolicy()
-        self._weights = PoolWeights(replicas)
+        self._weights = weights or PoolWeights(replicas)
+        self.on_new_weights: OnNewWeights | None = None
+        """Called with new weights before any server has them."""
         self._adapters = PoolAdapters()
         self._constraints: dict[str, bool] = {}
         """JSON schema or grammar -> whether the servers can enforce it."""
@@ -72,9 +77,11 @@ class ReplicaPool:
         max_context: int | None = None,
         retry_policy: RetryPolicy | None = None,
         weights_change: bool = False,
+        weights: PoolWeights | None = None,
     ) -> ReplicaPool:
         """A pool of running servers. `model` is the name agents request (default: the servers' own), `max_context` the
-        limit of prompt and answer; `weights_change` says that their weights will be replaced.
+        limit of prompt and answer; `weights_change` says that their weights will be replaced. `weights` says which they
+        are to have, where another process gives them (`FollowedWeights`).
 
         Raises ConfigError if they serve different models or were started with unsuitable options, ModelServerError if
         one does not answer. `transport` is closed with the pool."""
@@ -87,7 +94,8 @@ class ReplicaPool:
         for replica in replicas:
             await replica.server.verify(weights_change=weights_change)
             replica.label = await replica.server.weight_label()
-        return cls(replicas, info, chat, transport, model=model, max_context=max_context, retry_policy=retry_policy)
+        options: dict[str, Any] = {"model": model, "max_context": max_context, "retry_policy": retry_policy}
+        return cls(replicas, info, chat, transport, weights=weights, **options)
 
     @property
     def policy_version(self) -> int:
@@ -238,9 +246,22 @@ class ReplicaPool:
         source = DiskWeights(weights) if isinstance(weights, Path) else weights
         async with self._weights.lock:
             self._weights.set_target(source, version)
-            await asyncio.gather(*(self._update(replica) for replica in self.replicas if replica.up))
-            self._weights.version = version
+            if self.on_new_weights is not None and self._weights.target is not None:
+                await self.on_new_weights(self._weights.target)
+            await self.update_replicas()
         await self._monitor.wait_for_up()
+
+    async def update_replicas(self) -> None:
+        """Give the servers that are up the target weights, while the lock of the weights is held. One that does not
+        take them samples nothing until it has them."""
+        await asyncio.gather(*(self._update(replica) for replica in self.replicas if replica.up))
+        if self._weights.target is not None:
+            self._weights.version = self._weights.target.version
+
+    @property
+    def weights(self) -> LabeledWeights | None:
+        """The weights that all servers are to have; None: those they were started with."""
+        return self._weights.target
 
     async def _update(self, replica: Replica) -> None:
         channel = replica.channel if replica.channel is not None and replica.channel.usable else None

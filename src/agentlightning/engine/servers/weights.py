@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.replica import LabeledWeights, Replica, WeightChannel, WeightSource
+from agentlightning.errors import PolicyError
 
 
 class PoolWeights:
@@ -61,3 +63,37 @@ class PoolWeights:
                 self.labels.setdefault(label, 0)
         elif replica.version != self.target.version or label not in (None, self.target.label):
             await self.load(replica)
+
+
+MAX_LABELS = 64
+"""Labels that a pool remembers of weights that a trainer elsewhere has replaced: answers may still be under way."""
+
+
+class _WeightsElsewhere:
+    """The source of weights that only another process has."""
+
+    lend = None
+
+    async def directory(self) -> Path:
+        raise PolicyError("these weights are given to the servers by their trainer, and are not here")
+
+
+class FollowedWeights(PoolWeights):
+    """Weights that a trainer in another process gives to the servers. It announces the label of new ones before any
+    server has them; a replica has them once its server reports that label."""
+
+    def announce(self, label: str, version: int) -> None:
+        """Accept tokens that are sampled by weights of this label, as those of `version`."""
+        self.target = LabeledWeights(_WeightsElsewhere(), version, label)
+        self.labels[label] = version
+        for old in list(self.labels)[:-MAX_LABELS]:
+            del self.labels[old]
+
+    async def load(self, replica: Replica, channel: WeightChannel | None = None) -> None:
+        if (target := self.target) is None:
+            return
+        replica.label = await replica.server.weight_label()
+        if replica.label != target.label:
+            message = f"{replica.server.url} has weights {replica.label}, and its trainer has not given it version"
+            raise ModelServerError(f"{message} {target.version} ({target.label}) yet", retryable=True)
+        replica.version = target.version

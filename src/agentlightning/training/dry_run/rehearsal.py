@@ -46,6 +46,7 @@ def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig
     check_installed(config.tracking)
     tracking = TrackingConfig(transcripts=0)
     changes: dict[str, Any] = {"warm_start": WarmStartConfig(), "runner": runner, "tracking": tracking}
+    changes["run"] = config.run.model_copy(update={"gateways": ()})  # Its store is its own.
     if resumed is not None and (resumed / "start").exists():
         changes["policy"] = config.policy.model_copy(update={"model": str(resumed / "start")})
     return config.model_copy(update=changes)

@@ -59,6 +59,10 @@ class TrainingResult:
 
     tracker_failures: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of calls that failed, by experiment tracker; empty where all went well."""
+    gateways: Mapping[str, Any] | None = None
+    """What the gateways of `run.gateways` did since the run was last started: `urls`, `joins`, `calls`, `tokens`,
+    `failed`, `held` (calls that waited for an update), `updates` and `held_seconds`, summed. None: the trainer's own
+    process answered."""
 
     @property
     def best_prompt(self) -> PromptTemplate:
@@ -126,4 +130,5 @@ class TrainingResult:
             "stages": [each.as_json() for each in self.stages],
             "cost": self.cost.as_json(),
             "tracker_failures": dict(self.tracker_failures),
+            "gateways": None if self.gateways is None else dict(self.gateways),
         }

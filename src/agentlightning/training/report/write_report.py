@@ -59,6 +59,7 @@ async def write_report(
         prompts=prompts_in(run.resources),
         stages=stage_results(state, lines, list(gains)),
         cost=cost,
+        gateways=None if run.gateways is None else await run.gateways(),
     )
     if run.account.tracking is not None:
         failures = await asyncio.to_thread(run.account.tracking.result, state.step, result.as_json(), curve)

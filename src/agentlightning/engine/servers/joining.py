@@ -1,0 +1,93 @@
+"""What a training run and the gateways that it joins say to each other: JSON over HTTP, under /v1/policies.
+
+    POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
+    POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; -> `PauseStatus`, to be repeated until `paused`
+    POST /v1/policies/MODEL/announce   `AnnounceRequest`: the servers are about to get these weights
+    POST /v1/policies/MODEL/resume     `RunRequest`: they have them; let calls go on
+    POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive
+    POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
+
+Every answer is a `JoinStatus`, and every request after the first may be repeated. An error is `{"error": message}`: 401
+for the token, 404 if the run has not joined, 409 if the name belongs to another run, 422 for what the gateway lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL: Final = 1
+"""Raised with each change that an earlier version would misunderstand."""
+BASE_PATH: Final = "/v1/policies"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunRequest(_Message):
+    """A request of a run that has joined."""
+
+    run_id: str
+
+
+class JoinRequest(RunRequest):
+    """What a gateway needs in order to sample from the policy of a run."""
+
+    protocol: int
+    kind: Literal["vllm", "sglang"]
+    urls: tuple[str, ...] = Field(min_length=1)
+    """The model servers, which the gateway must reach under these addresses."""
+    server_token: str | None = None
+    context_length: int
+    retries: int
+    wait_seconds: float
+    timeout_seconds: float
+    crosses_updates: bool
+    """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
+    label: str
+    """The label of the weights that the servers have."""
+    version: int
+    lease_seconds: float = Field(gt=0)
+    """After so long without a request of the run, its calls are refused."""
+    tokenizer: str
+    """The tokenizer's archive, in base64."""
+    tool_calls: str | None
+    """The format of tool calls, if it has a name."""
+    eos_token_ids: tuple[int, ...]
+    probe: tuple[int, ...]
+    """The tokens of `tokenizer_archive.PROBE`."""
+
+
+class PauseRequest(RunRequest):
+    """A weight update begins."""
+
+    in_flight: bool
+    drain_seconds: float | None
+
+
+class AnnounceRequest(RunRequest):
+    """New weights, before any server has them."""
+
+    label: str
+    version: int
+
+
+class JoinStatus(_Message):
+    """What a gateway has done for a run since it joined."""
+
+    calls: int = 0
+    """Answers sampled."""
+    tokens: int = 0
+    """Tokens of these answers."""
+    failed: int = 0
+    """Calls that failed."""
+    held: int = 0
+    """Calls that waited for an update."""
+    updates: int = 0
+    held_seconds: float = 0.0
+    """Time in which calls were held back."""
+    paused: bool = False
+    going_on: int = 0
+    """While paused, the calls that go on across the update."""

@@ -1,0 +1,307 @@
+"""The policies of training runs elsewhere: who may join, when their calls wait, and when a run counts as gone.
+
+A run joins under the name of its model, with the model servers and the tokenizer that are needed to sample from it. It
+holds calls back while it changes the weights, through the gateway's update gate. A run that is silent for the time of
+its lease counts as gone: its calls, those that wait included, are refused until it joins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from agentlightning.chat.hf import HFChatFormat, load_chat_format
+from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
+from agentlightning.engine.servers.base import ModelServerError
+from agentlightning.engine.servers.followed import FollowedPolicy, FollowedServers
+from agentlightning.engine.servers.joining import AnnounceRequest, JoinRequest, JoinStatus, PauseRequest, RunRequest
+from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.local.update_gate import UpdateGate
+from agentlightning.observability.metrics import counters
+
+log = logging.getLogger(__name__)
+
+PAUSE_POLL_SECONDS = 10.0
+"""How long a request to pause waits for answers in progress; the run then repeats it."""
+
+
+class JoinError(AgentLightningError):
+    """A request of a run that is refused, with the status of its response."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Update:
+    """A weight update in progress."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Set once calls are held back, with whether some go on across the update."""
+        self.released = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class JoinedRun:
+    """A run that has joined, and its policy."""
+
+    run_id: str
+    policy: FollowedPolicy
+    gate: UpdateGate
+    lease_seconds: float
+    heard_at: float = field(default_factory=time.monotonic)
+    update: _Update | None = None
+    watch: asyncio.Task[None] | None = None
+    held: int = 0
+    updates: int = 0
+    held_seconds: float = 0.0
+
+    @property
+    def gone(self) -> bool:
+        return self.policy.unavailable is not None
+
+    def status(self) -> JoinStatus:
+        paused = self.update is not None and self.update.held.done()
+        return JoinStatus(
+            calls=self.policy.calls,
+            tokens=self.policy.tokens,
+            failed=self.policy.failed,
+            held=self.held,
+            updates=self.updates,
+            held_seconds=self.held_seconds,
+            paused=paused,
+            going_on=self.gate.num_in_flight if paused else 0,
+        )
+
+    async def hold(self, request: PauseRequest) -> None:
+        """Hold calls back; returns once they are, or after a while."""
+        if self.update is None:
+            self.update = update = _Update()
+            update.task = asyncio.create_task(self._hold(update, request))
+        await asyncio.wait({self.update.held}, timeout=PAUSE_POLL_SECONDS)
+
+    async def _hold(self, update: _Update, request: PauseRequest) -> None:
+        weights = self.policy.servers.weights
+        holding = self.gate.update(in_flight=request.in_flight, drain_seconds=request.drain_seconds)
+        async with holding as going_on, weights.lock:  # Health checks judge no weights while the lock is held.
+            update.held.set_result(going_on)
+            await update.released.wait()
+            self.held += self.gate.num_waiting
+
+    async def release(self, *, updated: bool) -> None:
+        """Let calls go on; after an update, only to servers that have the new weights."""
+        update, self.update = self.update, None
+        if update is None:
+            return
+        if updated:
+            await self.policy.servers.pool.update_replicas()
+            self.updates += 1
+        update.released.set()
+        if update.task is not None:
+            if not update.held.done():
+                update.task.cancel()
+            await asyncio.wait({update.task})
+        self.held_seconds += time.monotonic() - update.since
+
+
+class JoinedPolicies:
+    """The runs that have joined a gateway. Create it in the event loop that serves."""
+
+    def __init__(self) -> None:
+        self._gateway: Gateway | None = None
+        self._runs: dict[str, JoinedRun] = {}
+        """By the name of their model."""
+        self._joining = asyncio.Lock()
+        self.joins = self.refused = self.gone = self.left = 0
+        self._totals = JoinStatus()
+        """Of runs that are no longer here."""
+
+    def attach(self, gateway: Gateway) -> None:
+        """Serve the policies through this gateway."""
+        self._gateway = gateway
+
+    async def join(self, model: str, request: JoinRequest) -> JoinStatus:
+        """Serve the policy of a run as `model`. Raises JoinError."""
+        async with self._joining:
+            try:
+                run = await self._join(model, request)
+            except AgentLightningError as error:
+                self.refused += 1
+                raise _as_join_error(error) from error
+        self.joins += 1
+        log.info("run %s joined as %s, with weights of version %d", run.run_id, model, request.version)
+        return run.status()
+
+    async def _join(self, model: str, request: JoinRequest) -> JoinedRun:
+        assert self._gateway is not None
+        known = self._runs.get(model)
+        if known is not None and known.run_id != request.run_id and not known.gone:
+            raise JoinError(409, f"the model name {model!r} belongs to run {known.run_id}; set another policy.name")
+        if known is None and model in self._gateway.router:
+            raise JoinError(
+                409, f"the model name {model!r} is used by this server's own models; set another policy.name"
+            )
+        chat = await _open_chat(request)
+        servers = await FollowedServers.open(request, model, chat)
+        if known is not None and known.run_id == request.run_id:
+            return await self._join_again(known, request, chat, servers)
+        if known is not None:
+            await self._remove(model, known)
+        policy = FollowedPolicy(model, chat, servers)
+        try:
+            self._gateway.router.add_policy(model, policy)
+        except ConfigError:
+            await policy.close()
+            raise
+        run = JoinedRun(request.run_id, policy, self._gateway.gates.of(policy), request.lease_seconds)
+        self._runs[model] = run
+        run.watch = asyncio.create_task(self._watch(run))
+        return run
+
+    async def _join_again(
+        self, run: JoinedRun, request: JoinRequest, chat: HFChatFormat, servers: FollowedServers
+    ) -> JoinedRun:
+        """The trainer of a run was started again: what it held back goes on with the weights it has now."""
+        run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
+        await run.policy.move(chat, servers)
+        await run.release(updated=False)
+        if run.watch is None or run.watch.done():
+            run.watch = asyncio.create_task(self._watch(run))
+        return run
+
+    async def renew(self, model: str, request: RunRequest) -> JoinStatus:
+        return self._get(model, request).status()
+
+    async def pause(self, model: str, request: PauseRequest) -> JoinStatus:
+        """Hold calls back; to be repeated until the status says `paused`."""
+        run = self._get(model, request)
+        await run.hold(request)
+        return run.status()
+
+    async def announce(self, model: str, request: AnnounceRequest) -> JoinStatus:
+        run = self._get(model, request)
+        run.policy.servers.weights.announce(request.label, request.version)
+        return run.status()
+
+    async def resume(self, model: str, request: RunRequest) -> JoinStatus:
+        run = self._get(model, request)
+        await run.release(updated=True)
+        return run.status()
+
+    async def leave(self, model: str, request: RunRequest) -> JoinStatus:
+        run = self._get(model, request)
+        status = run.status()
+        await self._remove(model, run)
+        self.left += 1
+        log.info("run %s, which was served as %s, has left", run.run_id, model)
+        return status
+
+    def _get(self, model: str, request: RunRequest) -> JoinedRun:
+        """The run that sends a request, whose lease this renews. Raises JoinError."""
+        run = self._runs.get(model)
+        if run is None or run.run_id != request.run_id or run.gone:
+            raise JoinError(404, f"run {request.run_id} has not joined as {model!r}, or its lease has ended")
+        run.heard_at = time.monotonic()
+        return run
+
+    async def _watch(self, run: JoinedRun) -> None:
+        """Refuse the calls of a run once it has been silent for the time of its lease."""
+        while True:  # Each request of the run puts the end of its lease off.
+            left = run.heard_at + run.lease_seconds - time.monotonic()
+            if left <= 0:
+                break
+            await asyncio.sleep(left)
+        self.gone += 1
+        reason = (
+            f"the trainer of run {run.run_id}, whose policy is {run.policy.model!r}, has not been heard from for"
+            f" {run.lease_seconds:g} s; the call can be repeated once the run was resumed"
+        )
+        log.warning("%s; %d calls waited for it", reason, run.gate.num_waiting)
+        run.policy.end(reason)
+        await run.release(updated=False)
+        await run.policy.close()
+
+    async def _remove(self, model: str, run: JoinedRun) -> None:
+        assert self._gateway is not None
+        del self._runs[model]
+        self._gateway.router.remove_policy(model)
+        if run.watch is not None:
+            run.watch.cancel()
+        run.policy.end(run.policy.unavailable or f"run {run.run_id}, whose policy was {model!r}, has left this server")
+        await run.release(updated=False)
+        await run.policy.close()
+        self._totals = _sum([self._totals, run.status()])
+
+    async def close(self) -> None:
+        """End all runs' policies; their trainers join the next server at this address."""
+        for model, run in list(self._runs.items()):
+            await self._remove(model, run)
+
+    def metrics(self) -> Iterable[Metric]:
+        """The metrics of all runs, since the server was started."""
+        alive = [run for run in self._runs.values() if not run.gone]
+        paused = sum(run.update is not None for run in alive)
+        for name, help_text, value in (
+            ("joined_runs", "Training runs whose policy this server answers for.", len(alive)),
+            ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
+        ):
+            yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
+        total = _sum([self._totals, *(run.status() for run in self._runs.values())])
+        counts = {
+            name: getattr(total, name) for name in ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+        }
+        counts |= {"joins": self.joins, "refused": self.refused, "gone": self.gone, "left": self.left}
+        yield from counters("joined", "Training runs that joined", counts)
+
+
+async def _open_chat(request: JoinRequest) -> HFChatFormat:
+    """The chat format of a run's model. Raises ConfigError where it is not exactly that of the trainer."""
+    if find_spec("transformers") is None:
+        raise MissingExtraError("transformers", "train")
+    with TemporaryDirectory(prefix="agl-joined-") as directory:
+        try:
+            packed = base64.b64decode(request.tokenizer, validate=True)
+        except binascii.Error as error:
+            raise ConfigError(f"the tokenizer's archive is not base64: {error}") from error
+        await asyncio.to_thread(unpack_tokenizer, packed, Path(directory))
+        chat = await load_chat_format(directory, request.tool_calls, request.eos_token_ids)
+    if tuple(probe_tokens(chat)) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
+        raise ConfigError(
+            "this server's tokenizer gives other tokens than the trainer's: it has another version of transformers or"
+            " tokenizers; install the trainer's"
+        )
+    return chat
+
+
+def _as_join_error(error: AgentLightningError) -> JoinError:
+    if isinstance(error, JoinError):
+        return error
+    message = f"this server cannot sample from the policy: {error}"
+    return JoinError(503 if isinstance(error, ModelServerError) and error.retryable else 422, message)
+
+
+def _sum(statuses: Iterable[JoinStatus]) -> JoinStatus:
+    found = list(statuses)
+    return JoinStatus(
+        calls=sum(each.calls for each in found),
+        tokens=sum(each.tokens for each in found),
+        failed=sum(each.failed for each in found),
+        held=sum(each.held for each in found),
+        updates=sum(each.updates for each in found),
+        held_seconds=sum(each.held_seconds for each in found),
+    )

@@ -1,0 +1,304 @@
+"""The gateways that a run has joined: `agl serve` processes that answer its model calls (`engine.servers.joining`).
+
+The trainer tells them which servers to sample from, holds calls back while it changes the weights, and announces each
+version to all of them. It never sees a call: what was sampled is in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Final
+from urllib.parse import quote
+
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
+from agentlightning.chat.tool_calls import FORMATS
+from agentlightning.config import TrainConfig
+from agentlightning.engine.servers.base import ModelServerError
+from agentlightning.engine.servers.clients.http import JsonClient
+from agentlightning.engine.servers.joining import (
+    BASE_PATH,
+    PROTOCOL,
+    AnnounceRequest,
+    JoinRequest,
+    JoinStatus,
+    PauseRequest,
+    RunRequest,
+)
+from agentlightning.engine.servers.replica import LabeledWeights
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.policy.base import Policy
+from agentlightning.policy.served import ServedPolicy
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.transport import open_transport
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = 0.5
+"""Between two attempts to reach a gateway."""
+RENEWALS: Final = 6
+"""Renewals in the time of a lease."""
+REQUEST_SECONDS: Final = 90.0
+"""The longest a gateway may take to answer."""
+COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+
+
+class _Gateway:
+    """One gateway, and what it has done for the run."""
+
+    def __init__(self, client: JsonClient, path: str) -> None:
+        self.client, self._path = client, path
+        self.joined = self.lost = False
+        """Whether it serves the run; whether the run goes on without it."""
+        self.joins = 0
+        self.last = JoinStatus()
+        self._before = dict.fromkeys(COUNTS, 0.0)
+        """Counts of earlier processes at its address."""
+
+    async def join(self, request: JoinRequest) -> None:
+        await self.post("", request)
+        self.joined, self.lost = True, False
+        self.joins += 1
+
+    async def post(self, action: str, request: RunRequest) -> JoinStatus:
+        """Raises ModelServerError, and ConfigError for the token."""
+        response = await self.client.post(self._path + action, request.model_dump())
+        status = JoinStatus.model_validate(response)
+        if status.calls < self.last.calls:  # It was started again.
+            self._before = {name: count + getattr(self.last, name) for name, count in self._before.items()}
+        self.last = status
+        return status
+
+    def counts(self) -> dict[str, float]:
+        return {name: count + getattr(self.last, name) for name, count in self._before.items()}
+
+
+class JoinedGateways:
+    """The gateways of a run. Create it with `open`."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str | None,
+        policy: ServedPolicy,
+        run_id: str,
+        *,
+        lease_seconds: float,
+        crosses_updates: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self.urls = [url.rstrip("/") for url in urls]
+        self._policy, self._run_id, self._lease = policy, run_id, lease_seconds
+        self._crosses_updates, self._note = crosses_updates, note
+        self._transport = open_transport()
+        path = f"{BASE_PATH}/{quote(policy.model, safe='')}"
+        self._gateways = [
+            _Gateway(JsonClient(self._transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0), path)
+            for url in self.urls
+        ]
+        self._tokenizer = base64.b64encode(pack_tokenizer(policy.chat)).decode()
+        self._joining = asyncio.Lock()
+        """Held during updates, and while a gateway that was lost joins again."""
+        self._renewals: list[asyncio.Task[None]] = []
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, *arguments: Any, **options: Any) -> AsyncGenerator[JoinedGateways]:
+        """Join all gateways, and leave them at the end. Raises ConfigError for one that cannot be joined."""
+        gateways = cls(*arguments, **options)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(gateways._transport.close)
+            stack.push_async_callback(gateways._leave)
+            await asyncio.gather(*map(gateways._join_first, gateways._gateways))
+            gateways._policy.servers.on_new_weights = gateways._announce
+            gateways._renewals = [asyncio.create_task(gateways._renew(each)) for each in gateways._gateways]
+            yield gateways
+
+    async def _join_first(self, gateway: _Gateway) -> None:
+        try:
+            await gateway.join(self._join_request())
+        except ModelServerError as error:
+            if error.status in (404, 405):
+                message = (
+                    f"{gateway.client.url} is no `agl serve` that training runs can join; install this version there"
+                )
+                raise ConfigError(f"{message} ({error})") from error
+            raise ConfigError(f"the run cannot join {gateway.client.url}: {error}") from error
+
+    def _join_request(self) -> JoinRequest:
+        policy, weights = self._policy, self._policy.servers.weights
+        assert weights is not None  # `ServedPolicy.open` has published the first.
+        assert isinstance(policy.chat, HFChatFormat)
+        format_name = policy.chat.tool_calls.name
+        return JoinRequest(
+            run_id=self._run_id,
+            protocol=PROTOCOL,
+            kind=policy.kind,
+            urls=policy.config.urls,
+            server_token=policy.config.token,
+            context_length=policy.context_length,
+            retries=policy.config.retries,
+            wait_seconds=policy.config.wait_seconds,
+            timeout_seconds=policy.config.timeout_seconds,
+            crosses_updates=self._crosses_updates,
+            label=weights.label,
+            version=weights.version,
+            lease_seconds=self._lease,
+            tokenizer=self._tokenizer,
+            tool_calls=format_name if format_name in FORMATS else None,
+            eos_token_ids=tuple(sorted(policy.chat.eos_token_ids)),
+            probe=tuple(probe_tokens(policy.chat)),
+        )
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def updating(self, in_flight: bool, drain_seconds: float | None) -> AsyncGenerator[bool]:
+        """A context in which weights may change and new calls wait at all gateways; see `UpdateGate.update`. Raises
+        PolicyError if no gateway can be reached."""
+        async with self._joining:
+            request = PauseRequest(run_id=self._run_id, in_flight=in_flight, drain_seconds=drain_seconds)
+            try:
+                await self._all("/pause", request, until=lambda status: status.paused)
+                yield any(gateway.last.going_on for gateway in self._gateways if not gateway.lost)
+            finally:
+                await self._all("/resume", RunRequest(run_id=self._run_id))
+
+    async def _announce(self, weights: LabeledWeights) -> None:
+        await self._all("/announce", AnnounceRequest(run_id=self._run_id, label=weights.label, version=weights.version))
+
+    async def _all(
+        self, action: str, request: RunRequest, until: Callable[[JoinStatus], bool] = lambda status: True
+    ) -> None:
+        """Send a request to all gateways, again until `until`. One that cannot be reached for the time of its lease is
+        left out. Raises PolicyError for a request that is refused, and if no gateway is left."""
+        here = [gateway for gateway in self._gateways if not gateway.lost]
+        await asyncio.gather(*(self._send(gateway, action, request, until) for gateway in here))
+        if all(gateway.lost for gateway in self._gateways):
+            raise PolicyError(
+                f"none of the run's gateways ({', '.join(self.urls)}) could be reached for {self._lease:g} s; start"
+                " them, and continue the run with --resume"
+            )
+
+    async def _send(
+        self, gateway: _Gateway, action: str, request: RunRequest, until: Callable[[JoinStatus], bool]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._lease
+        while True:
+            try:
+                if not gateway.joined:
+                    await gateway.join(self._join_request())
+                if until(await gateway.post(action, request)):
+                    return
+                deadline = loop.time() + self._lease
+            except ModelServerError as error:
+                if error.status == 404:
+                    gateway.joined = False  # It was started again, or our lease has ended there.
+                elif error.status is not None and error.status < 500:
+                    raise PolicyError(f"{gateway.client.url} refuses the run: {error}") from error
+                if loop.time() >= deadline:
+                    gateway.joined, gateway.lost = False, True
+                    self._note(f"the run goes on without {gateway.client.url} until it is back: {error}")
+                    return
+                await asyncio.sleep(RETRY_SECONDS)
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    async def _renew(self, gateway: _Gateway) -> None:
+        """Say that the run is alive, and join again where a gateway was started again."""
+        while True:
+            await asyncio.sleep(self._lease / RENEWALS)
+            try:
+                if gateway.joined:
+                    await gateway.post("/renew", RunRequest(run_id=self._run_id))
+                elif not self._joining.locked():
+                    async with self._joining:
+                        await gateway.join(self._join_request())
+                        self._note(f"the run has joined {gateway.client.url} again")
+            except (PolicyError, ConfigError) as error:
+                if isinstance(error, ModelServerError) and error.status == 404:
+                    gateway.joined = False
+                log.warning("%s", error)
+
+    async def report(self) -> dict[str, Any]:
+        """What the gateways have done for the run."""
+        for gateway in self._gateways:
+            with suppress(PolicyError, ConfigError):  # The last answer will do.
+                await gateway.post("/renew", RunRequest(run_id=self._run_id))
+        counts = [gateway.counts() for gateway in self._gateways]
+        total = {name: sum(each[name] for each in counts) for name in COUNTS}
+        whole = {name: value if name == "held_seconds" else int(value) for name, value in total.items()}
+        return {"urls": self.urls, "joins": sum(gateway.joins for gateway in self._gateways), **whole}
+
+    async def _leave(self) -> None:
+        for task in self._renewals:
+            task.cancel()
+        await asyncio.gather(*self._renewals, return_exceptions=True)
+        self._policy.servers.on_new_weights = None
+        for gateway in filter(lambda gateway: gateway.joined, self._gateways):
+            try:
+                await gateway.post("/leave", RunRequest(run_id=self._run_id))
+            except (PolicyError, ConfigError) as error:
+                log.warning("%s; it forgets the run when its lease has ended", error)
+
+
+def joined_url(config: TrainConfig) -> str | None:
+    """The address at which the gateways that a run joins answer its calls; None where it joins none."""
+    gateways = config.run.gateways
+    return (config.run.public_url or gateways[0]).rstrip("/") if gateways else None
+
+
+def check_gateways(config: TrainConfig, store: LightningStoreBase | None, *, trains: bool) -> None:
+    """Raises ConfigError for a run that cannot leave its calls to gateways elsewhere."""
+    if not config.run.gateways:
+        return
+    policy, servers = config.policy, config.policy.servers
+    problems = {
+        "the algorithm trains no model": not trains,
+        "the gateways need a store that they share with the run: give that of `agl serve` (--server URL, or"
+        " Trainer(store=agl.LightningStoreClient(URL)))": store is None,
+        'the gateways sample from model servers: set policy.engine = "vllm" or "sglang"': policy.engine == "local",
+        "the gateways sample from running model servers: set policy.servers.urls": not servers.urls,
+        "adapters (policy.lora, algorithm.agents) are served by the trainer's own gateway only; train all weights": (
+            policy.lora is not None or bool(getattr(config.algorithm, "agents", None))
+        ),
+        "routes, providers and other settings of [gateway] belong to the gateways: agl serve --routes FILE": (
+            config.gateway != GatewayConfig()
+        ),
+    }
+    for problem in (name for name, found in problems.items() if found):
+        raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")
+
+
+async def join_gateways(
+    config: TrainConfig,
+    policy: Policy | None,
+    store: LightningStoreBase | None,
+    run_id: str,
+    note: Callable[[str], None],
+    stack: AsyncExitStack,
+) -> JoinedGateways | None:
+    """Join the gateways of the settings until the stack is closed; None where there are none. Raises ConfigError."""
+    if not config.run.gateways:
+        return None
+    if not isinstance(policy, ServedPolicy):
+        raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
+    token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
+    opened = JoinedGateways.open(
+        config.run.gateways,
+        token or None,
+        policy,
+        run_id,
+        lease_seconds=config.run.gateway_lease_seconds,
+        crosses_updates=config.policy.in_flight or config.policy.drain_seconds is not None,
+        note=note,
+    )
+    return await stack.enter_async_context(opened)
