@@ -20,6 +20,8 @@ from agentlightning.weight_sync.versions.bucket import Bucket, WeightStoreError
 from agentlightning.weight_sync.versions.publish import WeightPublisher
 from agentlightning.weight_sync.versions.pull import WeightPuller
 
+from .conftest import S3
+
 pytestmark = pytest.mark.integration
 
 
@@ -52,18 +54,21 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: Any, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"s3://{request.getfixturevalue('s3').bucket()}/run"
     return f"file://{tmp_path}/bucket" if request.param == "file" else f"memory://{uuid4().hex}"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_hundred_versions_arrive_byte_for_byte(url: str, tmp_path: Path, seed: int) -> None:
-    model, publisher = Model(tmp_path / "trainer", seed), WeightPublisher(url, full_every=30)
+def test_every_version_arrives_byte_for_byte(url: str, tmp_path: Path, seed: int) -> None:
+    count, full_every = (20, 6) if url.startswith("s3:") else (100, 30)
+    model, publisher = Model(tmp_path / "trainer", seed), WeightPublisher(url, full_every=full_every)
     every, some = (WeightPuller(url, tmp_path / name) for name in ("every", "some"))
     chances = np.random.default_rng(seed)
     full = deltas = 0
-    for version in range(100):
+    for version in range(count):
         directory = model.step(version)
         published = publisher.publish(directory, version)
         full, deltas = full + published.full, deltas + (not published.full)
@@ -79,7 +84,7 @@ def test_a_hundred_versions_arrive_byte_for_byte(url: str, tmp_path: Path, seed:
             assert contents(late.directory) == contents(directory)
         if version > 1:
             shutil.rmtree(tmp_path / "trainer" / f"v{version - 2}")
-    assert (full, deltas) == (4, 96)
+    assert (full, deltas) == (4, count - 4)
     again = every.pull()
     assert again is not None
     assert (again.steps, again.bytes) == (0, 0)
@@ -212,6 +217,32 @@ def test_a_bucket_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> Non
     assert issubclass(WeightStoreError, PolicyError)
     with pytest.raises(ConfigError, match="cannot be opened"):
         Bucket("nothing://x")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_may_be_read_alone_serves_hosts_and_refuses_the_trainer(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, url = Model(tmp_path / "trainer"), f"s3://{s3.bucket()}/run"
+    first = model.step(0)
+    WeightPublisher(url).publish(first, 0)
+    for name, value in s3.reader().items():
+        monkeypatch.setenv(name, value)
+    type(Bucket(url)._files).clear_instance_cache()
+    with pytest.raises(
+        WeightStoreError, match=rf"cannot write 000001/config.json at {url}: PermissionError.*permissions"
+    ):
+        WeightPublisher(url).publish(model.step(1), 1)
+    pulled = WeightPuller(url, tmp_path / "host").pull()
+    assert pulled is not None
+    assert (pulled.version, contents(pulled.directory)) == (0, contents(first))
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_exist_is_named_and_not_made(s3: S3, tmp_path: Path) -> None:
+    with pytest.raises(WeightStoreError, match=r"cannot write .* at s3://mistyped/run: FileNotFoundError"):
+        WeightPublisher("s3://mistyped/run").publish(Model(tmp_path / "trainer").step(0), 0)
+    assert "mistyped" not in s3.buckets()
 
 
 def test_versions_of_a_newer_format_and_damaged_manifests_are_refused(url: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -24,6 +24,10 @@ def require_packages() -> None:
             raise MissingExtraError(package, "weights")
 
 
+OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
+"""Protocols of stores that need no folders; where one is made in a bucket that does not exist, some make the bucket."""
+
+
 class Bucket:
     """The objects below a URL."""
 
@@ -36,6 +40,7 @@ class Bucket:
         try:
             self._files: Any
             self._files, self._root = fsspec.url_to_fs(url)
+            self._has_folders = OBJECT_STORES.isdisjoint(_protocols(self._files))
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"{url} cannot be opened: {error}; give file:///DIR, s3://BUCKET/DIR (pip install s3fs), gs://BUCKET/DIR"
@@ -45,7 +50,8 @@ class Bucket:
     def write(self, name: str, data: bytes) -> None:
         """Write an object. Raises WeightStoreError."""
         with self._errors(f"write {name}"):
-            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            if self._has_folders:
+                self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(self._path(name), data)
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
@@ -106,6 +112,11 @@ class Bucket:
                 f"cannot {what} at {self.url}: {type(error).__name__}: {error}; check the address, its permissions and"
                 " credentials"
             ) from error
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    found: str | tuple[str, ...] = files.protocol
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def folder_of(version: int) -> str:
