@@ -99,6 +99,8 @@ def pages(window: Window) -> list[str]:
         run,
         f"{run}/steps/9",
         f"{run}/rollouts",
+        f"{run}/validation",
+        f"{run}/validation?set=validation&mode=sampled",
         f"{run}/rollouts?failure=any",
         f"{run}/rollouts/{rollout}",
         f"{run}/rollouts/{rollout}?tab=spans",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +19,7 @@ from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.export.jsonl import JsonlReader
+from agentlightning.testing.models import tiny_checkpoint
 
 STATIC = Path(agentlightning.__file__).parent / "dashboard" / "static"
 GRPO = "calculator-grpo"
@@ -133,6 +137,42 @@ async def test_a_selection_is_exported_as_a_store_imports_it(client, tmp_path):
     items = [item for item, _ in JsonlReader(tmp_path / "selection.jsonl").items()]
     assert [item.rollout.rollout_id for item in items] == ids
     assert all(item.spans for item in items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "command"), [("sft", ["sft", "--dataset"]), ("dpo", ["dpo", "--data"])])
+async def test_what_the_filters_show_is_exported_as_a_dataset_that_trains(client, tmp_path, form, command):
+    filters = {"mode": "train", "step": "9"}
+    rows = (await client.get(f"/runs/{GRPO}/rollouts?mode=train&step=9&limit=500")).json()["rows"]
+    response = await client.post(f"/runs/{GRPO}/export", json={"form": form, "filters": filters})
+    assert response.status_code == 200, response.text
+    lines = response.content.splitlines()
+    assert int(response.headers["x-agl-records"]) == len(lines) > 0
+    failed = sum(row["status"] != "succeeded" for row in rows)
+    assert orjson.loads(response.headers["x-agl-skipped"]).get("that did not succeed", 0) == failed
+    (tmp_path / f"{form}.jsonl").write_bytes(response.content)
+    amount = "epochs=1" if form == "sft" else "steps=1"
+    model = tiny_checkpoint(tmp_path / "model", context_length=2048)
+    arguments = [*command, f"{form}.jsonl", "--model", str(model), "--run-dir", "run", "--json", amount]
+    agl = str(Path(sys.executable).parent / "agl")
+    done = await asyncio.to_thread(subprocess.run, [agl, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert orjson.loads(done.stdout)["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"form": "csv", "rollout_ids": ["x"]}, "none of: rollouts, sft, dpo"),
+        ({"form": "sft", "filters": []}, "filters is no object"),
+        ({"form": "sft", "filters": {"state": "done"}}, "state='done' is none of"),
+        ({"form": "sft", "filters": {"state": "failed"}}, "that did not succeed"),
+    ],
+)
+async def test_an_export_that_cannot_be_says_why(client, body, said):
+    response = await client.post(f"/runs/{GRPO}/export", json=body)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
 
 
 async def test_the_dashboard_is_served_beside_store_and_gateway_on_one_port(made_up):

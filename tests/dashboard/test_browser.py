@@ -105,10 +105,17 @@ def test_rollouts_are_filtered_annotated_and_exported(browser, served, tmp_path)
     page.get_by_text("annotate: 1 of 1 done").wait_for()
     page.get_by_text("a label", exact=True).first.wait_for()
     with page.expect_download() as download:
-        page.get_by_text("Export JSONL").click()
+        page.get_by_role("button", name="JSONL").click()
     download.value.save_as(tmp_path / "export.jsonl")
     kinds = [orjson.loads(line)["type"] for line in (tmp_path / "export.jsonl").read_bytes().splitlines()]
     assert kinds == ["header", "rollout", "end"]
+    page = window.open(f"/runs/{GRPO}/rollouts?mode=train&step=9", "tbody tr")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="DPO").click()
+    download.value.save_as(tmp_path / "pairs.jsonl")
+    pairs = [orjson.loads(line) for line in (tmp_path / "pairs.jsonl").read_bytes().splitlines()]
+    assert all({"prompt", "chosen", "rejected"} <= set(pair) for pair in pairs)
+    page.get_by_text(f"exported {len(pairs)} records").wait_for()
 
 
 def test_tokens_are_coloured_by_the_ratio_of_new_to_old_and_what_is_clipped_is_marked(browser, served):

@@ -80,6 +80,27 @@ async def test_validation_has_an_interval_over_its_tasks(client):
     assert all(each["low"] < each["mean"] <= each["high"] and each["tasks"] == 8 for each in modes["greedy"])
 
 
+@pytest.mark.parametrize("chosen", ["held_out", "validation"])
+async def test_each_task_is_followed_through_its_measurements_and_the_last_compared_with_the_first(client, chosen):
+    found = await get(client, f"/runs/{GRPO}/validation?set={chosen}&mode=greedy")
+    labels = [each["label"] for each in found["measurements"]]
+    assert labels == (["before", "after"] if chosen == "held_out" else ["6", "12", "18", "24"])
+    changes = [each["change"] for each in found["tasks"] if each["change"] is not None]
+    result = found["result"]
+    assert len(found["tasks"]) == found["all_tasks"] == len(changes) + result["left_out"]
+    assert (sum(change > 0 for change in changes), result["tasks"]) == (result["better"], len(changes))
+    assert sum(change < 0 for change in changes) == result["worse"]
+    assert statistics.fmean(changes) == pytest.approx(result["gain"])
+    assert [abs(change) for change in changes] == sorted(map(abs, changes), reverse=True)
+    if chosen == "held_out":
+        gain = (await get(client, f"/runs/{GRPO}"))["held_out"]["greedy"]["gain"]
+        assert result["gain"] == pytest.approx(gain["gain"])
+    for task in found["tasks"]:
+        for cell in task["cells"]:
+            row = (await get(client, f"/runs/{GRPO}/rollouts/{cell['rollouts'][0]}"))["summary"]
+            assert (row["task_key"], row["reward_number"]) == (task["task_key"], cell["mean"])
+
+
 async def test_a_step_leads_to_its_groups_the_largest_spread_first(client):
     step = await get(client, f"/runs/{GRPO}/steps/9")
     spreads = [group["spread"] for group in step["groups"]]

@@ -1,4 +1,4 @@
-"""What a user with the token may change: cancel, requeue, retry and annotate rollouts; and the export of a selection.
+"""What a user with the token may change: cancel, requeue, retry and annotate rollouts.
 
 Each names rollouts by their ids, and answers for each what became of it: one that cannot be changed does not stop the
 others.
@@ -7,20 +7,16 @@ others.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
-
-import orjson
 
 from agentlightning.dashboard.data.run_data import DashboardData, RunData
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import Feedback, add_feedback
-from agentlightning.store.export.schema import FORMAT, VERSION, encode_item
 
 MOST_IDS: Final = 1000
 RETRY_OF: Final = "retry_of"
 """In the metadata of a rollout: the one whose task is run again."""
-EXPORT_CHUNK: Final = 50
 SOURCE: Final = "dashboard"
 """Who gave feedback, where the user did not say."""
 Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
@@ -95,17 +91,3 @@ ACTIONS: Final[Mapping[str, Action]] = {
     "retry": _retry,
     "annotate": _annotate,
 }
-
-
-async def export_lines(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:
-    """An export of these rollouts, as `agl store import` reads it."""
-    yield orjson.dumps({"type": "header", "format": FORMAT, "version": VERSION}) + b"\n"
-    count = 0
-    for start in range(0, len(ids), EXPORT_CHUNK):
-        for record in await run.store.read_records(ids[start : start + EXPORT_CHUNK]):
-            count += 1
-            attempts = [encode_item(attempt) for attempt in record.attempts]
-            spans = [encode_item(span) for span in record.spans]
-            line = {"type": "rollout", **encode_item(record.rollout), "attempts": attempts, "spans": spans}
-            yield orjson.dumps(line) + b"\n"
-    yield orjson.dumps({"type": "end", "resources": 0, "rollouts": count}) + b"\n"

@@ -22,10 +22,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from agentlightning.dashboard.actions import act, export_lines, ids_in
+from agentlightning.dashboard.actions import act
 from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views import comparison, operations, resources, rollout, rollouts, runs
+from agentlightning.dashboard.views import comparison, operations, resources, rollout, rollouts, runs, validation
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import RequestError, error_response, status_of
@@ -49,7 +50,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
-    "/runs/{run}/validation": rollouts.show_validation,
+    "/runs/{run}/validation": validation.show_validation,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
@@ -140,11 +141,10 @@ def _export(data: DashboardData, token: str | None) -> Callable[[Request], Await
     async def respond(request: Request) -> Response:
         try:
             authorize(dict(request.headers), token)
-            run = await data.run(request.path_params["run"])
-            ids = [each.rollout_id for each in await run.by_ids(ids_in(await _body(request)))]
+            lines, counts = await export(data, request.path_params["run"], await _body(request))
         except AgentLightningError as error:
             return _error(request, error)
-        return StreamingResponse(export_lines(run, ids), headers=HEADERS, media_type="application/x-ndjson")
+        return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")
 
     return respond
 

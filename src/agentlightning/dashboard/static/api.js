@@ -64,6 +64,7 @@ export async function download(path, name, body) {
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  return response;
 }
 
 // The JSON of a view; read again every `every` milliseconds while the tab is visible.

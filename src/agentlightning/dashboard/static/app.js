@@ -12,6 +12,7 @@ import { RunPage } from "./views/run.js";
 import { RunsPage } from "./views/runs.js";
 import { StepPage } from "./views/step.js";
 import { TokensPage } from "./views/tokens.js";
+import { ValidationPage } from "./views/validation.js";
 
 const RUN = "/runs/([^/]+)";
 const ROUTES = [
@@ -19,6 +20,7 @@ const ROUTES = [
   [/^\/compare$/, ComparePage],
   [new RegExp(`^${RUN}$`), RunPage],
   [new RegExp(`^${RUN}/steps/(\\d+)$`), StepPage],
+  [new RegExp(`^${RUN}/validation$`), ValidationPage],
   [new RegExp(`^${RUN}/rollouts$`), RolloutsPage],
   [new RegExp(`^${RUN}/rollouts/([^/]+)$`), RolloutPage],
   [new RegExp(`^${RUN}/rollouts/([^/]+)/tokens$`), TokensPage],

@@ -167,26 +167,3 @@ async def _of_task(run: RunData, key: str) -> tuple[list[Any], int, bool]:
             return found[::-1], scanned, True
         after = chunk[-1].rollout_id
     return found[::-1], scanned, False
-
-
-async def show_validation(data: DashboardData, query: Query) -> dict[str, Any]:
-    """The validations of a run by mode and step, each with the 95% interval of its mean over tasks: read from the
-    rewards of its rollouts, as far as the store still has them."""
-    run = await data.run(query.part("run"))
-    files = run.source.run()
-    modes: dict[str, list[dict[str, Any]]] = {}
-    for line in files.metrics():
-        for name in line:
-            if name.startswith("validation_"):
-                mode = name.removeprefix("validation_")
-                found = await _validation(run, int(line["step"]), mode)
-                if found is not None:
-                    modes.setdefault(mode, []).append({"step": line["step"], **found})
-    return {"modes": modes}
-
-
-async def _validation(run: RunData, step: int, mode: str) -> dict[str, Any] | None:
-    label = f"{run.source.run_id}-validation-{step:06d}-{mode}"
-    rollouts = await run.store.query_rollouts(rollout_id_contains=label)
-    rows = await run.summaries.of(rollouts)
-    return measured([row.reward_number for row in rows]) if rows else None

@@ -24,6 +24,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
 from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
@@ -99,13 +100,35 @@ async def _export(
     finally:
         if given is None:
             await store.close()
-    records = [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
+    records = _records(form, found, skipped)
     if not records:
         counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
         raise DatasetError(f"none of {rollouts} rollouts of {run_dir} gives a record ({counted}); widen the filters")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, b"".join(orjson.dumps(each) + b"\n" for each in records))
     return ExportedDataset(path, len(records), rollouts, dict(skipped))
+
+
+async def dataset_records(
+    store: LightningStoreBase, rollouts: Sequence[Rollout], form: DatasetForm, selection: Selection
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(the records of some rollouts, those that gave none by reason). Raises DatasetError where nothing is left."""
+    skipped: Counter[str] = Counter()
+    succeeded = [each for each in rollouts if each.status == "succeeded"]
+    if len(succeeded) < len(rollouts):
+        skipped["that did not succeed"] = len(rollouts) - len(succeeded)
+    found: list[Conversation] = []
+    for start in range(0, len(succeeded), PAGE):
+        found += await _of_page(store, succeeded[start : start + PAGE], selection, skipped)
+    records = _records(form, found, skipped)
+    if not records:
+        counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
+        raise DatasetError(f"none of {len(rollouts)} rollouts gives a record of {form} ({counted}); choose others")
+    return records, dict(skipped)
+
+
+def _records(form: DatasetForm, found: Sequence[Conversation], skipped: Counter[str]) -> list[dict[str, Any]]:
+    return [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
 
 
 def _check_pattern(pattern: str) -> None:
@@ -127,16 +150,25 @@ async def _conversations(
         )
         if not page:
             return found, rollouts, skipped
-        attempts = await store.get_latest_attempts([rollout.rollout_id for rollout in page])
-        latest = {attempt.rollout_id: attempt.attempt_id for attempt in attempts}
-        for rollout in page:
-            spans = await store.query_spans(rollout.rollout_id, latest.get(rollout.rollout_id))
-            own = _of_rollout(rollout.input, spans, selection)
-            if isinstance(own, str):
-                skipped[own] += 1
-            else:
-                found += own
+        found += await _of_page(store, page, selection, skipped)
         rollouts, after = rollouts + len(page), page[-1].rollout_id
+
+
+async def _of_page(
+    store: LightningStoreBase, page: Sequence[Rollout], selection: Selection, skipped: Counter[str]
+) -> list[Conversation]:
+    """The conversations of some rollouts, in order; why others have none is counted in `skipped`."""
+    attempts = await store.get_latest_attempts([rollout.rollout_id for rollout in page])
+    latest = {attempt.rollout_id: attempt.attempt_id for attempt in attempts}
+    found: list[Conversation] = []
+    for rollout in page:
+        spans = await store.query_spans(rollout.rollout_id, latest.get(rollout.rollout_id))
+        own = _of_rollout(rollout.input, spans, selection)
+        if isinstance(own, str):
+            skipped[own] += 1
+        else:
+            found += own
+    return found
 
 
 def _of_rollout(task: Any, spans: Sequence[Span], selection: Selection) -> list[Conversation] | str:

@@ -46,7 +46,25 @@ export function Row({ run, row, chosen, toggle }) {
 
 export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;
 
-function Actions({ run, ids, writable, done }) {
+const FORMS = [["rollouts", "for agl store import"], ["sft", "conversations for agl sft --dataset"], ["dpo", "the best and the worst rollout of each task for agl dpo --data"]];
+
+// Saves the chosen rollouts, or all that match the filters where none is chosen, and says what gave no record.
+function Export({ run, ids, query, say }) {
+  const { sort, order, after, limit, ...filters } = query;
+  const save = async (form) => {
+    say("exporting …");
+    try {
+      const response = await download(runPath(run, "export"), `${form}.jsonl`, { form, ...(ids.length ? { rollout_ids: ids } : { filters }) });
+      const skipped = Object.entries(JSON.parse(response.headers.get("x-agl-skipped") || "{}")).map(([reason, count]) => `${count} ${reason}`);
+      say(`exported ${response.headers.get("x-agl-records")} records${skipped.length ? `; left out: ${skipped.join(", ")}` : ""}`);
+    } catch (error) {
+      say(error.message);
+    }
+  };
+  return html`<span class="muted">Export ${ids.length ? "selected" : "all that match"}:</span>${FORMS.map(([form, title]) => html`<button key=${form} type="button" title=${title} onClick=${() => save(form)}>${form === "rollouts" ? "JSONL" : form.toUpperCase()}</button>`)}`;
+}
+
+function Actions({ run, ids, query, writable, done }) {
   const [said, say] = useState("");
   const [score, setScore] = useState("");
   const [label, setLabel] = useState("");
@@ -61,9 +79,8 @@ function Actions({ run, ids, writable, done }) {
       say(error.message);
     }
   };
-  const save = () => download(runPath(run, "export"), "rollouts.jsonl", { rollout_ids: ids }).then(() => say(`exported ${ids.length}`), (error) => say(error.message));
   const annotate = () => act("annotate", { ...(score === "" ? {} : { score: Number(score) }), label });
-  return html`<div class="actions"><b>${ids.length} selected</b><button type="button" disabled=${none} onClick=${save}>Export JSONL</button>
+  return html`<div class="actions"><b>${ids.length} selected</b><${Export} run=${run} ids=${ids} query=${query} say=${say} />
     ${writable && html`<button type="button" disabled=${none} onClick=${() => act("cancel")}>Cancel</button>
       <button type="button" disabled=${none} onClick=${() => act("requeue")} title="The same rollout waits again">Requeue</button>
       <button type="button" disabled=${none} onClick=${() => act("retry")} title="A new rollout of the same task">Retry</button>
@@ -87,7 +104,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
       <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${view} />
-    ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} writable=${data.writable} done=${view.reload} />
+    ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
       <table><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
         <${Heading} name="start_time" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
         <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>

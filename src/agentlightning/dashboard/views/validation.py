@@ -1,0 +1,138 @@
+"""Validations and held-out measurements of a run, task by task: which tasks were won and lost, and by which rollouts.
+
+All is read from the rewards of the measuring rollouts, as far as the store still has them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from agentlightning.dashboard.data.run_data import DashboardData, RunData
+from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.data.summary import RolloutSummary
+from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.views.runs import measured
+from agentlightning.errors import RewardError
+from agentlightning.evaluation.intervals import paired_gain
+
+SETS: Final = ("held_out", "validation")
+MOST_POINTS: Final = 12
+"""Measurements in the table of tasks; of more, the first, the last and some between."""
+MOST_TASKS: Final = 500
+"""Tasks in the table, those that changed most first."""
+Points = Mapping[str, Sequence[RolloutSummary]]
+"""Label of a measurement -> its rollouts."""
+
+
+async def show_validation(data: DashboardData, query: Query) -> dict[str, Any]:
+    """The validations by mode and step, each with the 95% interval of its mean over tasks; and with `set` and `mode`
+    one set of tasks through its measurements."""
+    run = await data.run(query.part("run"))
+    files = run.source.run()
+    validations = {mode: await _validations(run, mode, steps) for mode, steps in _steps(files).items()}
+    modes = {
+        mode: [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
+        for mode, points in validations.items()
+    }
+    shown: dict[str, Any] = {"modes": {mode: found for mode, found in modes.items() if found}}
+    chosen = query.choice("set", SETS)
+    if chosen is None:
+        return shown
+    names = [*dict.fromkeys([*_held_out_modes(files), *modes])]
+    mode = query.choice("mode", names, names[0] if names else None)
+    points: Points = {}
+    if mode is not None:
+        points = await _held_out(run, files, mode) if chosen == "held_out" else _thinned(validations.get(mode, {}))
+    return shown | {"set": chosen, "mode": mode, "names": names, **_by_task(points)}
+
+
+def _steps(files: RunFiles) -> dict[str, list[int]]:
+    """The steps with a validation, by mode."""
+    found: dict[str, list[int]] = {}
+    for line in files.metrics():
+        for name in line:
+            if name.startswith("validation_"):
+                found.setdefault(name.removeprefix("validation_"), []).append(int(line["step"]))
+    return found
+
+
+def _held_out_modes(files: RunFiles) -> list[str]:
+    names = files.state().evaluations
+    return [name.partition("-")[2] for name in names if name.startswith(("before-", "after-"))]
+
+
+async def _rows(run: RunData, label: str) -> list[RolloutSummary]:
+    return await run.summaries.of(await run.store.query_rollouts(rollout_id_contains=f"{run.source.run_id}-{label}"))
+
+
+async def _validations(run: RunData, mode: str, steps: Sequence[int]) -> dict[str, list[RolloutSummary]]:
+    found = {str(step): await _rows(run, f"validation-{step:06d}-{mode}") for step in steps}
+    return {label: rows for label, rows in found.items() if rows}
+
+
+async def _held_out(run: RunData, files: RunFiles, mode: str) -> dict[str, list[RolloutSummary]]:
+    """Before training, and under the weights that the result names."""
+    state = files.state()
+    step = state.measured_step if state.measured_step is not None else state.best_step or state.step
+    found = {"before": await _rows(run, f"before-{mode}"), "after": await _rows(run, f"after-{step:06d}-{mode}")}
+    return {label: rows for label, rows in found.items() if rows}
+
+
+def _thinned(points: Points) -> Points:
+    labels = list(points)
+    if len(labels) <= MOST_POINTS:
+        return points
+    kept = {round(place * (len(labels) - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)}
+    return {label: points[label] for place, label in enumerate(labels) if place in kept}
+
+
+def _mean(rows: Sequence[RolloutSummary]) -> dict[str, Any] | None:
+    return measured([row.reward_number for row in rows])
+
+
+def _by_task(points: Points) -> dict[str, Any]:
+    """Each task through the measurements, and the last compared with the first."""
+    labels = list(points)
+    tasks: dict[str, dict[str, list[RolloutSummary]]] = {}
+    for label, rows in points.items():
+        for row in rows:
+            tasks.setdefault(row.task_key or row.task, {}).setdefault(label, []).append(row)
+    found = [_task(key, labels, own) for key, own in tasks.items()]
+    nothing = {"result": None, "error": "fewer than two measurements are in the store: nothing can be compared"}
+    compared = nothing if len(labels) < 2 else _compared(found)
+    found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
+    return {
+        "measurements": [{"label": label, "reward": _mean(points[label])} for label in labels],
+        "tasks": found[:MOST_TASKS],
+        "all_tasks": len(found),
+        **compared,
+    }
+
+
+def _task(key: str, labels: Sequence[str], own: Mapping[str, Sequence[RolloutSummary]]) -> dict[str, Any]:
+    text = next(rows[0].task for rows in own.values())
+    cells = [_cell(own.get(label, ())) for label in labels]
+    first, last = cells[0]["mean"], cells[-1]["mean"]
+    change = None if first is None or last is None else last - first
+    return {"task_key": key, "task": text, "cells": cells, "change": change}
+
+
+def _cell(rows: Sequence[RolloutSummary]) -> dict[str, Any]:
+    known = [row.reward_number for row in rows if row.reward_number is not None]
+    ids = [row.rollout_id for row in rows]
+    return {"mean": statistics.fmean(known) if known else None, "missing": len(rows) - len(known), "rollouts": ids}
+
+
+def _compared(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The paired gain, computed as that of a run's result is, and the tasks won and lost."""
+    first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
+    try:
+        gain = paired_gain(first, last)
+    except RewardError as error:
+        return {"result": None, "error": str(error)}
+    changes = [each["change"] for each in found if each["change"] is not None]
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
+    return {"result": {"gain": gain.gain, "interval": gain.interval, **counts}, "error": ""}
