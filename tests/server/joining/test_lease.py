@@ -1,0 +1,237 @@
+"""What a server does with the calls of runs that hold them back, are gone, come back, or are not alone: a real server
+and the HTTP requests that trainers send."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from agentlightning import span as names
+from agentlightning.attempt_variables import attempt_environment
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
+from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
+from agentlightning.server.joining.service import JoinedPolicies
+from agentlightning.server.serve import serve
+from agentlightning.store import InMemoryLightningStore
+from agentlightning.testing.model_server import ScriptedModelServer
+from agentlightning.testing.tokenizer import tiny_tokenizer
+
+TOKEN, SECRET = "hub-token", "a-secret-nobody-prints"
+
+
+class Trainer:
+    """The requests of a run's trainer, and what it does to the model server."""
+
+    def __init__(self, hub: Hub, model_server: ScriptedModelServer, run_id: str = "r1", model: str = "policy") -> None:
+        self.hub, self.model_server, self.run_id, self.path = hub, model_server, run_id, f"{BASE_PATH}/{model}"
+
+    async def post(self, action: str = "", **content: Any) -> httpx.Response:
+        return await self.hub.client.post(self.path + action, json={"run_id": self.run_id, **content})
+
+    async def join(self, **changes: Any) -> httpx.Response:
+        chat = HFChatFormat(tiny_tokenizer())
+        content = {
+            "protocol": PROTOCOL,
+            "kind": "vllm",
+            "urls": [self.model_server.url],
+            "context_length": 512,
+            "retries": 1,
+            "wait_seconds": 5.0,
+            "timeout_seconds": 30.0,
+            "crosses_updates": True,
+            "label": self.model_server.label,
+            "version": 0,
+            "lease_seconds": 60.0,
+            "tokenizer": base64.b64encode(pack_tokenizer(chat)).decode(),
+            "tool_calls": chat.tool_calls.name,
+            "eos_token_ids": sorted(chat.eos_token_ids),
+            "probe": probe_tokens(chat),
+        }
+        return await self.post(**{**content, **changes})
+
+    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
+        answer = await self.post("/pause", in_flight=in_flight, drain_seconds=drain_seconds)
+        return answer.raise_for_status().json()
+
+    async def update(self, version: int) -> None:
+        """Announce new weights, and give them to the server."""
+        (await self.post("/announce", label=f"w-{version}", version=version)).raise_for_status()
+        self.model_server.label = f"w-{version}"
+
+
+class Hub:
+    def __init__(self, store: InMemoryLightningStore, url: str, client: httpx.AsyncClient) -> None:
+        self.store, self.url, self.client = store, url, client
+
+    async def ask(self, model: str = "policy", **options: Any) -> tuple[httpx.Response, Any]:
+        """An answer to a call of a new rollout, and its span."""
+        attempted = await self.store.start_rollout({})
+        ids = attempted.rollout_id, attempted.attempt.attempt_id
+        environment = attempt_environment(self.url, SECRET, *ids)
+        answer = await self.client.post(
+            environment["OPENAI_BASE_URL"] + "/chat/completions",
+            json={"model": model, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 4, **options},
+            headers={"authorization": f"Bearer {environment['OPENAI_API_KEY']}"},
+        )
+        spans = await self.store.query_spans(*ids)
+        return answer, spans[-1].attributes if spans else {}
+
+
+@pytest.fixture
+async def model_server() -> AsyncGenerator[ScriptedModelServer]:
+    async with ScriptedModelServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def hub() -> AsyncGenerator[Hub]:
+    store, joined = InMemoryLightningStore(), JoinedPolicies()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        stack.push_async_callback(joined.close)
+        server = await stack.enter_async_context(serve(store, {}, secret=SECRET, token=TOKEN, joined=joined))
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        client = httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30)
+        yield Hub(store, server.url, await stack.enter_async_context(client))
+
+
+@pytest.fixture
+async def trainer(hub: Hub, model_server: ScriptedModelServer) -> Trainer:
+    return Trainer(hub, model_server)
+
+
+async def settle() -> None:
+    """Time for a call to reach the gate."""
+    await asyncio.sleep(0.3)
+
+
+async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join()
+    model_server.delay = 0.05
+    call = asyncio.create_task(hub.ask(max_tokens=30))
+    await settle()
+    status = await trainer.pause(in_flight=True)
+    assert (status["paused"], status["going_on"]) == (True, 1)
+    await trainer.update(1)
+    await trainer.post("/resume")
+    answer, span = await call
+    assert answer.status_code == 200
+    versions = list(span[names.POLICY_VERSIONS])
+    assert (versions[::2], sum(versions[1::2])) == ([0, 1], 30)
+    call = asyncio.create_task(hub.ask(max_tokens=10))
+    await settle()
+    assert (await trainer.pause())["going_on"] == 0
+    await asyncio.wait_for(call, 5)
+    assert call.result()[1][names.POLICY_VERSION] == 1
+    assert (await trainer.post("/resume")).json()["updates"] == 2
+    assert (await trainer.post("/resume")).json()["updates"] == 2, "a repeated request changes nothing"
+
+
+@pytest.mark.integration
+async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the_run_can_come_back(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join(lease_seconds=1.0)
+    model_server.delay = 0.05
+    under_way = asyncio.create_task(hub.ask(max_tokens=400))
+    await settle()
+    await trainer.pause(in_flight=True)
+    model_server._unpaused.clear()  # As the trainer leaves it.
+    waiting = asyncio.create_task(hub.ask())
+    for call in (waiting, under_way):
+        answer, _ = await asyncio.wait_for(call, 10)
+        assert answer.status_code == 503
+        assert "the trainer of run r1" in answer.json()["error"]["message"]
+        assert "has not been heard from for 1 s" in answer.json()["error"]["message"]
+    answer, _ = await hub.ask()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+    assert (await trainer.post("/renew")).status_code == 404
+    model_server._unpaused.set()
+    model_server.delay, model_server.label = 0.0, "resumed"
+    assert (await trainer.join(label="resumed", version=7)).status_code == 200
+    answer, span = await hub.ask()
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 7)
+
+
+async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held_back(trainer: Trainer, hub: Hub):
+    await trainer.join()
+    await trainer.pause()
+    waiting = asyncio.create_task(hub.ask())
+    await settle()
+    trainer.model_server.label = "resumed"
+    assert (await trainer.join(label="resumed", version=3)).status_code == 200
+    answer, span = await asyncio.wait_for(waiting, 5)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 3)
+
+
+async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belongs_to_one(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    async with ScriptedModelServer() as second:
+        other = Trainer(hub, second, "r2", "another")
+        assert [(await each.join()).status_code for each in (trainer, other)] == [200, 200]
+        await other.pause()
+        assert (await hub.ask("policy"))[0].status_code == 200, "only the calls of one run wait"
+        await other.update(1)
+        await other.post("/resume")
+        assert [(await hub.ask(name))[1][names.POLICY_VERSION] for name in ("policy", "another")] == [0, 1]
+        refused = await Trainer(hub, second, "r3", "another").join(label=second.label)
+        assert refused.status_code == 409
+        assert "'another' belongs to run r2" in refused.json()["error"]
+        await other.post("/leave")
+        assert (await hub.ask("another"))[0].status_code == 404
+        assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
+
+
+async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_has_them(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join(retries=3)
+    model_server.label = "of-a-restarted-server"
+    call = asyncio.create_task(hub.ask())
+    await settle()
+    assert not call.done()
+    model_server.label = "default"
+    answer, span = await asyncio.wait_for(call, 10)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"protocol": 99}, 422, "install the same version of agentlightning on both"),
+        ({"urls": ["http://127.0.0.1:9"]}, 503, "127.0.0.1:9"),
+        ({"label": "another"}, 503, "has weights default"),
+        ({"tokenizer": base64.b64encode(b"no archive").decode()}, 422, "archive of the tokenizer cannot be read"),
+        ({"tokenizer": "?"}, 422, "is not base64"),
+        ({"probe": [1, 2, 3]}, 422, "gives other tokens than the trainer's"),
+        ({"urls": []}, 400, "urls"),
+    ],
+)
+async def test_a_server_says_why_it_cannot_serve_a_run(
+    trainer: Trainer, changes: dict[str, Any], status: int, words: str
+):
+    answer = await trainer.join(**changes)
+    assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
+
+
+async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_of_tokens(hub: Hub):
+    async with ScriptedModelServer(generates=False) as server:
+        refused = await Trainer(hub, server).join()
+        assert (refused.status_code, "--enable-scale-out" in refused.text) == (422, True)
+        assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
+
+
+async def test_nobody_joins_without_the_token(trainer: Trainer, hub: Hub):
+    for token in ("", "Bearer other"):
+        answer = await hub.client.post(f"{BASE_PATH}/policy", json={}, headers={"authorization": token})
+        assert answer.status_code == 401
