@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environments of the frameworks that tests/frameworks runs: .peers/frameworks/{modern,crewai,adk,dspy} and,
+# Makes the environments of the frameworks that tests/frameworks runs: .peers/frameworks/{modern,crewai,adk,dspy,old} and,
 # with Node.js 20 or newer, .peers/frameworks/{node,commands} in this checkout. Without them their tests are skipped.
 #
 #     tests/frameworks/setup.sh [NAME...]
@@ -46,7 +46,7 @@ make_node() { # NAME PACKAGE.JSON
     echo "$home: ready"
 }
 
-for name in "${@:-modern crewai adk dspy commands node}"; do
+for name in "${@:-modern crewai adk dspy old commands node}"; do
     for each in $name; do
         case "$each" in
             commands) make_node commands "$here/commands.json" ;;
