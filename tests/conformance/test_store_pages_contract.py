@@ -320,3 +320,27 @@ async def test_an_unfinished_record_waits_again(store: Store) -> None:
     assert [(each.rollout_id, each.attempt.sequence_id) for each in claimed] == [("waiting", 1), ("running", 2)]
     late = await store.add_span(a_span(running))
     assert late.attributes["agentlightning.superseded"] is True
+
+
+async def test_the_open_rollouts_of_some_states_are_paged_in_either_order(store: Store) -> None:
+    for place in range(9):
+        await store.enqueue_rollout({"n": place}, rollout_id=f"r{place}")
+    claimed = [each for _ in range(7) if (each := await store.dequeue_rollout()) is not None]
+    for attempted in claimed[1:6]:
+        await store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="running")
+    await store.update_attempt("r3", claimed[3].attempt.attempt_id, status="succeeded")
+
+    async def ids(**query: Any) -> list[str]:
+        return [each.rollout_id for each in await store.query_rollouts(**query)]
+
+    assert await ids(status_in=["running"]) == ["r1", "r2", "r4", "r5"]
+    assert await ids(status_in=["running"], newest_first=True, limit=2) == ["r5", "r4"]
+    assert await ids(status_in=["running"], newest_first=True, after="r4", limit=2) == ["r2", "r1"]
+    assert await ids(status_in=["running"], after="r2", limit=9) == ["r4", "r5"]
+    assert await ids(status_in=["preparing"]) == ["r0", "r6"]
+    assert await ids(status_in=["preparing", "running"], rollout_id_contains="5") == ["r5"]
+    assert await ids(status_in=["preparing", "running"], sort_by="rollout_id", sort_order="desc", limit=2) == [
+        "r6",
+        "r5",
+    ]
+    assert await ids(status_in=["running", "succeeded"], after="r1", limit=9) == ["r2", "r3", "r4", "r5"]

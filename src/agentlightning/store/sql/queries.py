@@ -47,6 +47,11 @@ class RolloutFilters:
         return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
 
     @property
+    def only_open(self) -> bool:
+        """Whether only rollouts that an attempt is working on can match."""
+        return not self.any_of and bool(self.status_in) and set(self.status_in or ()) <= set(OPEN)
+
+    @property
     def present(self) -> statements.Filters:
         fields = (self.status_in, self.rollout_id_in, self.rollout_id_contains, self.queue_in, self.mode_in)
         status, ids, part, queue, mode = (field is not None for field in fields)
@@ -62,7 +67,7 @@ def rollouts(
     if after is not None:
         values.append(rollout_key(connection, after))
     statement = statements.query_rollouts(
-        filters.present, after is not None, order.field, order.descending, filters.any_of
+        filters.present, after is not None, order.field, order.descending, filters.any_of, filters.only_open
     )
     return [mapping.to_rollout(row) for row in connection.all(statement, *values, limit, offset) if row[0] <= last]
 

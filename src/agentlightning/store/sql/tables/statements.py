@@ -113,14 +113,26 @@ def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None
 
 @cache
 def query_rollouts(
-    filters: Filters, after: bool, field: str | None = None, descending: bool = False, any_of: bool = False
+    filters: Filters,
+    after: bool,
+    field: str | None = None,
+    descending: bool = False,
+    any_of: bool = False,
+    only_open: bool = False,
 ) -> Statement:
-    """Its parameters: one for each filter used, the key to continue after, limit and offset."""
+    """Its parameters: one for each filter used, the key to continue after, limit and offset. `only_open`: the states
+    filtered by are of open rollouts, which are few: they are found by their index, and sorted."""
     query, names = _filtered(select(*ROLLOUT), filters, any_of)
+    key: ColumnElement[Any] = rollouts.c.key
+    if only_open:
+        query, key = query.where(OPEN), literal_column('+rollouts."key"')  # SQLite reads the table for an ordered key
     if after:
-        query = query.where(rollouts.c.key < param("key") if descending else rollouts.c.key > param("key"))
+        query = query.where(key < param("key") if descending else key > param("key"))
         names.append("the_key")
-    query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
+    if only_open and field is None:
+        query = query.order_by(key.desc() if descending else key)
+    else:
+        query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
     return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
 
 
