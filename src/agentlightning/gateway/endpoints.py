@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from msgspec import structs
 from starlette.requests import Request as HttpRequest
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptIds
@@ -181,7 +182,7 @@ class Endpoints:
             self._counters.errors += 1
             api_error = to_api_error(error)
             if api_error.status >= 500:
-                expected = isinstance(error, (ApiError, *STORE_UNAVAILABLE))
+                expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
                 logger.error("a call failed: %s", api_error.message, exc_info=None if expected else error)
             await _send_error(dialect, writer, api_error)
 
@@ -241,11 +242,26 @@ class Endpoints:
     async def _resolve(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
         """Parse the body and find the route. Raises ApiError."""
         data = await offload(len(body), partial(parse_object, body))
-        call = None if data is None else self._resolver.resolve(API_PATHS[dialect], headers, caller, data)
+        call = None if data is None else await self._route(API_PATHS[dialect], headers, caller, data)
         if call is None:  # The dialect's reader says why.
             await offload(len(body), partial(dialect.read, body, self._responses.lookup(caller.attempt)))
             raise bad_request("model", "model must be a string")
         return call
+
+    async def _route(
+        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: dict[str, Any]
+    ) -> ResolvedCall | None:
+        """See `CallResolver.resolve`. The attempt is looked up only for a model that has no route of its own."""
+        try:
+            return self._resolver.resolve(path, headers, caller, body)
+        except ApiError as error:
+            if error.param != "model" or caller.attempt is None:
+                raise
+            try:
+                context = await self._local.find_attempt(caller)
+            except ApiError:
+                raise error from None
+            return self._resolver.resolve(path, headers, caller, body, context.llms)
 
     async def _prepare(self, dialect: Dialect, call: ResolvedCall, size: int) -> Handler:
         """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the

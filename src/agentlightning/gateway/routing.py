@@ -5,7 +5,7 @@ The first rule that matches decides; then come the engines by name, then the def
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -104,15 +104,20 @@ class Router:
             return True
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
-    def resolve(self, model: str | None, agent: str | None = None, path: str = "") -> ModelRoute:
-        """The route of a call to `path` (for example "messages"). Raises ApiError 400 if no model is named, 404 for an
-        unknown model."""
+    def resolve(
+        self, model: str | None, agent: str | None = None, path: str = "", given: Iterable[str] = ()
+    ) -> ModelRoute:
+        """The route of a call to `path` (for example "messages"). An unknown name leads to the policy of the caller's
+        training run, where that is among the models that the caller was `given`. Raises ApiError 400 if no model is
+        named, 404 for an unknown model."""
         dialect = "anthropic" if path == "messages" else "openai"
         if (cached := self._cache.get((model, agent, dialect))) is not None:
             return cached
         route = self._find(model, agent, dialect)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
+        if route is None and (policy := next((name for name in given if name in self._joined), None)) is not None:
+            return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
         if route is None:
             raise self._unknown(model)
         if len(self._cache) >= _MAX_CACHED:
@@ -226,14 +231,20 @@ class CallResolver:
         self._agents, self._router = agents, router
 
     def resolve(
-        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: dict[str, Any]
+        self,
+        path: ApiPath,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: dict[str, Any],
+        given: Iterable[str] = (),
     ) -> ResolvedCall | None:
-        """None if the model in the body is not a name. Raises ApiError 400 or 404 if there is no such route."""
+        """None if the model in the body is not a name. `given` are the models of the caller's resources. Raises
+        ApiError 400 or 404 if there is no such route."""
         model = body.get("model")
         if model is not None and not isinstance(model, str):
             return None
         caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
-        route = self._router.resolve(caller.agent.model, caller.agent.name, path)
+        route = self._router.resolve(caller.agent.model, caller.agent.name, path, given)
         if JUDGE_HEADER in headers and self._router.trains(route):
             raise ApiError(409, _JUDGED_BY_POLICY.format(caller.agent.model), code="judge_as_agent", retry=False)
         return ResolvedCall(path, headers, caller, body, route)

@@ -17,6 +17,7 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
+from agentlightning.resources import ProxyLLM
 from agentlightning.server.joining.service import JoinedPolicies
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
@@ -70,9 +71,11 @@ class Hub:
     def __init__(self, store: InMemoryLightningStore, url: str, client: httpx.AsyncClient) -> None:
         self.store, self.url, self.client = store, url, client
 
-    async def ask(self, model: str = "policy", **options: Any) -> tuple[httpx.Response, Any]:
+    async def ask(
+        self, model: str = "policy", resources: str | None = None, **options: Any
+    ) -> tuple[httpx.Response, Any]:
         """An answer to a call of a new rollout, and its span."""
-        attempted = await self.store.start_rollout({})
+        attempted = await self.store.start_rollout({}, resources_id=resources)
         ids = attempted.rollout_id, attempted.attempt.attempt_id
         environment = attempt_environment(self.url, SECRET, *ids)
         answer = await self.client.post(
@@ -190,6 +193,18 @@ async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belo
         await other.post("/leave")
         assert (await hub.ask("another"))[0].status_code == 404
         assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
+
+
+async def test_any_model_name_of_an_agent_leads_to_the_policy_of_its_own_run(trainer: Trainer, hub: Hub):
+    async with ScriptedModelServer() as second:
+        await Trainer(hub, second, "r2", "another").join()
+        await trainer.join()
+        for model in ("policy", "another"):
+            await hub.store.add_resources({"llm": ProxyLLM(endpoint=hub.url, model=model)}, f"of-{model}")
+            answer, span = await hub.ask("gpt-4o", f"of-{model}")
+            assert (answer.status_code, answer.json().get("model"), span[names.POLICY_VERSION]) == (200, model, 0)
+        await hub.store.add_resources({}, "none")
+        assert (await hub.ask("gpt-4o", "none"))[0].status_code == 404
 
 
 async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_has_them(
