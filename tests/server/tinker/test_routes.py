@@ -248,3 +248,33 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
     assert set(service.sessions) == {alive} != {silent}
     watch.cancel()
     await service.close()
+
+
+async def test_a_download_needs_the_signature_of_this_file_before_it_expires(client: Client) -> None:
+    await client.begin()
+    body = {"model_id": client.model, "seq_id": client.number(), "path": "for peft/1"}
+    found = await client.result((await client.post("/save_weights_external", **body))["request_id"])
+    run, kind, name = found["path"].removeprefix("tinker://").split("/")
+    listing = f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+    urls: dict[str, str] = (await client.http.get(listing)).json()["urls"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+    assert "tinker.json" not in urls
+    async with httpx.AsyncClient() as anybody:
+        files = {file: await anybody.get(url) for file, url in urls.items()}
+        assert sum(len(each.content) for each in files.values()) == found["size_bytes"]
+        one = httpx.URL(urls["adapter_config.json"])
+        for changed in ({"file": "../../secret"}, {"expires": "9999999999"}, {"signature": "0"}, {"expires": "soon"}):
+            refused = await anybody.get(one.copy_merge_params(changed))
+            assert refused.status_code == 403, changed
+        client.http.headers["x-api-key"] = "wrong"
+        assert (await client.http.get(listing)).status_code == 401
+
+
+async def test_weights_for_training_are_not_downloaded(client: Client) -> None:
+    await client.begin()
+    body = {"model_id": client.model, "seq_id": client.number(), "path": "state"}
+    path = (await client.result((await client.post("/save_weights", **body))["request_id"]))["path"]
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    refused = await client.http.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+    assert refused.status_code == 400
+    assert "save_weights_external" in refused.json()["error"]

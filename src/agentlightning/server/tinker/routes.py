@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
 
 import orjson
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
 from agentlightning.server.tinker import wire
+from agentlightning.server.tinker.downloads import SECONDS, Downloads
 from agentlightning.server.tinker.requests import JSON, PROTOBUF
-from agentlightning.server.tinker.service import TinkerService
+from agentlightning.server.tinker.service import SCHEME, TinkerService
 
 if TYPE_CHECKING:
     from agentlightning.policy.adapters.host import AdapterHost
 
 BASE: Final = "/api/v1"
+DOWNLOAD: Final = "/download"
 MAX_BODY_BYTES: Final = 64 << 20
 POLL_SECONDS: Final = 20.0
 """How long a request for a result waits for it."""
@@ -70,6 +75,7 @@ def _routes(of: _Endpoints, token: str | None) -> list[BaseRoute]:
         "/optim_step": of.optim_step,
         "/save_weights": of.save_weights,
         "/save_weights_for_sampler": of.save_for_sampler,
+        "/save_weights_external": of.save_external,
         "/load_weights": of.load_weights,
         "/weights_info": of.weights_info,
         "/create_sampling_session": of.create_sampler,
@@ -80,9 +86,11 @@ def _routes(of: _Endpoints, token: str | None) -> list[BaseRoute]:
     gets: dict[str, Endpoint] = {
         "/get_server_capabilities": of.capabilities,
         "/samplers/{name}": of.get_sampler,
+        "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
     }
     return [
         Route(f"{BASE}/healthz", of.health, methods=["GET"]),
+        Route(BASE + DOWNLOAD, _guarded(of.download, None), methods=["GET"]),
         *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
         *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
         Route(f"{BASE}/{{path:path}}", _guarded(of.unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
@@ -124,7 +132,7 @@ class _Endpoints:
     """Reads requests, and answers with what the service returns."""
 
     def __init__(self, service: TinkerService, max_body_bytes: int) -> None:
-        self._service, self._max = service, max_body_bytes
+        self._service, self._max, self._downloads = service, max_body_bytes, Downloads()
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -231,6 +239,30 @@ class _Endpoints:
 
     async def save_for_sampler(self, request: Request) -> Response:
         return await self._queued(request, wire.SaveForSampler, self._service.save_for_sampler)
+
+    async def save_external(self, request: Request) -> Response:
+        return await self._queued(request, wire.SaveExternal, self._service.save_external)
+
+    async def external_urls(self, request: Request) -> Response:
+        """A signed URL for each file, at the address by which the client reaches this server."""
+        given, expires = request.path_params, int(time.time() + SECONDS)
+        path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
+        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
+        files = await self._service.external_files(path)
+        urls = {name: f"{root}?{self._downloads.query(path, name, expires)}" for name in files}
+        return _json({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+    async def download(self, request: Request) -> Response:
+        """A file, for who has its signed URL."""
+        path, file, expires, signature = (
+            request.query_params.get(name, "") for name in ("path", "file", "expires", "signature")
+        )
+        if not self._downloads.allows(path, file, expires, signature):
+            return _error(403, "this URL was not signed by this server, or has expired; ask for another one")
+        files = await self._service.external_files(path)
+        if file not in files:
+            raise NotFoundError(f"{path} has no file {file!r} any more")
+        return FileResponse(files[file], media_type="application/octet-stream")
 
     async def load_weights(self, request: Request) -> Response:
         return await self._queued(request, wire.LoadWeights, self._service.load_weights)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEME: Final = "tinker://"
-WEIGHTS, SAMPLER = "weights", "sampler_weights"
+WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 ABOUT: Final = "tinker.json"
 SESSION_SECONDS: Final = 900.0
 Copy = tuple[str, Path, "AdapterShape"]
@@ -216,6 +216,25 @@ class TinkerService:
 
         return self._enqueue(request.model_id, request.seq_id, work)
 
+    def save_external(self, request: wire.SaveExternal) -> str:
+        """For other programs, which download the files."""
+
+        async def work() -> Result:
+            path = await self._save(request.model_id, EXTERNAL, request.path)
+            size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
+            return Result.of(type="save_weights_external", path=path, size_bytes=size)
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    async def external_files(self, path: str) -> dict[str, Path]:
+        """The files of weights that were saved for other programs, by their name. Raises ConfigError."""
+        await self._about(path)
+        directory = self._directory(path)
+        if directory.parent.name != EXTERNAL:
+            raise ConfigError(f"{path} is not for other programs; save with save_weights_external, and download that")
+        found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
+        return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != ABOUT}
+
     def load_weights(self, request: wire.LoadWeights) -> str:
         """Into a training run; or a new one, with the shape of what was saved."""
         if request.model_id is not None and request.seq_id is not None:
@@ -282,7 +301,7 @@ class TinkerService:
     def _directory(self, path: str) -> Path:
         """Where the weights of a path are. Raises ConfigError for what is no path."""
         parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER):
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER, EXTERNAL):
             raise ConfigError(f"{path!r} is no path of saved weights; one is {SCHEME}MODEL/{WEIGHTS}/NAME")
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name

@@ -97,6 +97,11 @@ class SaveForSampler(ModelId):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(ModelId):
+    seq_id: int
+    path: str
+
+
 class LoadWeights(WireRequest):
     model_id: str | None = None
     seq_id: int | None = None
