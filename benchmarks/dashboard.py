@@ -291,6 +291,8 @@ def load(options: argparse.Namespace) -> int:
                         page.wait_for_selector("main table")
                     before = sum(process.cpu_times()[:2])
                     row[state] = run()
+                    if not row[state]:
+                        sys.exit(f"{job}: none ended in {options.seconds:g} s with the page {state}; raise --seconds")
                     spent = sum(process.cpu_times()[:2]) - before
                     row[f"{state}_cpu_us"] = spent / (row[state] * options.seconds) * 1e6
                 if turn:  # the first one warms up
