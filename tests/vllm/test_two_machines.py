@@ -81,6 +81,8 @@ class Machine:
         for process in reversed(self._started):
             process.terminate()
             process.wait(60)
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 @pytest.fixture
@@ -167,7 +169,8 @@ async def test_a_run_on_two_machines_has_the_account_of_one_on_one_machine(
     assert (expected.failed_rollouts, result.rejected_rollouts) == (0, expected.rejected_rollouts)
     assert by_version(spans) == by_version(own)
     assert result.gateways is not None
-    assert (result.gateways["updates"], result.gateways["failed"]) == (len(weights) - 1, 0)
+    assert STEPS <= result.gateways["updates"] <= STEPS + 2, "and where a checkpoint is loaded"
+    assert result.gateways["failed"] == 0
     assert result.gateways["calls"] == len(spans)
     assert result.gateways["tokens"] == sum(len(span.attributes[RESPONSE_TOKEN_IDS]) for span in spans)
     assert f"agentlightning_joined_calls_total {float(len(spans))}" in metrics
