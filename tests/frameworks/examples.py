@@ -32,8 +32,10 @@ class Example:
     """What had to be changed in the agent, as its own documentation writes it, to be trained."""
     continues: bool = True
     """False where the framework rewrites what the model said, so that a call starts a new path of tokens."""
-    steps: int = 4
+    steps: int = 8
     """Of training."""
+    start_steps: int = 120
+    """Of supervised learning, for the tiny model to follow the agent."""
 
     @property
     def name(self) -> str:
@@ -100,11 +102,19 @@ ALL = [
     Example(
         "Pydantic AI, Anthropic", "pydantic_ai/agent.py", "modern", "pydantic-ai-slim", ("anthropic:claude-sonnet-4-5",)
     ),
-    Example("smolagents", "smolagents/agent.py", "modern", "smolagents", continues=False),
+    Example("smolagents", "smolagents/agent.py", "modern", "smolagents", continues=False, start_steps=360),
     Example("CrewAI", "crewai/agent.py", "crewai", "crewai"),
     Example("LlamaIndex", "llama_index/agent.py", "crewai", "llama-index-core"),
     Example("Google ADK", "google_adk/agent.py", "adk", "google-adk"),
-    Example("DSPy", "dspy/agent.py", "dspy", "dspy", changed="its cache is off", continues=False),
+    Example(
+        "DSPy",
+        "dspy/agent.py",
+        "dspy",
+        "dspy",
+        changed="its cache is off",
+        continues=False,
+        start_steps=360,
+    ),
     Example("Strands Agents", "strands/agent.py", "dspy", "strands-agents"),
     Example("Vercel AI SDK", "vercel_ai/agent.mjs", "node", "ai"),
     Example("bash, curl and jq", "shell/agent.sh", ""),

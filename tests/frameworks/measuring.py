@@ -136,10 +136,11 @@ def starting_model(example: Example, folder: Path) -> Path:
     os.environ |= example.variables()
     command = example.command(warm=True)
     used, guessed = (asyncio.run(start.record(command, guesses, folder)) for guesses in (False, True))
-    digest = hashlib.sha256(json.dumps([_essence(each) for each in (*used, *guessed)]).encode()).hexdigest()[:12]
+    known = json.dumps([example.start_steps, *map(_essence, (*used, *guessed))])
+    digest = hashlib.sha256(known.encode()).hexdigest()[:12]
     model = ENVIRONMENTS / "models" / digest / "model"
     if not model.exists():
-        start.learn(used, guessed, model.parent)
+        start.learn(used, guessed, model.parent, steps=example.start_steps)
     return model
 
 
