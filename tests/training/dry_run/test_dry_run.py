@@ -49,6 +49,10 @@ async def raises(word: str) -> str:
     raise LookupError(f"no such page: {word}")
 
 
+async def fails_before_it_calls(word: str) -> str:
+    raise LookupError(f"no such page: {word}")
+
+
 async def has_a_broken_tool(word: str) -> str:
     agl.emit_tool_call("search", {"query": word}, error="KeyError: 'API_KEY'")
     return await good(word)
@@ -111,6 +115,13 @@ def test_an_agent_that_raises_is_shown_with_its_traceback_and_task(tmp_path):
     assert "8 of 8 failed" in check(found, "rollouts").text
     assert "LookupError: no such page: word" in check(found, "rollouts").text
     assert check(found, "calls").outcome == "ok", "its calls arrived all the same"
+
+
+@pytest.mark.slow
+def test_an_agent_that_fails_before_it_calls_the_model_is_told_of_its_error_first(tmp_path):
+    found = dry_run(fails_before_it_calls, tmp_path)
+    assert check(found, "calls").text == "the agent made no call to the model that is to learn before it failed"
+    assert check(found, "calls").advice.startswith("see the error above first. Or: it ignores the address")
 
 
 @pytest.mark.slow

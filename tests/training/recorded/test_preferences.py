@@ -297,3 +297,13 @@ def test_agl_sft_learns_from_a_file_into_an_adapter_and_makes_no_store(
     assert list((tmp_path / "cli" / "checkpoint").rglob("adapter_config.json"))
     assert not (tmp_path / ".agentlightning").exists()
     assert "give --dataset FILE or --store STORE" in CliRunner().invoke(build(), words[:4]).output
+
+
+def test_a_tiny_model_is_made_for_the_pairs_of_a_file(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"Is {n} even?", "chosen": "yes, it is", "rejected": "no idea"} for n in range(8)]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["dpo", "steps=1", "--data", str(pairs), "--model", "tiny", "--run-dir", str(tmp_path / "run")]
+    done = CliRunner().invoke(build(), words)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "run" / "checkpoint" / "config.json").exists()

@@ -49,6 +49,15 @@ def load_preferences(source: Any) -> list[PreferenceRecord]:
     return [_record(each, where) for each, where in _values(source)]
 
 
+def conversations(records: Sequence[PreferenceRecord]) -> list[dict[str, Any]]:
+    """Both answers of each pair as conversations."""
+    return [
+        {"messages": [*record.prompt, *answer], "tools": list(record.tools)}
+        for record in records
+        for answer in (record.chosen, record.rejected)
+    ]
+
+
 def _values(source: Any) -> Iterator[tuple[Any, str]]:
     if not (isinstance(source, str | Path) and Path(source).suffix.lower() == ".jsonl"):
         for number, value in enumerate(load_dataset(source), 1):

@@ -103,7 +103,12 @@ def check_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
     if silent == len(calls) and errors:
         return DryRunCheck("calls", "failed", f"all {len(errors)} calls were refused: {errors[0]}", "mend what it says")
     if silent == len(calls):
-        return DryRunCheck("calls", "failed", "the agent made no call to the model that is to learn", IGNORED_ADDRESS)
+        text = "the agent made no call to the model that is to learn"
+        if all(each.failure for each in rollouts):  # Its error may be why, or what a wrong address leads to.
+            return DryRunCheck(
+                "calls", "failed", f"{text} before it failed", f"see the error above first. Or: {IGNORED_ADDRESS}"
+            )
+        return DryRunCheck("calls", "failed", text, IGNORED_ADDRESS)
     text = f"{sum(calls)} calls of the model in {len(calls)} rollouts"
     if errors:
         return DryRunCheck("calls", "warning", f"{text}, and {len(errors)} that were refused: {errors[0]}")

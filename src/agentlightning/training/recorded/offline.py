@@ -15,6 +15,7 @@ import orjson
 from agentlightning.algorithms.base import Algorithm, class_name
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
+from agentlightning.algorithms.recorded.preference_records import conversations, load_preferences
 from agentlightning.algorithms.recorded.sessions import Session, Sessions, read_sessions
 from agentlightning.algorithms.sequential.algorithm import Sequential
 from agentlightning.algorithms.sft import SFTAlgorithm, learn
@@ -141,7 +142,9 @@ class OfflineJob:
         return str(await asyncio.to_thread(make_tiny, directory, records, seed=self.config.run.seed))
 
     def _own_conversations(self) -> list[Any]:
-        """Those that supervised learning was given as a file or as a list of them."""
+        """Those that the algorithm was given as a file or as a list of them."""
+        if isinstance(self.algorithm, DPO) and self.algorithm.has_dataset:
+            return conversations(load_preferences(self.algorithm.data))
         found = self.algorithm.dataset if isinstance(self.algorithm, SFTAlgorithm) else ()
         if isinstance(found, str | Path):
             return load_dataset(found)
