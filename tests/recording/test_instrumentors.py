@@ -110,7 +110,7 @@ def test_installed_instrumentations_are_switched_on_and_off(packages: Any, recor
 def test_what_fails_is_named_with_its_reason(packages: Any, caplog: pytest.LogCaptureFixture) -> None:
     packages("opentelemetry-instrumentation-a", {"broken": "Broken", "missing": "Missing", "nowhere": "Nowhere"})
     packages("opentelemetry-instrumentation-b", {"sticky": "Sticky"})
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="agentlightning"):
         instrumentation = agl.track_all()
     assert "cannot patch" in instrumentation.failed["broken"]
     assert "not installed" in instrumentation.failed["missing"]

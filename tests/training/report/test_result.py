@@ -91,6 +91,7 @@ def test_the_report_of_a_run_has_these_fields() -> None:
             "provider_calls_without_price": 1,
         },
         "tracker_failures": {},
+        "gateways": None,
     }
     assert result.best_prompt.template == "Be kind.\nSay {word}."
     assert result.diff().splitlines()[-3:] == ["-Be quick.", "+Be kind.", " Say {word}."]
