@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,6 +32,15 @@ async def test_errors_come_back_as_they_are():
         run_sync(fail())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal. A shell has the programs that it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_work_and_is_raised():
     ended = []
 
