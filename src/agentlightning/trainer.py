@@ -399,6 +399,7 @@ class Trainer:
         agent: Any | None,
     ) -> tuple[RunDir, RunState, Tasks]:
         """The run directory, new or resumed. Raises ConfigError, DatasetError and ResumeError."""
+        check_gateways(self.config, self.store, self.algorithm or make_algorithm(self.config.algorithm))
         if self._resumed_from is not None:
             if any(part is not None for part in (train, validation, held_out)):
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
@@ -458,7 +459,6 @@ class Trainer:
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         config, since = self.config, time.monotonic()
-        check_gateways(config, self.store, trains=algorithm.learns_weights)
         if algorithm.selects_result:
             check_disjoint(tasks)
         token, secret = credentials(self.store)

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 from urllib.parse import quote
 
+from agentlightning.algorithms.base import Algorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.chat.tool_calls import FORMATS
@@ -256,13 +257,13 @@ def joined_url(config: TrainConfig) -> str | None:
     return (config.run.public_url or gateways[0]).rstrip("/") if gateways else None
 
 
-def check_gateways(config: TrainConfig, store: LightningStoreBase | None, *, trains: bool) -> None:
+def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algorithm: Algorithm[Any]) -> None:
     """Raises ConfigError for a run that cannot leave its calls to gateways elsewhere."""
     if not config.run.gateways:
         return
     policy, servers = config.policy, config.policy.servers
     problems = {
-        "the algorithm trains no model": not trains,
+        "the algorithm trains no model": not algorithm.learns_weights,
         "the gateways need a store that they share with the run: give that of `agl serve` (--server URL, or"
         " Trainer(store=agl.LightningStoreClient(URL)))": store is None,
         'the gateways sample from model servers: set policy.engine = "vllm" or "sglang"': policy.engine == "local",

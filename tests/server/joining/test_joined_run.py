@@ -164,7 +164,7 @@ async def test_a_wrong_token_is_refused_before_anything_runs(
     async with httpx.AsyncClient(headers={"authorization": "Bearer other"}) as client:
         refused = await client.post(f"{hub.url}{BASE_PATH}/policy", json={})
     assert refused.status_code == 401
-    with pytest.raises(agl.StoreAuthError):
+    with pytest.raises(ConfigError, match="check AGL_TOKEN"):
         await fit(tmp_path, "run", settings(model_server, (hub.url,)), hub.url, token="other")
 
 
