@@ -1,7 +1,7 @@
 """What a training run and the gateways that it joins say to each other: JSON over HTTP, under /v1/policies.
 
     POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
-    POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; -> `PauseStatus`, to be repeated until `paused`
+    POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; to be repeated until `paused`
     POST /v1/policies/MODEL/announce   `AnnounceRequest`: the servers are about to get these weights
     POST /v1/policies/MODEL/resume     `RunRequest`: they have them; let calls go on
     POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive

@@ -163,11 +163,7 @@ class JoinedPolicies:
         if known is not None:
             await self._remove(model, known)
         policy = FollowedPolicy(model, chat, servers)
-        try:
-            self._gateway.router.add_policy(model, policy)
-        except ConfigError:
-            await policy.close()
-            raise
+        self._gateway.router.add_policy(model, policy)
         run = JoinedRun(request.run_id, policy, self._gateway.gates.of(policy), request.lease_seconds)
         self._runs[model] = run
         run.watch = asyncio.create_task(self._watch(run))
