@@ -115,18 +115,18 @@ def test_a_dead_server_costs_nothing_but_a_warning_and_gets_everything_when_it_i
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(module, "RETRY_SECONDS", (0.1,))
-    port = free_port()
-    place = f"http://127.0.0.1:{port}"
-    for number in range(3):
-        with agl.track_session(number, store=place):
-            agl.emit_reward(1.0)
-    wait_until(lambda: agl.recording_status().problem)
-    assert not agl.flush_recording(0.3)
-    assert agl.recording_status().waiting
-    assert len([r for r in caplog.records if "cannot be recorded" in r.message]) == 1
-    with served(tmp_path / "served.db", port):
-        assert agl.flush_recording(30)
-        module.recorder_of(place).close()
+    with reserved_port() as port:
+        place = f"http://127.0.0.1:{port}"
+        for number in range(3):
+            with agl.track_session(number, store=place):
+                agl.emit_reward(1.0)
+        wait_until(lambda: agl.recording_status().problem)
+        assert not agl.flush_recording(0.3)
+        assert agl.recording_status().waiting
+        assert len([r for r in caplog.records if "cannot be recorded" in r.message]) == 1
+        with served(tmp_path / "served.db", port):
+            assert agl.flush_recording(30)
+            module.recorder_of(place).close()
     store = agl.LightningStore(tmp_path / "served.db")
     assert [r.status for r in asyncio.run(store.query_rollouts())] == ["succeeded"] * 3
     assert (agl.recording_status().sessions_written, agl.recording_status().waiting) == (3, 0)
@@ -140,9 +140,12 @@ def served(path: Path, port: int) -> Iterator[None]:
 
     async def serve() -> None:
         store, stop = agl.LightningStore(path), asyncio.Event()
-        async with Server(store, secret="s", port=port):
-            started.set_result((asyncio.get_running_loop(), stop))
-            await stop.wait()
+        try:
+            async with Server(store, secret="s", port=port):
+                started.set_result((asyncio.get_running_loop(), stop))
+                await stop.wait()
+        except Exception as error:
+            started.set_exception(error)
         await store.close()
 
     thread = threading.Thread(target=asyncio.run, args=[serve()])
@@ -302,7 +305,13 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody listens at, and that only a server made here may take.
+
+    Connections to it are refused. Without the reservation the system may give it to another test meanwhile.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
