@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import re
 import shutil
 import statistics
@@ -318,22 +319,29 @@ def verdict(rows: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "rate": statistics.median(row["closed"] for row in rows),
         "ratio": statistics.median(rates),
-        "low": min(rates),
-        "high": max(rates),
+        "interval": interval(rates),
         "cpu_ratio": statistics.median(cpu),
-        "cpu_low": min(cpu),
-        "cpu_high": max(cpu),
+        "cpu_interval": interval(cpu),
         "met": statistics.median(rates) >= SLOWER,
     }
 
 
+def interval(values: list[float]) -> tuple[float, float]:
+    """The 95% interval of the median, by the ranks of the values; of fewer than six, the lowest and the highest."""
+    ordered, number, place = sorted(values), len(values), 0
+    while sum(math.comb(number, k) for k in range(place + 2)) / 2**number <= 0.025:
+        place += 1
+    return ordered[place], ordered[-1 - place]
+
+
 def print_load(verdicts: dict[str, dict[str, Any]]) -> None:
-    print("with the page open beside closed: median (lowest to highest of the rounds)")
+    print("with the page open beside closed: median (its 95% interval over the rounds)")
     for job, each in verdicts.items():
+        (low, high), (cpu_low, cpu_high) = each["interval"], each["cpu_interval"]
         print(
             f"  {'MET   ' if each['met'] else 'MISSED'}  {job:8}{each['rate']:9,.0f}/s closed; rate"
-            f" {each['ratio']:.3f}x ({each['low']:.3f} to {each['high']:.3f}), limit at least {SLOWER:g}x;"
-            f" CPU of the server for each {each['cpu_ratio']:.3f}x ({each['cpu_low']:.3f} to {each['cpu_high']:.3f})"
+            f" {each['ratio']:.3f}x ({low:.3f} to {high:.3f}), limit at least {SLOWER:g}x;"
+            f" CPU of the server for each {each['cpu_ratio']:.3f}x ({cpu_low:.3f} to {cpu_high:.3f})"
         )
 
 

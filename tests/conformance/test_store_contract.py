@@ -564,6 +564,18 @@ async def test_spans_are_found_by_attempt_name_and_place(store: Store) -> None:
     assert await names(limit=2, offset=1) == ["b", "b"]
 
 
+async def test_the_newest_spans_are_those_stored_last_whatever_rollout_they_belong_to(store: Store) -> None:
+    assert await store.newest_spans() == []
+    first, second = await claimed(store), await claimed(store)
+    stored = await store.add_many_spans([a_span(first, name="a"), a_span(first, name="b")])
+    stored += [await store.add_span(a_span(each, name=name)) for each, name in ((second, "c"), (first, "d"))]
+    assert await store.newest_spans() == stored[::-1]
+    assert [span.name for span in await store.newest_spans(3)] == ["d", "c", "b"]
+    assert await store.newest_spans(limit=0) == []
+    with pytest.raises(ConfigError, match="limit=-1"):
+        await store.newest_spans(-1)
+
+
 async def test_spans_of_many_rollouts_are_read_in_the_order_asked_for(store: Store) -> None:
     attempts = [await claimed(store) for _ in range(70)]
     await store.add_many_spans([a_span(each, name=each.rollout_id) for each in attempts for _ in range(2)])

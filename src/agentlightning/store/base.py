@@ -26,10 +26,9 @@ only claims that name it take from it.
 A call may be repeated after a lost response without taking effect twice: with a `rollout_id`, a `claim_id`, the
 `span_id` of each span or the `resources_id` chosen by the caller, the repeat returns what the first call created.
 
-Lists take `after`, the id of the last item that the caller has. Together with `limit` it pages through any number of
-items at a constant cost per page, whatever is added meanwhile. `sort_by` names a field to sort by instead (None comes
-first), `sort_order` "desc" reverses the order; both are paged by `offset`. If `filter_logic` is "or", one matching
-filter is enough.
+Lists take `after`, the id of the last item that the caller has: with `limit` it pages at a constant cost per page,
+whatever is added meanwhile. `sort_by` names a field to sort by instead (None comes first), `sort_order` "desc" reverses
+the order; both are paged by `offset`. If `filter_logic` is "or", one matching filter is enough.
 """
 
 # `LightningStore(url)` opens a store, so type checkers must not treat the class as abstract.
@@ -104,9 +103,8 @@ class _OpeningSignature:
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if owner is not LightningStore:
             raise AttributeError("__signature__")
-        url = inspect.Parameter(
-            "url", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | Path | None"
-        )
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        url = inspect.Parameter("url", kind, default=None, annotation="str | Path | None")
         return inspect.Signature([url], return_annotation="LightningStore")
 
 
@@ -252,8 +250,7 @@ class LightningStore(TrajectoryQueries, ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts that match every filter. limit -1: no limit. `after` is a rollout_id. `newest_first` reverses the
-        order of creation."""
+        """Rollouts that match every filter. limit -1: all. `after` is a rollout_id. `newest_first`: reversed."""
 
     @abstractmethod
     async def count_rollouts(
@@ -386,6 +383,10 @@ class LightningStore(TrajectoryQueries, ABC):
         the latest attempt. `after` is a span_id."""
 
     @abstractmethod
+    async def newest_spans(self, limit: int = 100) -> list[Span]:
+        """The spans of any rollouts that were stored last, the newest first. The cost grows with `limit` alone."""
+
+    @abstractmethod
     def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
         """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
 
@@ -398,8 +399,7 @@ class LightningStore(TrajectoryQueries, ABC):
 
     @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        """Replace the content of one version, which becomes the latest and keeps its creation time; a new id is
-        published."""
+        """Replace the content of one version, which becomes the latest and keeps its creation time, or publish it."""
 
     @abstractmethod
     async def delete_resources(self, resources_id: str) -> int:

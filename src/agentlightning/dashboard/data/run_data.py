@@ -12,6 +12,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.data.catalog import Catalog, Source
 from agentlightning.dashboard.data.credit import BatchCredit, credit_of
+from agentlightning.dashboard.data.live import Live
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.summary import Summaries, group_of
 from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
@@ -39,9 +40,13 @@ class RunData:
     summaries: Summaries
     shares_store: bool = False
     """Whether the store also has rollouts of others."""
+    live: Live = field(init=False)
     _texts: TokenTexts | None = None
     _texts_read: bool = False
     _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
+
+    def __post_init__(self) -> None:
+        self.live = Live(self.store, self.summaries)
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from agentlightning import span as names
@@ -39,10 +39,14 @@ class RolloutSummary:
     seconds: float | None
     """Of the latest attempt."""
     attempts: int
+    attempt_start: float | None
+    """Of the latest attempt."""
     worker: str | None
     reward: Reward | None
     reward_number: float | None
     """The reward as one number; None: missing, or named dimensions without weights."""
+    spans_read: bool
+    """False: what follows is not known, but for failures and resources_id."""
     calls: int
     prompt_tokens: int
     sampled_tokens: int
@@ -68,18 +72,26 @@ class Summaries:
         self._weights = weights
         self._known: OrderedDict[tuple[str, float | None, str], RolloutSummary] = OrderedDict()
 
-    async def of(self, rollouts: Sequence[Rollout], *, fresh: bool = False) -> list[RolloutSummary]:
-        """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated."""
+    async def of(
+        self, rollouts: Sequence[Rollout], *, fresh: bool = False, open_spans: bool = True
+    ) -> list[RolloutSummary]:
+        """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated.
+        Without `open_spans`, no spans are read of rollouts that are not finished."""
         missing = [each for each in rollouts if fresh or _key(each) not in self._known]
         found: dict[str, RolloutSummary] = {}
         if missing:
             ids = [each.rollout_id for each in missing]
             attempts = {each.rollout_id: each for each in await self._store.get_latest_attempts(ids)}
             by_id = {each.rollout_id: each for each in missing}
-            async for rollout_id, spans in self._store.iter_spans([each for each in ids if each in attempts]):
+            wanted = [each for each in ids if each in attempts and (open_spans or by_id[each].finished)]
+            async for rollout_id, spans in self._store.iter_spans(wanted):
                 found[rollout_id] = summarize(by_id[rollout_id], attempts[rollout_id], spans, self._weights)
             for each in missing:
-                summary = found.setdefault(each.rollout_id, summarize(each, attempts.get(each.rollout_id), []))
+                if each.rollout_id not in found:
+                    attempt = attempts.get(each.rollout_id)
+                    unread = summarize(each, attempt, [])
+                    found[each.rollout_id] = unread if attempt is None else replace(unread, spans_read=False)
+                summary = found[each.rollout_id]
                 if each.finished:
                     self._known[_key(each)] = summary
         result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
@@ -112,9 +124,11 @@ def summarize(
         end_time=rollout.end_time,
         seconds=None if attempt is None or attempt.end_time is None else attempt.end_time - attempt.start_time,
         attempts=0 if attempt is None else attempt.sequence_id,
+        attempt_start=None if attempt is None else attempt.start_time,
         worker=None if attempt is None else attempt.worker_id,
         reward=reward,
         reward_number=number_of(reward, weights),
+        spans_read=True,
         calls=len(answered),
         prompt_tokens=sum(token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS) for span in answered),
         sampled_tokens=sum(token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS) for span in answered),

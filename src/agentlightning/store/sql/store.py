@@ -403,6 +403,11 @@ class SqlStore(SqlAdministration):
                 return query.page(recent)
         return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
 
+    async def newest_spans(self, limit: int = 100) -> list[Span]:
+        if limit < 0:
+            raise ConfigError(f"limit={limit} is negative; use 0 or more")
+        return await self.read("newest_spans", lambda connection: read.newest_spans(connection, limit))
+
     async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
         validation.check_texts(rollout_ids, "rollout_ids")
         for start in range(0, len(rollout_ids), ITER_BATCH):

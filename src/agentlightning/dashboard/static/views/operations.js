@@ -31,6 +31,11 @@ export function QueuesPage({ parts: [run], path }) {
 
 const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><table><${RowHead} /><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
+// What runs: by its attempt. Its spans are not read, as a long attempt has very many.
+const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th>Queue</th><th>Worker</th><th class="num">Attempt</th><th class="num">Runs for</th></tr></thead><tbody>
+  ${rows.map((row) => html`<tr key=${row.rollout_id}><td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//></td><td><${Pill} kind=${row.status} /></td><td class="task">${row.task}</td>
+    <td class="mono">${row.queue}</td><td class="mono">${row.worker || "–"}</td><td class="num">${row.attempts}</td><td class="num">${row.attempt_start ? duration(Math.max(0, now - row.attempt_start)) : "–"}</td></tr>`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+
 // The model calls that ended last.
 const Calls = ({ run, calls, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Ended</th><th>Rollout</th><th>Agent, model</th><th>Answer</th><th class="num">Sampled</th><th class="num">Prompt</th><th class="num">Time</th><th class="num">Weights</th></tr></thead><tbody>
   ${calls.map((each) => html`<tr key=${each.span_id}><td class="nowrap">${ago(each.end_time, now)}</td><td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", each.rollout_id)} title=${each.rollout_id}>${shortId(each.rollout_id)}<//></td><td>${each.agent || "–"}<div class="muted small">${each.model}</div></td>
@@ -42,5 +47,5 @@ export function LivePage({ parts: [run], path }) {
   const { calls, statistics, running, newest, queues, now } = view.data;
   return html`<${Page} run=${run} here="live" title="Live" path=${path} view=${view}>
     <div class="panel"><dl class="facts">${Object.entries(statistics).map(([name, value]) => html`<${Fact} key=${name} name=${name.replace("rollouts.", "")}>${name === "bytes" ? bytes(value) : number(value)}<//>`)}</dl></div>
-    <h2>Calls</h2><${Calls} run=${run} calls=${calls} now=${now} /><h2>Running</h2><${Table} run=${run} rows=${running} /><h2>Queues</h2><div class="panel tight" ...${scrolls}><${Queues} queues=${queues} /></div><h2>Newest</h2><${Table} run=${run} rows=${newest} /><//>`;
+    <h2>Calls</h2><${Calls} run=${run} calls=${calls} now=${now} /><h2>Running</h2><${Running} run=${run} rows=${running} now=${now} /><h2>Queues</h2><div class="panel tight" ...${scrolls}><${Queues} queues=${queues} /></div><h2>Newest</h2><${Table} run=${run} rows=${newest} /><//>`;
 }

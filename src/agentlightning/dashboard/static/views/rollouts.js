@@ -36,12 +36,13 @@ function Heading({ name, title, query, apply, end }) {
 }
 
 export function Row({ run, row, chosen, toggle }) {
+  const known = (value) => (row.spans_read ? value : "–"); // by the spans, which some views do not read
   return html`<tr>${toggle && html`<td><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Select ${row.rollout_id}`} /></td>`}
     <td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//><div class="muted small">${ago(row.start_time)}${row.mode ? `, ${row.mode}` : ""}</div></td>
     <td><${Pill} kind=${row.status} />${row.attempts > 1 && html`<div class="muted small">attempt ${row.attempts}</div>`}</td>
     <td class="task">${row.task}${row.failure_kind && html`<div class="error-text small">${row.failure_kind}: ${row.failure}</div>`}${row.labels.map((label) => html` <${Pill} key=${label} kind="warn">${label}<//>`)}</td>
-    <td class="num">${reward(row.reward)}</td><td class="num">${row.calls}</td><td class="num">${row.tool_errors ? html`<span class="error-text">${row.tool_errors}</span>` : "0"} / ${row.tool_calls}</td>
-    <td class="num">${number(row.sampled_tokens)}</td><td class="num">${duration(row.seconds)}</td><td>${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num">${row.versions.join(", ") || "–"}</td></tr>`;
+    <td class="num">${reward(row.reward)}</td><td class="num">${known(row.calls)}</td><td class="num">${known(html`${row.tool_errors ? html`<span class="error-text">${row.tool_errors}</span>` : "0"} / ${row.tool_calls}`)}</td>
+    <td class="num">${known(number(row.sampled_tokens))}</td><td class="num">${duration(row.seconds)}</td><td>${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num">${row.versions.join(", ") || "–"}</td></tr>`;
 }
 
 export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;

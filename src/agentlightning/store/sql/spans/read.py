@@ -12,6 +12,7 @@ import orjson
 
 from agentlightning.errors import NotFoundError
 from agentlightning.span import Span
+from agentlightning.store import validation
 from agentlightning.store.sql.sort_order import NATURAL, Order
 from agentlightning.store.sql.spans import codec, token_blocks
 from agentlightning.store.sql.tables import mapping, span_statements, statements
@@ -20,6 +21,8 @@ from agentlightning.store.sql.tables.mapping import Row
 
 PACK_BATCH: Final = 16
 """Packs read at once."""
+NEWEST_BATCH: Final = 4
+"""Packs read at once for the newest spans."""
 
 
 def sequence_ids_of(row: Row) -> Sequence[int]:
@@ -212,6 +215,22 @@ def _packs(connection: Connection, rollout_id: str, attempt: Row, start: int) ->
         last = rows[-1][2]
         skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
         start = last
+
+
+def newest_spans(connection: Connection, limit: int) -> list[Span]:
+    """The spans that were stored last, the newest first."""
+    found: list[Span] = []
+    key = validation.NO_LIMIT
+    while len(found) < limit:
+        rows = connection.all(span_statements.NEWEST_PACKS, key, NEWEST_BATCH)
+        for row in rows:
+            if len(found) >= limit:
+                break
+            found += reversed(unpack_rows(connection, [row], row[-2], row[-1])[0])
+        if len(rows) < NEWEST_BATCH:
+            break
+        key = rows[-1][0]
+    return found[:limit]
 
 
 def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, list[Span]]:

@@ -64,6 +64,18 @@ HEADERS_OF = Statement(
 """The packs of an attempt without their bodies."""
 PACKS_BY_KEY = Statement(select(*PACK).where(in_list(span_packs.c.key, "keys")), ("keys",))
 
+NEWEST_PACKS = Statement(
+    select(*PACK, rollouts.c.rollout_id, attempts.c.attempt_id)
+    .join_from(span_packs, attempts, attempts.c.key == span_packs.c.attempt_key)
+    .join(rollouts, rollouts.c.key == attempts.c.rollout_key)
+    .where(span_packs.c.key < param("key"))
+    .order_by(span_packs.c.key.desc())
+    .limit(bindparam("many"))
+    .offset(_zero),
+    ("the_key", "many"),
+)
+"""Packs below a key, the newest first, with the ids of their rollout and attempt."""
+
 LATEST_AMONG = Statement(
     select(rollouts.c.rollout_id, attempts.c.key, attempts.c.attempt_id)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
