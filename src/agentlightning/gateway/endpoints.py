@@ -251,7 +251,7 @@ class Endpoints:
     async def _route(
         self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: dict[str, Any]
     ) -> ResolvedCall | None:
-        """See `CallResolver.resolve`. The attempt is looked up only for a model that has no route of its own."""
+        """See `CallResolver.resolve`. The attempt is looked up only for a model without a route of its own."""
         try:
             return self._resolver.resolve(path, headers, caller, body)
         except ApiError as error:
@@ -261,7 +261,7 @@ class Endpoints:
                 context = await self._local.find_attempt(caller)
             except ApiError:
                 raise error from None
-            return self._resolver.resolve(path, headers, caller, body, context.llms)
+            return self._resolver.resolve(path, headers, caller, body, context.given)
 
     async def _prepare(self, dialect: Dialect, call: ResolvedCall, size: int) -> Handler:
         """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the

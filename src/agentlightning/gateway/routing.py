@@ -5,13 +5,16 @@ The first rule that matches decides; then come the engines by name, then the def
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from agentlightning.attempt_address import JUDGE_HEADER
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
+from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attribution import Caller
@@ -20,7 +23,11 @@ from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import ApiPath, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.resources import LLM
 
+Given = Mapping[str, tuple[str, LLM]]
+"""The models of a caller's resources: model -> (name of the resource, the resource)."""
+NOTHING_GIVEN: Final[Given] = MappingProxyType({})
 _MAX_CACHED: Final = 4096
 """Bound of the route cache: callers choose the names."""
 _JUDGED_BY_POLICY: Final = (
@@ -66,8 +73,10 @@ class Router:
         self._cache: dict[tuple[str | None, str | None, str], ModelRoute] = {}
         self._check_rules()
         self._named = [rule.model for rule in rules if not rule.is_pattern]
+        self.takes_runs = False
+        """Whether training runs elsewhere may join (`add_policy`)."""
         self._joined: set[str] = set()
-        """The models of training runs elsewhere."""
+        """The models of these runs."""
         self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *self._named]))
         """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
@@ -105,19 +114,25 @@ class Router:
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
     def resolve(
-        self, model: str | None, agent: str | None = None, path: str = "", given: Iterable[str] = ()
+        self, model: str | None, agent: str | None = None, path: str = "", given: Given | None = NOTHING_GIVEN
     ) -> ModelRoute:
         """The route of a call to `path` (for example "messages"). An unknown name leads to the policy of the caller's
-        training run, where that is among the models that the caller was `given`. Raises ApiError 400 if no model is
-        named, 404 for an unknown model."""
+        training run, where that has joined and is among the models that the caller was `given`; None: they were not
+        looked up. Raises ApiError 400 if no model is named, 404 for an unknown model, and 503 if the caller's run has
+        not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
         if (cached := self._cache.get((model, agent, dialect))) is not None:
             return cached
         route = self._find(model, agent, dialect)
+        if route is None and self.takes_runs:
+            if given is None:
+                raise self._unknown(model)
+            if (policy := self._policy_of_run(given)) is not None:
+                return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
-        if route is None and (policy := next((name for name in given if name in self._joined), None)) is not None:
-            return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
+            if self.takes_runs and route is not None:
+                return route
         if route is None:
             raise self._unknown(model)
         if len(self._cache) >= _MAX_CACHED:
@@ -179,6 +194,20 @@ class Router:
             return None
         return ModelRoute(model or sent, None, pool, sent, rule.price or pool.provider.price)
 
+    def _policy_of_run(self, given: Given) -> str | None:
+        """The joined policy among the models that a caller was given; None if it belongs to no run. Raises ApiError 503
+        for a run that is not here: this server was started again, and the run will join it."""
+        if (joined := next((name for name in given if name in self._joined), None)) is not None:
+            return joined
+        policies = [name for name, (_, llm) in given.items() if llm.policy_version is not None]
+        if policies and not any(name in self for name in policies):
+            message = (
+                f"the training run of this rollout, whose policy is {policies[0]!r}, has not joined this server, or has"
+                " left it; if the server was started again, the run joins within seconds: repeat the call"
+            )
+            raise ApiError(503, message, code="policy_unavailable", retry_after=math.ceil(RENEW_SECONDS))
+        return None
+
     def _unknown(self, model: str | None) -> ApiError:
         known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"
         if model is None:
@@ -236,14 +265,16 @@ class CallResolver:
         headers: Mapping[str, str],
         caller: Caller,
         body: dict[str, Any],
-        given: Iterable[str] = (),
+        given: Given | None = None,
     ) -> ResolvedCall | None:
-        """None if the model in the body is not a name. `given` are the models of the caller's resources. Raises
-        ApiError 400 or 404 if there is no such route."""
+        """None if the model in the body is not a name. `given` are the models of the caller's resources; None: they
+        were not looked up. Raises ApiError if there is no such route, or only one that depends on them."""
         model = body.get("model")
         if model is not None and not isinstance(model, str):
             return None
         caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
+        if caller.attempt is None:
+            given = NOTHING_GIVEN
         route = self._router.resolve(caller.agent.model, caller.agent.name, path, given)
         if JUDGE_HEADER in headers and self._router.trains(route):
             raise ApiError(409, _JUDGED_BY_POLICY.format(caller.agent.model), code="judge_as_agent", retry=False)

@@ -25,6 +25,7 @@ from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
+    RENEW_SECONDS,
     AnnounceRequest,
     JoinRequest,
     JoinStatus,
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 0.5
 """Between two attempts to reach a gateway."""
 RENEWALS: Final = 6
-"""Renewals in the time of a lease."""
+"""Renewals in the time of a lease, at least."""
 REQUEST_SECONDS: Final = 90.0
 """The longest a gateway may take to answer."""
 COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
@@ -168,7 +169,7 @@ class JoinedGateways:
             request = PauseRequest(run_id=self._run_id, in_flight=in_flight, drain_seconds=drain_seconds)
             try:
                 await self._all("/pause", request, until=lambda status: status.paused)
-                yield any(gateway.last.going_on for gateway in self._gateways if not gateway.lost)
+                yield any(gateway.last.going_on for gateway in self._gateways if gateway.joined)
             finally:
                 await self._all("/resume", RunRequest(run_id=self._run_id))
 
@@ -195,14 +196,17 @@ class JoinedGateways:
         deadline = loop.time() + self._lease
         while True:
             try:
+                if not gateway.joined and action != "/resume":
+                    return  # It answers no call of the run, and joins again once servers have the new weights.
                 if not gateway.joined:
                     await gateway.join(self._join_request())
                 if until(await gateway.post(action, request)):
                     return
                 deadline = loop.time() + self._lease
             except ModelServerError as error:
-                if error.status == 404:
-                    gateway.joined = False  # It was started again, or our lease has ended there.
+                if error.status == 404:  # It was started again, or our lease has ended there.
+                    gateway.joined = False
+                    continue
                 elif error.status is not None and error.status < 500:
                     raise PolicyError(f"{gateway.client.url} refuses the run: {error}") from error
                 if loop.time() >= deadline:
@@ -216,18 +220,24 @@ class JoinedGateways:
     async def _renew(self, gateway: _Gateway) -> None:
         """Say that the run is alive, and join again where a gateway was started again."""
         while True:
-            await asyncio.sleep(self._lease / RENEWALS)
+            await asyncio.sleep(min(self._lease / RENEWALS, RENEW_SECONDS))
             try:
                 if gateway.joined:
-                    await gateway.post("/renew", RunRequest(run_id=self._run_id))
-                elif not self._joining.locked():
+                    await self._send_renewal(gateway)
+                if not gateway.joined and not self._joining.locked():
                     async with self._joining:
                         await gateway.join(self._join_request())
                         self._note(f"the run has joined {gateway.client.url} again")
             except (PolicyError, ConfigError) as error:
-                if isinstance(error, ModelServerError) and error.status == 404:
-                    gateway.joined = False
                 log.warning("%s", error)
+
+    async def _send_renewal(self, gateway: _Gateway) -> None:
+        try:
+            await gateway.post("/renew", RunRequest(run_id=self._run_id))
+        except ModelServerError as error:
+            if error.status != 404:
+                raise
+            gateway.joined = False
 
     async def report(self) -> dict[str, Any]:
         """What the gateways have done for the run."""

@@ -1,149 +1,307 @@
-"""What a gateway does for runs that joined it: over real HTTP, with a scripted model server and a tiny tokenizer."""
+"""What a server does for runs that join it, hold calls back, are gone, come back, or are not alone: a real server
+and the HTTP requests that trainers send."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, InternalServerError, NotFoundError
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
-from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL, JoinRequest
-from agentlightning.models.tiny import make_tokenizer
+from agentlightning.engine.base import Engine
+from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
+from agentlightning.resources import ProxyLLM
 from agentlightning.server.joining.service import JoinedPolicies
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
+from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.model_server import ScriptedModelServer
-from agentlightning.testing.models import TEXTS
+from agentlightning.testing.tokenizer import tiny_tokenizer
 
-pytestmark = pytest.mark.integration
+TOKEN, SECRET = "hub-token", "a-secret-nobody-prints"
+
+
+class Trainer:
+    """The requests of a run's trainer, and what it does to the model server."""
+
+    def __init__(self, hub: Hub, model_server: ScriptedModelServer, run_id: str = "r1", model: str = "policy") -> None:
+        self.hub, self.model_server, self.run_id, self.path = hub, model_server, run_id, f"{BASE_PATH}/{model}"
+
+    async def post(self, action: str = "", **content: Any) -> httpx.Response:
+        return await self.hub.client.post(self.path + action, json={"run_id": self.run_id, **content})
+
+    async def join(self, **changes: Any) -> httpx.Response:
+        chat = HFChatFormat(tiny_tokenizer())
+        content = {
+            "protocol": PROTOCOL,
+            "kind": "vllm",
+            "urls": [self.model_server.url],
+            "context_length": 512,
+            "retries": 1,
+            "wait_seconds": 5.0,
+            "timeout_seconds": 30.0,
+            "crosses_updates": True,
+            "label": self.model_server.label,
+            "version": 0,
+            "lease_seconds": 60.0,
+            "tokenizer": base64.b64encode(pack_tokenizer(chat)).decode(),
+            "tool_calls": chat.tool_calls.name,
+            "eos_token_ids": sorted(chat.eos_token_ids),
+            "probe": probe_tokens(chat),
+        }
+        return await self.post(**{**content, **changes})
+
+    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
+        answer = await self.post("/pause", in_flight=in_flight, drain_seconds=drain_seconds)
+        return answer.raise_for_status().json()
+
+    async def update(self, version: int) -> None:
+        """Announce new weights, and give them to the server."""
+        (await self.post("/announce", label=f"w-{version}", version=version)).raise_for_status()
+        self.model_server.label = f"w-{version}"
 
 
 class Hub:
-    """A server that runs can join, an attempt whose calls go to it, and a run's side of the protocol."""
+    def __init__(self, store: InMemoryLightningStore, url: str, client: httpx.AsyncClient) -> None:
+        self.store, self.url, self.client = store, url, client
 
-    def __init__(self, url: str, store: InMemoryLightningStore, servers: ScriptedModelServer) -> None:
-        self.url, self.store, self.model_server = url, store, servers
-        self.chat = HFChatFormat(make_tokenizer(TEXTS))
-        self.http = httpx.AsyncClient(base_url=url, timeout=30, headers={"authorization": "Bearer t"})
-        self.ids = ("", "")
-
-    def request(self, run_id: str, label: str, version: int = 0, lease: float = 60.0) -> JoinRequest:
-        return JoinRequest(
-            run_id=run_id,
-            protocol=PROTOCOL,
-            kind="vllm",
-            urls=(self.model_server.url,),
-            context_length=512,
-            retries=1,
-            wait_seconds=5,
-            timeout_seconds=30,
-            crosses_updates=True,
-            label=label,
-            version=version,
-            lease_seconds=lease,
-            tokenizer=base64.b64encode(pack_tokenizer(self.chat)).decode(),
-            tool_calls=None,
-            eos_token_ids=tuple(sorted(self.chat.eos_token_ids)),
-            probe=tuple(probe_tokens(self.chat)),
+    async def ask(
+        self, model: str = "policy", resources: str | None = None, **options: Any
+    ) -> tuple[httpx.Response, Any]:
+        """An answer to a call of a new rollout, and its span."""
+        attempted = await self.store.start_rollout({}, resources_id=resources)
+        ids = attempted.rollout_id, attempted.attempt.attempt_id
+        environment = attempt_environment(self.url, SECRET, *ids)
+        answer = await self.client.post(
+            environment["OPENAI_BASE_URL"] + "/chat/completions",
+            json={"model": model, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 4, **options},
+            headers={"authorization": f"Bearer {environment['OPENAI_API_KEY']}"},
         )
+        spans = await self.store.query_spans(*ids)
+        return answer, spans[-1].attributes if spans else {}
 
-    async def join(self, request: JoinRequest, model: str = "policy") -> httpx.Response:
-        return await self.http.post(f"{BASE_PATH}/{model}", json=request.model_dump())
 
-    async def send(self, action: str, run_id: str = "r1", **more: object) -> dict[str, object]:
-        response = await self.http.post(f"{BASE_PATH}/policy/{action}", json={"run_id": run_id, **more})
-        assert response.status_code == 200, response.text
-        return response.json()
+@pytest.fixture
+async def model_server() -> AsyncGenerator[ScriptedModelServer]:
+    async with ScriptedModelServer() as server:
+        yield server
 
-    async def call(self) -> str:
-        environment = attempt_environment(self.url, "s", *self.ids)
-        base_url, key = environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]
-        async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
-            messages = [{"role": "user", "content": "hello"}]
-            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)  # type: ignore[arg-type]
-        return answer.choices[0].message.content or ""
 
-    async def versions(self) -> list[int]:
-        spans = await self.store.query_spans(*self.ids)
-        return [each.attributes[names.POLICY_VERSION] for each in spans if names.POLICY_VERSION in each.attributes]
+@asynccontextmanager
+async def hub_of(engines: Mapping[str, Engine]) -> AsyncGenerator[Hub]:
+    store, joined = InMemoryLightningStore(), JoinedPolicies()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        stack.push_async_callback(joined.close)
+        server = await stack.enter_async_context(serve(store, engines, secret=SECRET, token=TOKEN, joined=joined))
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        client = httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30)
+        yield Hub(store, server.url, await stack.enter_async_context(client))
 
 
 @pytest.fixture
 async def hub() -> AsyncGenerator[Hub]:
-    store, joined = InMemoryLightningStore(), JoinedPolicies()
-    async with (
-        ScriptedModelServer(context_length=512) as model_server,
-        serve(store, {}, secret="s", token="t", joined=joined) as server,
-    ):
-        made = Hub(server.url, store, model_server)
-        attempted = await store.start_rollout("task", mode="train")
-        made.ids = attempted.rollout_id, attempted.attempt.attempt_id
+    async with hub_of({}) as made:
         yield made
-        await made.http.aclose()
-        await joined.close()
-    await store.close()
 
 
-async def test_calls_wait_for_an_update_and_have_its_version(hub: Hub) -> None:
-    hub.model_server.label = "w-1"
-    assert (await hub.join(hub.request("r1", "w-1"))).status_code == 200
-    await hub.call()
-    assert (await hub.send("pause", in_flight=False, drain_seconds=None))["paused"]
-    waiting = asyncio.create_task(hub.call())
-    await asyncio.sleep(0.2)
+@pytest.fixture
+async def trainer(hub: Hub, model_server: ScriptedModelServer) -> Trainer:
+    return Trainer(hub, model_server)
+
+
+async def settle() -> None:
+    """Time for a call to reach the gate."""
+    await asyncio.sleep(0.3)
+
+
+async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, hub: Hub):
+    await trainer.join()
+    assert (await hub.ask())[1][names.POLICY_VERSION] == 0
+    assert (await trainer.pause())["paused"]
+    waiting = asyncio.create_task(hub.ask())
+    await settle()
     assert not waiting.done()
-    await hub.send("announce", label="w-2", version=1)
-    hub.model_server.label = "w-2"
-    status = await hub.send("resume")
-    await waiting
-    assert await hub.versions() == [0, 1]
-    assert (status["updates"], status["failed"]) == (1, 0)
+    await trainer.update(1)
+    status = (await trainer.post("/resume")).json()
+    answer, span = await asyncio.wait_for(waiting, 5)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
+    assert (status["updates"], status["held"], status["failed"]) == (1, 1, 0)
 
 
-async def test_calls_that_wait_for_a_trainer_that_died_are_refused_when_its_lease_ends_and_answered_after_it_resumed(
-    hub: Hub,
-) -> None:
-    hub.model_server.label = "w-1"
-    await hub.join(hub.request("r1", "w-1", lease=1.0))
-    await hub.send("pause", in_flight=False, drain_seconds=None)
-    with pytest.raises(InternalServerError, match="has not been heard from for 1 s") as refused:
-        await hub.call()
-    assert refused.value.status_code == 503
-    hub.model_server.label = "v-1"
-    assert (await hub.join(hub.request("r1", "v-1", version=5))).status_code == 200
-    await hub.call()
-    assert (await hub.versions())[-1] == 5
+async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join()
+    model_server.delay = 0.05
+    call = asyncio.create_task(hub.ask(max_tokens=30))
+    await settle()
+    status = await trainer.pause(in_flight=True)
+    assert (status["paused"], status["going_on"]) == (True, 1)
+    await trainer.update(1)
+    await trainer.post("/resume")
+    answer, span = await call
+    assert answer.status_code == 200
+    versions = list(span[names.POLICY_VERSIONS])
+    assert (versions[::2], sum(versions[1::2])) == ([0, 1], 30)
+    call = asyncio.create_task(hub.ask(max_tokens=10))
+    await settle()
+    assert (await trainer.pause())["going_on"] == 0
+    await asyncio.wait_for(call, 5)
+    assert call.result()[1][names.POLICY_VERSION] == 1
+    assert (await trainer.post("/resume")).json()["updates"] == 2
+    assert (await trainer.post("/resume")).json()["updates"] == 2, "a repeated request changes nothing"
 
 
-async def test_a_name_that_another_run_has_is_refused_and_free_once_that_has_left(hub: Hub) -> None:
-    hub.model_server.label = "w-1"
-    await hub.join(hub.request("r1", "w-1"))
-    taken = await hub.join(hub.request("r2", "w-1"))
-    assert (taken.status_code, "belongs to run r1" in taken.json()["error"]) == (409, True)
-    assert (await hub.join(hub.request("r2", "w-1"), model="other")).status_code == 200
-    await hub.send("leave")
-    with pytest.raises(NotFoundError):
-        await hub.call()
-    assert (await hub.join(hub.request("r3", "w-1"))).status_code == 200
+@pytest.mark.integration
+async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the_run_can_come_back(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join(lease_seconds=1.0)
+    model_server.delay = 0.05
+    under_way = asyncio.create_task(hub.ask(max_tokens=400))
+    await settle()
+    await trainer.pause(in_flight=True)
+    model_server._unpaused.clear()  # As the trainer leaves it.
+    waiting = asyncio.create_task(hub.ask())
+    for call in (waiting, under_way):
+        answer, _ = await asyncio.wait_for(call, 10)
+        assert answer.status_code == 503
+        assert "the trainer of run r1" in answer.json()["error"]["message"]
+        assert "has not been heard from for 1 s" in answer.json()["error"]["message"]
+    answer, _ = await hub.ask()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+    assert (await trainer.post("/renew")).status_code == 404
+    model_server._unpaused.set()
+    model_server.delay, model_server.label = 0.0, "resumed"
+    assert (await trainer.join(label="resumed", version=7)).status_code == 200
+    answer, span = await hub.ask()
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 7)
 
 
-async def test_servers_that_cannot_be_reached_or_have_other_weights_are_named(hub: Hub) -> None:
-    other = await hub.join(hub.request("r1", "w-1"))
-    assert (other.status_code, "has weights default" in other.json()["error"]) == (503, True)
-    away = hub.request("r1", "w-1").model_copy(update={"urls": ("http://127.0.0.1:9",)})
-    refused = await hub.join(away)
-    assert (refused.status_code, "127.0.0.1:9" in refused.json()["error"]) == (503, True)
+async def test_a_trainer_that_was_started_again_takes_over_the_calls_it_had_held_back(trainer: Trainer, hub: Hub):
+    await trainer.join()
+    await trainer.pause()
+    waiting = asyncio.create_task(hub.ask())
+    await settle()
+    trainer.model_server.label = "resumed"
+    assert (await trainer.join(label="resumed", version=3)).status_code == 200
+    answer, span = await asyncio.wait_for(waiting, 5)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 3)
 
 
-async def test_a_tokenizer_that_gives_other_tokens_is_refused(hub: Hub) -> None:
-    hub.model_server.label = "w-1"
-    wrong = hub.request("r1", "w-1").model_copy(update={"probe": (1, 2, 3)})
-    refused = await hub.join(wrong)
-    assert (refused.status_code, "gives other tokens than the trainer's" in refused.json()["error"]) == (422, True)
+async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belongs_to_one(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    async with ScriptedModelServer() as second:
+        other = Trainer(hub, second, "r2", "another")
+        assert [(await each.join()).status_code for each in (trainer, other)] == [200, 200]
+        await other.pause()
+        assert (await hub.ask("policy"))[0].status_code == 200, "only the calls of one run wait"
+        await other.update(1)
+        await other.post("/resume")
+        assert [(await hub.ask(name))[1][names.POLICY_VERSION] for name in ("policy", "another")] == [0, 1]
+        refused = await Trainer(hub, second, "r3", "another").join(label=second.label)
+        assert refused.status_code == 409
+        assert "'another' belongs to run r2" in refused.json()["error"]
+        assert re.search(r"wait (59|60) s for the end of its lease", refused.json()["error"])
+        await other.post("/leave")
+        assert (await hub.ask("another"))[0].status_code == 404
+        assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
+
+
+async def test_any_model_name_of_an_agent_leads_to_the_policy_of_its_own_run(trainer: Trainer, hub: Hub):
+    async with ScriptedModelServer() as second:
+        await Trainer(hub, second, "r2", "another").join()
+        await trainer.join()
+        for model in ("policy", "another"):
+            await hub.store.add_resources({"llm": ProxyLLM(endpoint=hub.url, model=model)}, f"of-{model}")
+            answer, span = await hub.ask("gpt-4o", f"of-{model}")
+            assert (answer.status_code, answer.json().get("model"), span[names.POLICY_VERSION]) == (200, model, 0)
+        await hub.store.add_resources({}, "none")
+        assert (await hub.ask("gpt-4o", "none"))[0].status_code == 404
+
+
+async def test_calls_of_a_run_that_has_not_joined_again_are_refused_for_the_moment(trainer: Trainer, hub: Hub):
+    """As after a restart of the server: a run of another name is here, and its policy must not answer."""
+    await Trainer(hub, trainer.model_server, "r2", "another").join()
+    llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=3)
+    await hub.store.add_resources({"llm": llm}, "of-policy")
+    for model in ("policy", "gpt-4o"):
+        answer, _ = await hub.ask(model, "of-policy")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+        assert "whose policy is 'policy', has not joined this server" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "2"
+    await trainer.join(version=3)
+    for model in ("policy", "gpt-4o"):
+        answer, span = await hub.ask(model, "of-policy")
+        assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 3)
+
+
+async def test_a_model_of_the_server_itself_answers_no_call_in_the_place_of_a_runs_policy(
+    model_server: ScriptedModelServer,
+):
+    own = ScriptedEngine(["Mine."] * 2, model="own")
+    async with hub_of({"own": own}) as hub:
+        llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=0)
+        await hub.store.add_resources({"llm": llm}, "of-policy")
+        assert (await hub.ask("gpt-4o", "of-policy"))[0].status_code == 503
+        await Trainer(hub, model_server).join()
+        answer, span = await hub.ask("gpt-4o", "of-policy")
+        assert (answer.status_code, answer.json()["model"], span[names.POLICY_VERSION]) == (200, "policy", 0)
+        for model in ("own", "gpt-4o"):  # Of no run: the default of the server.
+            assert (await hub.ask(model))[0].json()["model"] == "own"
+
+
+async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_has_them(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await trainer.join(retries=3)
+    model_server.label = "of-a-restarted-server"
+    call = asyncio.create_task(hub.ask())
+    await settle()
+    assert not call.done()
+    model_server.label = "default"
+    answer, span = await asyncio.wait_for(call, 10)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"protocol": 99}, 422, "install the same version of agentlightning on both"),
+        ({"urls": ["http://127.0.0.1:9"]}, 503, "127.0.0.1:9"),
+        ({"label": "another"}, 503, "has weights default"),
+        ({"tokenizer": base64.b64encode(b"no archive").decode()}, 422, "archive of the tokenizer cannot be read"),
+        ({"tokenizer": "?"}, 422, "is not base64"),
+        ({"probe": [1, 2, 3]}, 422, "gives other tokens than the trainer's"),
+        ({"urls": []}, 400, "urls"),
+    ],
+)
+async def test_a_server_says_why_it_cannot_serve_a_run(
+    trainer: Trainer, changes: dict[str, Any], status: int, words: str
+):
+    answer = await trainer.join(**changes)
+    assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
+
+
+async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_of_tokens(hub: Hub):
+    async with ScriptedModelServer(generates=False) as server:
+        refused = await Trainer(hub, server).join()
+        assert (refused.status_code, "--enable-scale-out" in refused.text) == (422, True)
+        assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
+
+
+async def test_nobody_joins_without_the_token(trainer: Trainer, hub: Hub):
+    for token in ("", "Bearer other"):
+        answer = await hub.client.post(f"{BASE_PATH}/policy", json={}, headers={"authorization": token})
+        assert answer.status_code == 401

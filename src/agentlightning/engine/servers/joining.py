@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 PROTOCOL: Final = 1
 """Raised with each change that an earlier version would misunderstand."""
 BASE_PATH: Final = "/v1/policies"
+RENEW_SECONDS: Final = 2.0
+"""A run renews its lease so often, and joins again within this time where a gateway was started again."""
 
 
 class _Message(BaseModel):

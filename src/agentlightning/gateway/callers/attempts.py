@@ -35,6 +35,8 @@ class AttemptContext:
     attempt_id: str
     llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
     """model -> (name of the resource, the resource)."""
+    names_resources: bool = False
+    """Whether the rollout names its resources, as those of training runs do; others get the latest."""
     trace_id: str = ""
     mode: RolloutMode | None = None
     """The mode of the rollout."""
@@ -48,6 +50,11 @@ class AttemptContext:
     """Calls of the policy that were answered or are being answered."""
     checked_at: float = 0.0
     """When the store last confirmed that the attempt is running (monotonic seconds)."""
+
+    @property
+    def given(self) -> Mapping[str, tuple[str, LLM]]:
+        """The `llms` that the rollout itself names."""
+        return self.llms if self.names_resources else {}
 
     def sampling_parameters(self, model: str) -> tuple[str, dict[str, Any]]:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
@@ -119,6 +126,7 @@ class AttemptCache:
             rollout_id,
             attempt_id,
             await self._llms(rollout),
+            rollout.resources_id is not None,
             trace_id_of(attempt_id) or new_trace_id(),
             mode=rollout.mode,
             trainable=rollout.mode not in ("val", "test"),

@@ -99,7 +99,7 @@ class ForwardingService:
         if attempt is None or (context := self._contexts.try_get(*attempt)) is None:
             return None, None
         data = parse_object(body) if len(body) <= MAX_CHUNK_BYTES else None
-        if data is None or (call := self._resolver.resolve(path, headers, caller, data, context.llms)) is None:
+        if data is None or (call := self._resolver.resolve(path, headers, caller, data, context.given)) is None:
             return None, None
         if call.route.servers is None or data.get("stream") or not can_forward(path, call.route):
             return call, None

@@ -134,6 +134,7 @@ class JoinedPolicies:
     def attach(self, gateway: Gateway) -> None:
         """Serve the policies through this gateway."""
         self._gateway = gateway
+        gateway.router.takes_runs = True
 
     async def join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Serve the policy of a run as `model`. Raises JoinError."""
@@ -151,7 +152,12 @@ class JoinedPolicies:
         assert self._gateway is not None
         known = self._runs.get(model)
         if known is not None and known.run_id != request.run_id and not known.gone:
-            raise JoinError(409, f"the model name {model!r} belongs to run {known.run_id}; set another policy.name")
+            left = known.heard_at + known.lease_seconds - time.monotonic()
+            raise JoinError(
+                409,
+                f"the model name {model!r} belongs to run {known.run_id}; set another policy.name, or, if that run was"
+                f" killed, wait {max(0.0, left):.0f} s for the end of its lease",
+            )
         if known is None and model in self._gateway.router:
             raise JoinError(
                 409, f"the model name {model!r} is used by this server's own models; set another policy.name"
