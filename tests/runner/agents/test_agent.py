@@ -76,6 +76,61 @@ def test_a_file_is_loaded_with_its_neighbours_importable(tmp_path: Path, make_ca
     assert load_agent(f"{path}:solve").start(make_call(None)) == 42
 
 
+METHODS = """
+class Agent:
+    made = 0
+
+    def __init__(self, temperature: float = 1.0):
+        Agent.made += 1
+        self.calls = 0
+
+    def answer(self, question: str) -> str:
+        self.calls += 1
+        return f"{question} {self.calls} of {Agent.made}"
+
+    async def think(self, question: str) -> str:
+        return self.answer(question)
+
+    @staticmethod
+    def guess(question: str) -> str:
+        return "guessed"
+
+class Closed:
+    def __init__(self, address):
+        pass
+
+    def answer(self, question: str) -> str:
+        return ""
+"""
+
+
+@pytest.mark.parametrize(("method", "asynchronous"), [("answer", False), ("think", True)])
+async def test_a_method_of_a_class_is_an_agent_with_a_new_instance_for_each_attempt(
+    tmp_path: Path, make_call: Any, method: str, asynchronous: bool
+) -> None:
+    path = tmp_path / f"a_class_whose_agent_is_{method}.py"
+    path.write_text(METHODS)
+    agent = load_agent(f"{path}:Agent.{method}")
+    given = make_call({"question": "what?"})
+    assert agent.blocks(given) is not asynchronous
+    for made in (1, 2):
+        answer = agent.start(given)
+        assert (await answer if asynchronous else answer) == f"what? 1 of {made}"
+
+
+def test_a_static_method_needs_no_instance(tmp_path: Path, make_call: Any) -> None:
+    path = tmp_path / "a_class_with_a_static_agent.py"
+    path.write_text(METHODS)
+    assert load_agent(f"{path}:Agent.guess").start(make_call({"question": "what?"})) == "guessed"
+
+
+def test_a_method_whose_class_needs_arguments_is_refused_before_any_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "a_class_that_needs_arguments.py"
+    path.write_text(METHODS)
+    with pytest.raises(AgentError, match=r"constructor of Closed requires address; the class of the agent is"):
+        load_agent(f"{path}:Closed.answer")
+
+
 BROKEN = {
     "no module": ("no_such_package.agent:solve", "no module 'no_such_package'"),
     "no name": ("agentlightning.testing.agents:ecoh", "has no 'ecoh'; did you mean agentlightning.testing.agents:echo"),

@@ -22,6 +22,7 @@ from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.runner.agents.command import Command, check_executable
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent, method_for, overridden
 from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.methods import check_constructor
 from agentlightning.runner.agents.spec import (
     FORMS,
     AgentLike,
@@ -135,12 +136,7 @@ def _methods(agent: LitAgent[Any]) -> LitAgentAdapter:
 
 
 def _class(kind: type[Any]) -> Agent:
-    required = [p.name for p in Signature.of(kind).parameters if p.default is p.empty]
-    if required:
-        raise AgentError(
-            f"the constructor of {kind.__qualname__} requires {', '.join(required)}; an agent class is "
-            "instantiated without arguments: read them from os.environ, or pass a function or a LitAgent instance"
-        )
+    check_constructor(kind, "agent")
     if issubclass(kind, LitAgent):
         return _methods(kind())
     if not callable(getattr(kind, "run", None)):

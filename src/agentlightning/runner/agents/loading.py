@@ -17,7 +17,8 @@ from typing import Any
 
 from agentlightning.errors import AgentError, AgentLightningError
 from agentlightning.runner.agents.import_advice import import_advice
-from agentlightning.runner.agents.spec import Pickled, Reference, resolve
+from agentlightning.runner.agents.methods import resolve_method
+from agentlightning.runner.agents.spec import Pickled, Reference
 
 FRAMEWORK_MODULES = ("agentlightning.runner", "importlib", "concurrent.", "asyncio.", "threading")
 """Modules whose frames are removed from the tracebacks of users' errors."""
@@ -29,7 +30,7 @@ def load_object(spec: Reference | Pickled, role: str) -> Any:
         return _unpickle(spec, role)
     module = _import_file(spec, role) if spec.is_file else _import_module(spec, role)
     try:
-        return resolve(module, spec.name)
+        return resolve_method(module, spec.name, role)
     except AttributeError:
         near = difflib.get_close_matches(spec.name, [n for n in vars(module) if not n.startswith("_")], n=1)
         hint = f"; did you mean {spec.module}:{near[0]}?" if near else ""
