@@ -74,7 +74,8 @@ def follow(block: Block, folder: Path) -> str:
 
 
 def result(printed: str) -> dict[str, Any]:
-    return json.loads(printed.strip().splitlines()[-1])
+    """What the first command of a block printed."""
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
 def test_the_skill_has_what_loaders_read() -> None:

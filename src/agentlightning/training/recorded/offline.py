@@ -137,7 +137,9 @@ class OfflineJob:
             raise ConfigError("no model: give model=DIRECTORY to the trainer")
         from agentlightning.models.tiny import make_tiny
 
-        self.progress.note("warning: no model was given, so a tiny one with random weights is trained; set model=...")
+        self.progress.note(
+            "warning: a tiny model with random weights is trained; for a model of your own set model=DIRECTORY"
+        )
         directory = (self.run_dir / TINY).resolve()
         return str(await asyncio.to_thread(make_tiny, directory, records, seed=self.config.run.seed))
 
