@@ -125,6 +125,8 @@ ALL = [
         "@anthropic-ai/claude-code",
         changed="short prompt, one tool",
     ),
-    Example("Codex", "codex/agent.sh", "commands", "@openai/codex", changed="its address is in `-c`"),
+    Example(
+        "Codex", "codex/agent.sh", "commands", "@openai/codex", changed="address in `-c`, short prompt", start_steps=360
+    ),
 ]
 BY_NAME = {each.name: each for each in ALL}

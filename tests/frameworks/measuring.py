@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -136,11 +137,14 @@ def starting_model(example: Example, folder: Path) -> Path:
     os.environ |= example.variables()
     command = example.command(warm=True)
     used, guessed = (asyncio.run(start.record(command, guesses, folder)) for guesses in (False, True))
+    with tempfile.TemporaryDirectory() as elsewhere:  # an agent may tell the model its folder
+        differs = start.differing(used, asyncio.run(start.record(command, False, Path(elsewhere), start.OTHERS)))
     known = json.dumps([example.start_steps, *map(_essence, (*used, *guessed))])
+    known = start.renewed(known, differs, random.Random(0))
     digest = hashlib.sha256(known.encode()).hexdigest()[:12]
     model = ENVIRONMENTS / "models" / digest / "model"
     if not model.exists():
-        start.learn(used, guessed, model.parent, steps=example.start_steps)
+        start.learn(used, guessed, model.parent, differs=differs, steps=example.start_steps)
     return model
 
 
