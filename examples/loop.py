@@ -245,7 +245,7 @@ def success(model: LlamaForCausalLM) -> float:
     return statistics.fmean(rollout.reward for rollout in play(model, every, None))
 
 
-def train(steps: int = 200, seed: int = 0, tasks: int = 8, group_size: int = 16, lr: float = 1e-3) -> list[float]:
+def train(steps: int = 200, seed: int = 0, tasks: int = 8, group_size: int = 16, lr: float = 5e-4) -> list[float]:
     """The mean reward of the rollouts of each step, and last that of the trained policy's most likely answers."""
     model = make_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
