@@ -124,7 +124,7 @@ def test_the_share_of_games_won_is_that_of_the_side_that_learns(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("learn", ["all", "village"])
 def test_roles_learn_apart(learn: str, tmp_path: Path) -> None:
-    short = "train.TASKS, train.GROUP, train.HELD_OUT = 2, 6, 4; start.make_start.__defaults__ = (10,)"
+    short = "train.TASKS, train.GROUP, train.HELD_OUT = 2, 6, 4; start.make_start.__defaults__ = (20,)"
     program = f"import json, start, train; {short}; print(json.dumps(train.figures(train.train(train.parse()))))"
     options = ["--learn", learn, "--steps", "2", "--run-dir", str(tmp_path)]
     ran = subprocess.run([sys.executable, "-c", program, *options], cwd=HERE, capture_output=True, text=True)
