@@ -13,6 +13,7 @@ from os import PathLike
 
 from starlette.routing import Route
 
+from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
@@ -26,7 +27,7 @@ from agentlightning.gateway.endpoints import API_PATHS, Endpoints
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.local.conversation import Conversations
-from agentlightning.gateway.local.service import LocalService
+from agentlightning.gateway.local.service import LocalService, LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.models_api import ModelsEndpoint
@@ -134,8 +135,7 @@ class Gateway:
             find_attempt=self._find_attempt,
             counters=self.counters,
             on_policy=on_policy,
-            enforcement=config.structured_output,
-            record_top_logprobs=config.record_top_logprobs,
+            settings=LocalSettings(config.structured_output, config.record_top_logprobs),
         )
         return forwarding, local
 
@@ -172,6 +172,20 @@ class Gateway:
     def resume(self) -> None:
         """Let waiting calls continue."""
         self.gates.open()
+
+    # -- training runs elsewhere -----------------------------------------------------------------------------------
+
+    def add_policy(self, model: str, engine: Engine, settings: LocalSettings) -> None:
+        """See `Router.add_policy`; the settings are those of the run."""
+        self.router.add_policy(model, engine)
+        for name in (model, *(engine.views if isinstance(engine, AgentEngines) else ())):
+            self._local.settings_of[name] = settings
+
+    def remove_policy(self, model: str) -> None:
+        """See `Router.remove_policy`."""
+        self.router.remove_policy(model)
+        for name in self._local.settings_of.keys() - set(self.router.models):
+            del self._local.settings_of[name]
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
         """Drop all state of an attempt that has ended."""

@@ -6,7 +6,7 @@ The first rule that matches decides; then come the engines by name, then the def
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -75,8 +75,8 @@ class Router:
         self._named = [rule.model for rule in rules if not rule.is_pattern]
         self.takes_runs = False
         """Whether training runs elsewhere may join (`add_policy`)."""
-        self._joined: set[str] = set()
-        """The models of these runs."""
+        self._joined: dict[str, str] = {}
+        """The models of these runs -> the name of their policy; those of single agents are among them."""
         self.models: tuple[str, ...] = tuple(dict.fromkeys([*self._engines, *self._named]))
         """Names of models, without patterns."""
         if default_model is None and len(engines) == 1:
@@ -88,18 +88,27 @@ class Router:
         self._default = default_model
 
     def add_policy(self, model: str, engine: Engine) -> None:
-        """Route a model name to the policy of a training run elsewhere, instead of an earlier one of that name. Raises
-        ConfigError if the name has another route."""
-        if model in self and model not in self._joined:
-            raise ConfigError(f"the model name {model!r} is used by this server's own models; set another policy.name")
-        self._joined.add(model)
-        self._engines[model] = engine
+        """Route a model name, and those of single agents, to the policy of a training run elsewhere, instead of an
+        earlier one of that name. Raises ConfigError if a name has another route."""
+        found = _with_views({model: engine})
+        self.check_names(model, found)
+        self.remove_policy(model)
+        self._joined |= dict.fromkeys(found, model)
+        self._engines |= found
         self._engines_changed()
+
+    def check_names(self, model: str, names: Iterable[str]) -> None:
+        """Raises ConfigError if one of the names has a route other than to the policy `model` of a run."""
+        for name in names:
+            if name in self and self._joined.get(name) != model:
+                raise ConfigError(
+                    f"the model name {name!r} is used by this server's own models; set another policy.name"
+                )
 
     def remove_policy(self, model: str) -> None:
         """Undo `add_policy`."""
-        self._joined.discard(model)
-        self._engines.pop(model, None)
+        for name in [name for name, owner in self._joined.items() if owner == model]:
+            del self._joined[name], self._engines[name]
         self._engines_changed()
 
     def _engines_changed(self) -> None:
@@ -198,7 +207,7 @@ class Router:
         """The joined policy among the models that a caller was given; None if it belongs to no run. Raises ApiError 503
         for a run that is not here: this server was started again, and the run will join it."""
         if (joined := next((name for name in given if name in self._joined), None)) is not None:
-            return joined
+            return self._joined[joined]
         policies = [name for name, (_, llm) in given.items() if llm.policy_version is not None]
         if policies and not any(name in self for name in policies):
             message = (

@@ -86,9 +86,10 @@ class ServedPolicy:
         self._generation = 0
         """Number of times the learner's weights changed, or may have changed."""
         self._tolerance = tolerance
-        self._adapters: ServedAdapters | None = None
+        self.adapters: ServedAdapters | None = None
+        """None: all weights are trained."""
         if isinstance(learner, AdapterLearner) and learner.adapters:
-            self._adapters = ServedAdapters(self, learner, servers, checkpoints.path)
+            self.adapters = ServedAdapters(self, learner, servers, checkpoints.path)
         self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE_MESSAGES))))
 
     @classmethod
@@ -130,8 +131,8 @@ class ServedPolicy:
         tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
         policy = cls(learner, servers, checkpoints, tolerance, transfer, config=config, kind=kind)
         try:
-            if policy._adapters is not None:
-                await policy._publish_adapters(policy._adapters, first=True)
+            if policy.adapters is not None:
+                await policy._publish_adapters(policy.adapters, first=True)
             else:
                 await policy._publish(PublishedWeights(policy, first))
         except BaseException:
@@ -155,26 +156,26 @@ class ServedPolicy:
 
     @property
     def policy_version(self) -> int:
-        return self._adapters.newest if self._adapters else self.servers.policy_version
+        return self.adapters.newest if self.adapters else self.servers.policy_version
 
     @property
     def views(self) -> Mapping[str, Engine]:
         """See `AgentEngines.views`."""
-        return self._adapters.by_model if self._adapters else {}
+        return self.adapters.by_model if self.adapters else {}
 
     @property
     def versions(self) -> Mapping[str, int]:
         """See `AgentEngines.versions`."""
-        own = self._adapters.own if self._adapters else None
+        own = self.adapters.own if self.adapters else None
         return {self.model: self.version_of(own)} | {name: view.policy_version for name, view in self.views.items()}
 
     def for_agent(self, agent: str | None) -> Engine:
         """See `AgentEngines.for_agent`."""
-        return self._adapters.views.for_agent(agent) if self._adapters else self
+        return self.adapters.views.for_agent(agent) if self.adapters else self
 
     def version_of(self, adapter: str | None) -> int:
         """See `AdapterSampler.version_of`."""
-        return self._adapters.version_of(adapter) if self._adapters else self.servers.policy_version
+        return self.adapters.version_of(adapter) if self.adapters else self.servers.policy_version
 
     async def sample(
         self,
@@ -185,7 +186,7 @@ class ServedPolicy:
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises as `ReplicaPool.sample` does."""
-        own = self._adapters.own if self._adapters else None
+        own = self.adapters.own if self.adapters else None
         return await self.sample_adapter(own, prompt_token_ids, params, on_tokens, affinity=affinity)
 
     async def sample_adapter(
@@ -198,9 +199,9 @@ class ServedPolicy:
         affinity: str = "",
     ) -> Sample:
         """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
-        if self._adapters is None:
+        if self.adapters is None:
             return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
-        return await self._adapters.sample(adapter, prompt_token_ids, params, on_tokens, affinity)
+        return await self.adapters.sample(adapter, prompt_token_ids, params, on_tokens, affinity)
 
     async def kv_cache_usage(self) -> float | None:
         """See `Policy.kv_cache_usage`."""
@@ -255,8 +256,8 @@ class ServedPolicy:
     async def publish(self) -> Mapping[str, float]:
         """Give the servers the learner's weights, and check that they agree; returns metrics. Raises PolicyError if no
         server accepts them, or one then disagrees with the learner."""
-        if self._adapters is not None:
-            return await self._publish_adapters(self._adapters)
+        if self.adapters is not None:
+            return await self._publish_adapters(self.adapters)
         weights = PublishedWeights(self)
         if self.transfer == DISK:
             await weights.directory()
@@ -321,8 +322,8 @@ class ServedPolicy:
     async def close(self) -> None:
         """Close the servers and the learner."""
         try:
-            if self._adapters is not None:
-                await self._adapters.close()
+            if self.adapters is not None:
+                await self.adapters.close()
             await self.servers.close()
         finally:
             await self.learner.close()

@@ -20,6 +20,7 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.chat.tool_calls import FORMATS
 from agentlightning.config import TrainConfig
+from agentlightning.engine.servers.adapter_versions import AdapterVersion
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.joining import (
@@ -31,6 +32,7 @@ from agentlightning.engine.servers.joining import (
     JoinStatus,
     PauseRequest,
     RunRequest,
+    ServedAdapter,
 )
 from agentlightning.engine.servers.replica import LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
@@ -49,6 +51,13 @@ RENEWALS: Final = 6
 """Renewals in the time of a lease, at least."""
 REQUEST_SECONDS: Final = 90.0
 """The longest a gateway may take to answer."""
+_TO_SERVER: Final = "is for all callers of a server, and not for one run: put it into the file of `agl serve --routes`"
+_TO_POLICY: Final = "is not needed, because all unknown model names lead to the policy of the run: leave it out"
+SERVER_SETTINGS: Final = {
+    **dict.fromkeys(("routes", "providers", "models", "agents", "budget"), _TO_SERVER),
+    **dict.fromkeys(("default_model", "accept_any_model"), _TO_POLICY),
+}
+"""The settings of [gateway] that a run cannot bring to a server, and what to do instead. It brings all others."""
 COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 
 
@@ -94,11 +103,13 @@ class JoinedGateways:
         *,
         lease_seconds: float,
         crosses_updates: bool,
+        settings: GatewayConfig | None = None,
         note: Callable[[str], None],
     ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._policy, self._run_id, self._lease = policy, run_id, lease_seconds
         self._crosses_updates, self._note = crosses_updates, note
+        self._settings = settings or GatewayConfig()
         self._transport = open_transport()
         path = f"{BASE_PATH}/{quote(policy.model, safe='')}"
         self._gateways = [
@@ -120,6 +131,11 @@ class JoinedGateways:
             stack.push_async_callback(gateways._leave)
             await asyncio.gather(*map(gateways._join_first, gateways._gateways))
             gateways._policy.servers.on_new_weights = gateways._announce
+            if (adapters := gateways._policy.adapters) is not None:
+                adapters.versions.on_new, adapters.versions.used_elsewhere = (
+                    gateways._announce_adapter,
+                    gateways._in_use,
+                )
             gateways._renewals = [asyncio.create_task(gateways._renew(each)) for each in gateways._gateways]
             yield gateways
 
@@ -135,8 +151,7 @@ class JoinedGateways:
             raise ConfigError(f"the run cannot join {gateway.client.url}: {error}") from error
 
     def _join_request(self) -> JoinRequest:
-        policy, weights = self._policy, self._policy.servers.weights
-        assert weights is not None  # `ServedPolicy.open` has published the first.
+        policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
         assert isinstance(policy.chat, HFChatFormat)
         format_name = policy.chat.tool_calls.name
         return JoinRequest(
@@ -150,8 +165,12 @@ class JoinedGateways:
             wait_seconds=policy.config.wait_seconds,
             timeout_seconds=policy.config.timeout_seconds,
             crosses_updates=self._crosses_updates,
-            label=weights.label,
-            version=weights.version,
+            label=None if weights is None else weights.label,
+            version=0 if weights is None else weights.version,
+            adapters=() if adapters is None else tuple(_served(*each) for each in adapters.versions.current.items()),
+            adapter_routes=None if adapters is None else adapters.routes(),
+            structured_output=self._settings.structured_output,
+            record_top_logprobs=self._settings.record_top_logprobs,
             lease_seconds=self._lease,
             tokenizer=self._tokenizer,
             tool_calls=format_name if format_name in FORMATS else None,
@@ -175,6 +194,13 @@ class JoinedGateways:
 
     async def _announce(self, weights: LabeledWeights) -> None:
         await self._all("/announce", AnnounceRequest(run_id=self._run_id, label=weights.label, version=weights.version))
+
+    async def _announce_adapter(self, name: str, adapter: AdapterVersion) -> None:
+        await self._all("/announce", AnnounceRequest(run_id=self._run_id, adapters=(_served(name, adapter),)))
+
+    def _in_use(self) -> set[str]:
+        """The served names of adapters that calls at the gateways use."""
+        return {name for gateway in self._gateways if gateway.joined for name in gateway.last.adapters}
 
     async def _all(
         self, action: str, request: RunRequest, until: Callable[[JoinStatus], bool] = lambda status: True
@@ -238,6 +264,8 @@ class JoinedGateways:
             if error.status != 404:
                 raise
             gateway.joined = False
+        if self._policy.adapters is not None:
+            self._policy.adapters.versions.remove_unused()
 
     async def report(self) -> dict[str, Any]:
         """What the gateways have done for the run."""
@@ -254,11 +282,17 @@ class JoinedGateways:
             task.cancel()
         await asyncio.gather(*self._renewals, return_exceptions=True)
         self._policy.servers.on_new_weights = None
+        if (adapters := self._policy.adapters) is not None:
+            adapters.versions.on_new, adapters.versions.used_elsewhere = None, tuple
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
                 await gateway.post("/leave", RunRequest(run_id=self._run_id))
             except (PolicyError, ConfigError) as error:
                 log.warning("%s; it forgets the run when its lease has ended", error)
+
+
+def _served(name: str, adapter: AdapterVersion) -> ServedAdapter:
+    return ServedAdapter(name=name, served_name=adapter.served_name, version=adapter.version)
 
 
 def joined_url(config: TrainConfig) -> str | None:
@@ -278,13 +312,10 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
         " Trainer(store=agl.LightningStoreClient(URL)))": store is None,
         'the gateways sample from model servers: set policy.engine = "vllm" or "sglang"': policy.engine == "local",
         "the gateways sample from running model servers: set policy.servers.urls": not servers.urls,
-        "adapters (policy.lora, algorithm.agents) are served by the trainer's own gateway only; train all weights": (
-            policy.lora is not None or bool(getattr(config.algorithm, "agents", None))
-        ),
-        "routes, providers and other settings of [gateway] belong to the gateways: agl serve --routes FILE": (
-            config.gateway != GatewayConfig()
-        ),
     }
+    given, default = config.gateway, GatewayConfig()
+    for name, remedy in SERVER_SETTINGS.items():
+        problems[f"gateway.{name} {remedy}"] = getattr(given, name) != getattr(default, name)
     for problem in (name for name, found in problems.items() if found):
         raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")
 
@@ -310,6 +341,7 @@ async def join_gateways(
         run_id,
         lease_seconds=config.run.gateway_lease_seconds,
         crosses_updates=config.policy.in_flight or config.policy.drain_seconds is not None,
+        settings=config.gateway,
         note=note,
     )
     return await stack.enter_async_context(opened)

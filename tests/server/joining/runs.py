@@ -99,10 +99,11 @@ async def fit(
     token: str = TOKEN,
     agent: str = AGENT,
     steps: int = STEPS,
+    **options: Any,
 ) -> agl.TrainingResult:
     (directory / "agent.py").write_text(agent)
     store = agl.LightningStoreClient(url, token)
-    algorithm = agl.LightningRL(steps=steps, tasks_per_step=4, group_size=4, optimizer={"lr": 1e-3})
+    algorithm = agl.LightningRL(steps=steps, tasks_per_step=4, group_size=4, optimizer={"lr": 1e-3}, **options)
     trainer = agl.Trainer(config, algorithm=algorithm, store=store, run_dir=directory / name)
     try:
         return await trainer.fit_async(f"{directory / 'agent.py'}:say", [{"word": word} for word in "abcdefghij"])
@@ -136,18 +137,19 @@ def command(directory: Path, name: str, model_server: ScriptedModelServer, url: 
 
 
 async def account(url: str, run_dir: Path) -> dict[str, Any]:
-    """What a run has recorded: rollouts, calls and tokens by version, and tokens trained."""
+    """What a run has recorded: rollouts, calls and tokens by version, calls by model, and tokens trained."""
     run_id = json.loads((run_dir / "state.json").read_text())["run_id"]
     store = agl.LightningStoreClient(url, TOKEN)
     rollouts = await store.query_rollouts(rollout_id_contains=f"{run_id}-train-")
-    calls, tokens = Counter[int](), Counter[int]()
+    calls, tokens, models = Counter[int](), Counter[int](), Counter[str]()
     for rollout in rollouts:
         for span in await store.query_spans(rollout.rollout_id):
             if (version := span.attributes.get(names.POLICY_VERSION)) is not None:
                 calls[int(version)] += 1
+                models[span.attributes["gen_ai.response.model"]] += 1
                 tokens[int(version)] += len(span.attributes[names.RESPONSE_TOKEN_IDS])
     await store.close()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     trained = [line["tokens_trained"] for line in lines if "tokens_trained" in line]
     states = Counter(rollout.status for rollout in rollouts)
-    return {"rollouts": states, "calls": calls, "tokens": tokens, "trained": trained}
+    return {"rollouts": states, "calls": calls, "tokens": tokens, "models": models, "trained": trained}

@@ -15,7 +15,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.testing.model_server import ScriptedModelServer
 
-from .runs import STEPS, TOKEN, Hub, account, fit, settings
+from .runs import AGENT, STEPS, TOKEN, Hub, account, fit, settings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -38,6 +38,28 @@ async def test_a_run_that_joins_a_server_has_the_same_account_as_one_that_answer
     figures = hub.metrics()
     assert (figures["joins"], figures["left"], figures["runs"], figures["gone"]) == (1, 1, 0, 0)
     assert figures["calls"] == joined.gateways["calls"]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_a_run_with_adapters_that_joins_a_server_has_the_same_account(
+    tmp_path: Path, hub: Hub, model_server: ScriptedModelServer, in_flight: bool
+) -> None:
+    """Two agents: the writer has an adapter of its own, and all others share one."""
+    agents = {"writer": agl.Lora(r=4), "critic": "shared"}
+    words = AGENT.replace('model="policy"', 'model=("writer" if ord(word[0]) % 2 else "critic") + "@policy"')
+    options: dict[str, Any] = {"agent": words, "agents": agents}
+    alone = await fit(tmp_path, "alone", settings(model_server, (), in_flight=in_flight), hub.url, **options)
+    assert not model_server.adapters
+    joining = settings(model_server, (hub.url,), in_flight=in_flight)
+    joined = await fit(tmp_path, "joined", joining, hub.url, **options)
+    assert (joined.rollouts, joined.failed_rollouts) == (alone.rollouts, alone.failed_rollouts) == (32, 0)
+    own, elsewhere = await account(hub.url, tmp_path / "alone"), await account(hub.url, tmp_path / "joined")
+    assert elsewhere == own
+    assert set(own["models"]) == {"policy", "policy:writer"}
+    assert sorted(own["calls"]) == [0, 1]
+    assert joined.gateways is not None
+    assert (joined.gateways["failed"], joined.gateways["joins"]) == (0, 1)
+    assert not model_server.adapters, "they are unloaded at the end"
 
 
 async def test_answers_that_go_on_across_an_update_name_the_version_of_each_token(
@@ -78,8 +100,11 @@ def test_a_server_of_another_protocol_version_says_so(hub: Hub) -> None:
     [
         ({"policy": PolicyConfig()}, "the gateways sample from model servers"),
         ({"policy": PolicyConfig(engine="vllm")}, "running model servers"),
-        ({"policy": PolicyConfig(engine="vllm", lora={}, servers={"urls": ["http://x"]})}, "adapters"),  # type: ignore[arg-type]
-        ({"gateway": agl.GatewayConfig(structured_output="never")}, r"settings of \[gateway\]"),
+        (
+            {"gateway": agl.GatewayConfig(models={"judge": "dir"})},
+            r"gateway.models is for all callers .*agl serve --routes",
+        ),
+        ({"gateway": agl.GatewayConfig(accept_any_model=True)}, "gateway.accept_any_model is not needed"),
     ],
 )
 async def test_settings_that_a_server_cannot_serve_are_refused(

@@ -262,6 +262,89 @@ async def test_a_model_of_the_server_itself_answers_no_call_in_the_place_of_a_ru
             assert (await hub.ask(model))[0].json()["model"] == "own"
 
 
+ROUTES = {
+    "own": None,
+    "views": {"policy:writer": "writer", "policy:base": None},
+    "agents": {"writer": "policy:writer", "editor": "policy:base"},
+    "others": "policy",
+}
+
+
+def adapter(version: int, name: str = "writer") -> dict[str, Any]:
+    return {"name": name, "served_name": f"{name}@{version}.r", "version": version}
+
+
+async def join_with_adapters(trainer: Trainer, **changes: Any) -> httpx.Response:
+    trainer.model_server.adapters["writer@0.r"] = "dir"
+    given = {"label": None, "adapters": [adapter(0)], "adapter_routes": ROUTES}
+    return await trainer.join(**{**given, **changes})
+
+
+async def test_agents_are_answered_by_the_adapters_of_the_run(trainer: Trainer, hub: Hub):
+    assert (await join_with_adapters(trainer)).status_code == 200
+    asked = {"writer@policy": "writer@0.r", "policy:writer": "writer@0.r", "editor@policy": "tiny", "policy": "tiny"}
+    for model, served in asked.items():
+        answer, span = await hub.ask(model)
+        path, body = trainer.model_server.calls[-1]
+        assert (answer.status_code, path, body["model"]) == (200, "/inference/v1/generate", served)
+        assert span[names.POLICY_VERSION] == 0
+    for model in ("policy:writer", "policy:base", "policy"):
+        assert (await hub.client.get(f"/v1/models/{model}")).status_code == 200
+    await trainer.post("/leave")
+    assert (await hub.ask("policy:writer"))[0].status_code == 404
+
+
+async def test_a_call_keeps_the_version_of_the_adapter_it_began_with_and_the_trainer_learns_which_are_used(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await join_with_adapters(trainer)
+    model_server.delay = 0.05
+    call = asyncio.create_task(hub.ask("policy:writer", max_tokens=30))
+    await settle()
+    assert (await trainer.pause(in_flight=True))["going_on"] == 1
+    model_server.adapters["writer@1.r"] = "dir"
+    status = (await trainer.post("/announce", adapters=[adapter(1)])).json()
+    assert status["adapters"] == ["writer@0.r"], "so the trainer does not unload it yet"
+    await trainer.post("/resume")
+    assert (await hub.ask("policy:writer"))[1][names.POLICY_VERSION] == 1
+    answer, span = await call
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
+    assert (await trainer.post("/renew")).json()["adapters"] == []
+
+
+async def test_a_server_without_an_adapter_of_the_run_answers_once_its_trainer_has_loaded_it(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await join_with_adapters(trainer, retries=5)
+    model_server.restart()
+    call = asyncio.create_task(hub.ask("policy:writer"))
+    await settle()
+    assert not call.done()
+    model_server.adapters["writer@0.r"] = "dir"
+    answer, span = await asyncio.wait_for(call, 10)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
+
+
+async def test_adapters_that_a_run_did_not_join_with_are_refused(trainer: Trainer):
+    await trainer.join()
+    answer = await trainer.post("/announce", adapters=[adapter(1)])
+    assert (answer.status_code, "joined without adapters" in answer.json()["error"]) == (422, True)
+    await join_with_adapters(trainer)
+    answer = await trainer.post("/announce", label="w", version=1)
+    assert (answer.status_code, "joined with adapters" in answer.json()["error"]) == (422, True)
+
+
+async def test_the_gateway_settings_of_a_run_are_used_for_its_calls_alone(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    async with ScriptedModelServer() as second:
+        await trainer.join(record_top_logprobs=3)
+        await Trainer(hub, second, "r2", "another").join()
+        spans = {model: (await hub.ask(model))[1] for model in ("policy", "another")}
+    assert spans["policy"][names.TOP_LOGPROBS]
+    assert names.TOP_LOGPROBS not in spans["another"]
+
+
 async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_has_them(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +34,9 @@ class AdapterVersion:
     directory: Path
     calls: int = 0
     """Number of calls that use it."""
-    replaced: bool = False
+
+
+OnNewAdapter = Callable[[str, AdapterVersion], Awaitable[None]]
 
 
 class AdapterVersions:
@@ -45,6 +47,12 @@ class AdapterVersions:
         self._run = secrets.token_hex(3)
         self._current: dict[str, AdapterVersion] = {}
         self._removals: set[asyncio.Task[None]] = set()
+        self._replaced: dict[str, AdapterVersion] = {}
+        """Versions that calls may still use, by served name."""
+        self.on_new: OnNewAdapter | None = None
+        """Called with a new version once servers have it, before calls use it."""
+        self.used_elsewhere: Callable[[], Collection[str]] = tuple
+        """The served names that calls of other processes use."""
 
     @property
     def current(self) -> Mapping[str, AdapterVersion]:
@@ -56,10 +64,12 @@ class AdapterVersions:
         before they sample again. Raises as `ReplicaPool.set_adapter`."""
         new = AdapterVersion(f"{name}@{version}.{self._run}", version, directory)
         await self._pool.set_adapter(new.served_name, directory, strict=strict)
+        if self.on_new is not None:
+            await self.on_new(name, new)
         old, self._current[name] = self._current.get(name), new
         if old is not None:
-            old.replaced = True
-            self._remove_if_unused(old)
+            self._replaced[old.served_name] = old
+            self.remove_unused()
 
     async def sample(
         self,
@@ -76,12 +86,14 @@ class AdapterVersions:
             sample = await self._pool.sample_adapter(used.served_name, prompt_token_ids, params, on_tokens, affinity)
         finally:
             used.calls -= 1
-            self._remove_if_unused(used)
+            self.remove_unused()
         return replace(sample, policy_version=used.version, versions=())
 
-    def _remove_if_unused(self, old: AdapterVersion) -> None:
-        if old.replaced and not old.calls:
-            task = asyncio.create_task(self._remove(old))
+    def remove_unused(self) -> None:
+        """Unload the replaced versions that no call uses."""
+        elsewhere = self.used_elsewhere() if self._replaced else ()
+        for name in [name for name, old in self._replaced.items() if not old.calls and name not in elsewhere]:
+            task = asyncio.create_task(self._remove(self._replaced.pop(name)))
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
 
@@ -95,7 +107,7 @@ class AdapterVersions:
     async def close(self) -> None:
         """Unload all adapters from servers that go on without us. The pool must still be open."""
         await asyncio.gather(*self._removals, return_exceptions=True)
-        current, self._current = list(self._current.values()), {}
+        current, self._current = [*self._current.values(), *self._replaced.values()], {}
         if all(replica.process is not None for replica in self._pool.replicas):
             return
         try:

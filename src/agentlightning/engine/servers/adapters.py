@@ -14,7 +14,8 @@ from agentlightning.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    directory: Path
+    directory: Path | None
+    """None: another process loads it on the servers."""
     version: int
 
 
@@ -44,6 +45,18 @@ class PoolAdapters:
         self._adapters[name] = adapter
         return errors
 
+    def expect(self, name: str, version: int, replicas: Sequence[Replica]) -> None:
+        """Sample from an adapter that another process loads. A server that lacks it samples nothing until it has it."""
+        self._adapters[name] = Adapter(None, version)
+        for replica in replicas:
+            replica.adapters[name] = version
+
+    def forget(self, name: str, replicas: Sequence[Replica]) -> None:
+        """Undo `expect`."""
+        self._adapters.pop(name, None)
+        for replica in replicas:
+            replica.adapters.pop(name, None)
+
     async def missing_on(self, replica: Replica) -> list[str]:
         """The adapters that a server no longer has although it loaded them. Raises as `ModelServer.model_info`."""
         expected = set(replica.adapters) & self._adapters.keys()
@@ -70,12 +83,16 @@ class PoolAdapters:
                 await replica.server.unload_adapter(name)
             del replica.adapters[name]
         for name, adapter in self._adapters.items():
-            if replica.adapters.get(name) != adapter.version or name not in present:
+            if adapter.directory is None and name not in present:
+                message = f"{replica.server.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                raise ModelServerError(message, retryable=True)
+            if adapter.directory is not None and (replica.adapters.get(name) != adapter.version or name not in present):
                 await replica.server.load_adapter(name, adapter.directory)
-                replica.adapters[name] = adapter.version
+            replica.adapters[name] = adapter.version
 
 
 async def _load(replica: Replica, name: str, adapter: Adapter) -> Exception | None:
+    assert adapter.directory is not None
     try:
         await replica.server.load_adapter(name, adapter.directory)
     except (ModelServerError, ConfigError) as error:

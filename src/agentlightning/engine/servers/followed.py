@@ -1,17 +1,20 @@
 """The policy of a training run elsewhere: an engine over model servers whose weights another process replaces.
 
 A gateway that a run has joined samples from it (`server.joining`). It never changes weights: the trainer announces each
-version before any server has it, and a server samples once it reports weights that were announced.
+version before any server has it, and a server samples once it reports weights that were announced. Adapters are
+announced once servers have them (`followed_adapters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.adapter_view import AdapterView
 from agentlightning.engine.base import (
     ConstraintKind,
+    Engine,
     EngineUnavailableError,
     OnTokens,
     Sample,
@@ -19,7 +22,8 @@ from agentlightning.engine.base import (
 )
 from agentlightning.engine.servers.base import ModelServerError, SampleRequest
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.joining import JoinRequest
+from agentlightning.engine.servers.followed_adapters import FollowedAdapters
+from agentlightning.engine.servers.joining import AdapterRoutes, AnnounceRequest, JoinRequest
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
@@ -32,10 +36,13 @@ PROBE_PROMPT = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FollowedServers:
-    """The servers of a run, and the weights that its trainer gives them."""
+    """The servers of a run, and the weights and adapters that its trainer gives them."""
 
     pool: ReplicaPool
-    weights: FollowedWeights
+    weights: PoolWeights
+    adapters: FollowedAdapters | None
+    """None: all weights are trained."""
+    routes: AdapterRoutes | None
 
     @classmethod
     async def open(cls, request: JoinRequest, model: str, chat: ChatFormat) -> FollowedServers:
@@ -47,11 +54,14 @@ class FollowedServers:
             wait_seconds=request.wait_seconds,
             timeout_seconds=request.timeout_seconds,
         )
-        made: list[FollowedWeights] = []
+        made: list[PoolWeights] = []
 
         def follow(replicas: Sequence[Replica]) -> PoolWeights:
-            made.append(FollowedWeights(replicas))
-            made[0].announce(request.label, request.version)
+            if request.label is None:
+                made.append(PoolWeights(replicas))
+            else:
+                made.append(followed := FollowedWeights(replicas))
+                followed.announce(request.label, request.version)
             return made[0]
 
         pool = await open_servers(
@@ -63,13 +73,26 @@ class FollowedServers:
             token=request.server_token,
             follow=follow,
         )
-        servers = cls(pool, made[0])
+        routes = request.adapter_routes
+        adapters = None if routes is None else FollowedAdapters(pool, request.adapters)
+        servers = cls(pool, made[0], adapters, routes)
         try:
-            await servers._check(crosses_updates=request.crosses_updates)
+            await servers._check(crosses_updates=request.crosses_updates and request.label is not None)
         except BaseException:
             await pool.close()
             raise
         return servers
+
+    def announce(self, request: AnnounceRequest) -> None:
+        """Accept new weights, or adapters. Raises ConfigError for those that the run did not join with."""
+        if request.label is not None:
+            if not isinstance(self.weights, FollowedWeights):
+                raise ConfigError("the run has joined with adapters, and announces other weights below them")
+            self.weights.announce(request.label, request.version)
+        if request.adapters:
+            if self.adapters is None:
+                raise ConfigError("the run has joined without adapters, and announces some")
+            self.adapters.announce(request.adapters)
 
     async def _check(self, *, crosses_updates: bool) -> None:
         async with self.weights.lock:
@@ -89,13 +112,19 @@ class FollowedServers:
 
 
 class FollowedPolicy:
-    """An `Engine` over the servers of a run."""
+    """An `Engine` over the servers of a run, and over its adapters (`AdapterSampler`, `AgentEngines`)."""
 
     def __init__(self, model: str, chat: ChatFormat, servers: FollowedServers) -> None:
         self.model, self.chat, self.servers = model, chat, servers
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.calls = self.tokens = self.failed = 0
+        self._views = self._make_views()
+
+    def _make_views(self) -> dict[str, AdapterView]:
+        routes = self.servers.routes
+        found = {} if routes is None else routes.views
+        return {model: AdapterView(self, model, adapter) for model, adapter in found.items()}
 
     @property
     def context_length(self) -> int:
@@ -103,7 +132,9 @@ class FollowedPolicy:
 
     @property
     def policy_version(self) -> int:
-        return self.servers.pool.policy_version
+        """See `AgentEngines.versions`: that of the newest weights."""
+        adapters = self.servers.adapters
+        return self.servers.pool.policy_version if adapters is None else adapters.newest
 
     @property
     def supported_params(self) -> frozenset[str]:
@@ -112,6 +143,37 @@ class FollowedPolicy:
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
         return self.unavailable is None and await self.servers.pool.can_enforce(text, kind)
+
+    # -- adapters --------------------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> Mapping[str, Engine]:
+        """See `AgentEngines.views`."""
+        return self._views
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """See `AgentEngines.versions`."""
+        own = {self.model: self.version_of(self._own)}
+        return own | {name: view.policy_version for name, view in self._views.items()}
+
+    def for_agent(self, agent: str | None) -> Engine:
+        """See `AgentEngines.for_agent`."""
+        if (routes := self.servers.routes) is None:
+            return self
+        return self._views.get(routes.agents.get(agent or "", routes.others), self)
+
+    def version_of(self, adapter: str | None) -> int:
+        """See `AdapterSampler.version_of`."""
+        if (adapters := self.servers.adapters) is None:
+            return self.servers.pool.policy_version
+        return 0 if adapter is None else adapters.version_of(adapter)
+
+    @property
+    def _own(self) -> str | None:
+        return None if self.servers.routes is None else self.servers.routes.own
+
+    # -- sampling --------------------------------------------------------------------------------------------------
 
     async def sample(
         self,
@@ -122,8 +184,20 @@ class FollowedPolicy:
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`. Raises EngineUnavailableError once the run has ended."""
+        return await self.sample_adapter(self._own, prompt_token_ids, params, on_tokens, affinity=affinity)
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
         try:
-            sample = await self._sample(prompt_token_ids, params, on_tokens, affinity)
+            sample = await self._sample(adapter, prompt_token_ids, params, on_tokens, affinity)
         except AgentLightningError:
             self.failed += 1
             raise
@@ -132,7 +206,7 @@ class FollowedPolicy:
         return sample
 
     async def _sample(
-        self, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None, affinity: str
+        self, adapter: str | None, prompt: Sequence[int], params: SamplingParams, on_tokens: OnTokens | None, key: str
     ) -> Sample:
         """An answer that `move` cuts off begins again on the new servers, unless it is streamed."""
         while True:
@@ -140,7 +214,9 @@ class FollowedPolicy:
                 raise EngineUnavailableError(self.unavailable)
             servers = self.servers
             try:
-                return await servers.pool.sample(prompt, params, on_tokens, affinity=affinity)
+                if servers.adapters is None or adapter is None:
+                    return await servers.pool.sample(prompt, params, on_tokens, affinity=key)
+                return await servers.adapters.sample(adapter, prompt, params, on_tokens, key)
             except AgentLightningError:
                 moved = servers is not self.servers or self.unavailable is not None
                 if not moved or on_tokens is not None:
@@ -150,6 +226,7 @@ class FollowedPolicy:
         """Sample from these servers: the trainer was started again."""
         old, self.servers, self.chat = self.servers, servers, chat
         self.unavailable = None
+        self._views = self._make_views()
         await old.pool.close()
 
     def end(self, reason: str) -> None:

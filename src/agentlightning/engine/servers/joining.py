@@ -2,7 +2,7 @@
 
     POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
     POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; to be repeated until `paused`
-    POST /v1/policies/MODEL/announce   `AnnounceRequest`: the servers are about to get these weights
+    POST /v1/policies/MODEL/announce   `AnnounceRequest`: servers are about to get these weights, or have these adapters
     POST /v1/policies/MODEL/resume     `RunRequest`: they have them; let calls go on
     POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive
     POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised with each change that an earlier version would misunderstand."""
 BASE_PATH: Final = "/v1/policies"
 RENEW_SECONDS: Final = 2.0
@@ -34,6 +34,29 @@ class RunRequest(_Message):
     run_id: str
 
 
+class ServedAdapter(_Message):
+    """One version of an adapter, as the model servers have it."""
+
+    name: str
+    """The same for all versions."""
+    served_name: str
+    """What the servers call this version."""
+    version: int
+
+
+class AdapterRoutes(_Message):
+    """Which adapters answer which agents. None as an adapter stands for the weights below them."""
+
+    own: str | None
+    """The adapter of the policy itself."""
+    views: dict[str, str | None]
+    """Model name -> adapter, of what answers single agents."""
+    agents: dict[str, str]
+    """Agent -> model name: the policy's, or one of `views`."""
+    others: str
+    """The model name for all other agents."""
+
+
 class JoinRequest(RunRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
@@ -48,9 +71,17 @@ class JoinRequest(RunRequest):
     timeout_seconds: float
     crosses_updates: bool
     """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
-    label: str
-    """The label of the weights that the servers have."""
+    label: str | None
+    """The label of the weights that the servers have; None: these stay as they are, and adapters change."""
     version: int
+    adapters: tuple[ServedAdapter, ...] = ()
+    """The adapters that the servers have."""
+    adapter_routes: AdapterRoutes | None = None
+    """None: the policy has no adapters."""
+    structured_output: Literal["auto", "always", "never"] = "auto"
+    """`gateway.structured_output` of the run."""
+    record_top_logprobs: int = 0
+    """`gateway.record_top_logprobs` of the run."""
     lease_seconds: float = Field(gt=0)
     """After so long without a request of the run, its calls are refused."""
     tokenizer: str
@@ -70,10 +101,12 @@ class PauseRequest(RunRequest):
 
 
 class AnnounceRequest(RunRequest):
-    """New weights, before any server has them."""
+    """New weights, before any server has them, or new adapters, once servers have them."""
 
-    label: str
-    version: int
+    label: str | None = None
+    """None: the weights stay."""
+    version: int = 0
+    adapters: tuple[ServedAdapter, ...] = ()
 
 
 class JoinStatus(_Message):
@@ -93,3 +126,5 @@ class JoinStatus(_Message):
     paused: bool = False
     going_on: int = 0
     """While paused, the calls that go on across the update."""
+    adapters: tuple[str, ...] = ()
+    """The served names of adapters that calls in progress use."""

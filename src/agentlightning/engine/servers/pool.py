@@ -301,6 +301,14 @@ class ReplicaPool:
         async with self._weights.lock:
             await self._adapters.unload(name, self.replicas)
 
+    def expect_adapter(self, name: str, version: int) -> None:
+        """Let `sample_adapter` use an adapter that another process loads on the servers, until `forget_adapter`."""
+        self._adapters.expect(name, version, self.replicas)
+
+    def forget_adapter(self, name: str) -> None:
+        """See `expect_adapter`."""
+        self._adapters.forget(name, self.replicas)
+
     def adapter_version(self, name: str) -> int:
         """0 for an adapter as first loaded. Raises ConfigError if none of the name is loaded."""
         return self._adapters.version(name)

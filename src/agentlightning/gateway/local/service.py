@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from starlette.types import Receive, Scope
@@ -44,6 +44,14 @@ from agentlightning.span import new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """How calls to an engine are sampled and recorded; see `GatewayConfig`."""
+
+    structured_output: EnforcementMode = "auto"
+    record_top_logprobs: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalService:
     """Prepares and serves calls to engines."""
@@ -56,9 +64,10 @@ class LocalService:
     find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
     counters: Counters
     on_policy: OnPolicySampling
-    enforcement: EnforcementMode
-    record_top_logprobs: int = 0
-    """See `GatewayConfig.record_top_logprobs`."""
+    settings: LocalSettings
+    """Those of engines that have none of their own."""
+    settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
+    """By model name, those of training runs elsewhere."""
 
     async def count(self, dialect: Dialect, call: ResolvedCall, size: int) -> int:
         """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
@@ -85,13 +94,14 @@ class LocalService:
             params, overridden = self._params(caller, context, model, params)
             trace_id, trainable = context.trace_id, context.trainable
         refuse_unsupported(engine, params)
+        settings = self.settings_of.get(model, self.settings)
         chat = await offload(size, partial(_chat_format, engine, request))
         if not request.prefill:  # A grammar describes whole answers.
             constrain = partial(constrain_sampling, tools=request.tools, trainable=trainable, size=size)
-            params = await constrain(engine, chat, params, request.constraint, mode=self.enforcement)
+            params = await constrain(engine, chat, params, request.constraint, mode=settings.structured_output)
         if trainable and params.truncates:
             params = replace(params, record_kept=True)
-        shown, recorded = params.top_logprobs, self.record_top_logprobs if caller.attempt else 0
+        shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
         prompts = await offload(size, partial(self._build_prompts, call, request, chat))
         self._count_prompts(caller, prompts)

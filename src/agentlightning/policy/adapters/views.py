@@ -20,7 +20,7 @@ class AgentViews:
         has_base = bool(agents) and SHARED in adapters
         self._base = AdapterView(policy, f"{policy.model}:{BASE}", None) if has_base else None
         every = [*self._own.values(), *([self._base] if self._base else [])]
-        self.by_model: dict[str, Engine] = {view.model: view for view in every}
+        self.by_model: dict[str, AdapterView] = {view.model: view for view in every}
 
     def for_agent(self, agent: str | None) -> Engine:
         """An agent that is not listed is answered as a frozen one is."""

@@ -25,14 +25,23 @@ from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.followed import FollowedPolicy, FollowedServers
-from agentlightning.engine.servers.joining import AnnounceRequest, JoinRequest, JoinStatus, PauseRequest, RunRequest
+from agentlightning.engine.servers.joining import (
+    AdapterRoutes,
+    AnnounceRequest,
+    JoinRequest,
+    JoinStatus,
+    PauseRequest,
+    RunRequest,
+)
 from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
 from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.local.service import LocalSettings
 from agentlightning.gateway.local.update_gate import UpdateGate
 from agentlightning.observability.metrics import counters
 
 log = logging.getLogger(__name__)
 
+NO_ROUTES = AdapterRoutes(own=None, views={}, agents={}, others="")
 PAUSE_POLL_SECONDS = 10.0
 """How long a request to pause waits for answers in progress; the run then repeats it."""
 
@@ -86,6 +95,7 @@ class JoinedRun:
             held_seconds=self.held_seconds,
             paused=paused,
             going_on=self.gate.num_in_flight if paused else 0,
+            adapters=() if self.policy.servers.adapters is None else self.policy.servers.adapters.in_use,
         )
 
     async def hold(self, request: PauseRequest) -> None:
@@ -158,10 +168,10 @@ class JoinedPolicies:
                 f"the model name {model!r} belongs to run {known.run_id}; set another policy.name, or, if that run was"
                 f" killed, wait {max(0.0, left):.0f} s for the end of its lease",
             )
-        if known is None and model in self._gateway.router:
-            raise JoinError(
-                409, f"the model name {model!r} is used by this server's own models; set another policy.name"
-            )
+        try:
+            self._gateway.router.check_names(model, [model, *(request.adapter_routes or NO_ROUTES).views])
+        except ConfigError as error:
+            raise JoinError(409, str(error)) from error
         chat = await _open_chat(request)
         servers = await FollowedServers.open(request, model, chat)
         if known is not None and known.run_id == request.run_id:
@@ -169,7 +179,7 @@ class JoinedPolicies:
         if known is not None:
             await self._remove(model, known)
         policy = FollowedPolicy(model, chat, servers)
-        self._gateway.router.add_policy(model, policy)
+        self._gateway.add_policy(model, policy, _settings(request))
         run = JoinedRun(request.run_id, policy, self._gateway.gates.of(policy), request.lease_seconds)
         self._runs[model] = run
         run.watch = asyncio.create_task(self._watch(run))
@@ -179,8 +189,10 @@ class JoinedPolicies:
         self, run: JoinedRun, request: JoinRequest, chat: HFChatFormat, servers: FollowedServers
     ) -> JoinedRun:
         """The trainer of a run was started again: what it held back goes on with the weights it has now."""
+        assert self._gateway is not None
         run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
         await run.policy.move(chat, servers)
+        self._gateway.add_policy(run.policy.model, run.policy, _settings(request))
         await run.release(updated=False)
         if run.watch is None or run.watch.done():
             run.watch = asyncio.create_task(self._watch(run))
@@ -197,7 +209,10 @@ class JoinedPolicies:
 
     async def announce(self, model: str, request: AnnounceRequest) -> JoinStatus:
         run = self._get(model, request)
-        run.policy.servers.weights.announce(request.label, request.version)
+        try:
+            run.policy.servers.announce(request)
+        except ConfigError as error:
+            raise JoinError(422, str(error)) from error
         return run.status()
 
     async def resume(self, model: str, request: RunRequest) -> JoinStatus:
@@ -241,7 +256,7 @@ class JoinedPolicies:
     async def _remove(self, model: str, run: JoinedRun) -> None:
         assert self._gateway is not None
         del self._runs[model]
-        self._gateway.router.remove_policy(model)
+        self._gateway.remove_policy(model)
         if run.watch is not None:
             run.watch.cancel()
         run.policy.end(run.policy.unavailable or f"run {run.run_id}, whose policy was {model!r}, has left this server")
@@ -269,6 +284,10 @@ class JoinedPolicies:
         }
         counts |= {"joins": self.joins, "refused": self.refused, "gone": self.gone, "left": self.left}
         yield from counters("joined", "Training runs that joined", counts)
+
+
+def _settings(request: JoinRequest) -> LocalSettings:
+    return LocalSettings(request.structured_output, request.record_top_logprobs)
 
 
 async def _open_chat(request: JoinRequest) -> HFChatFormat:
