@@ -1,15 +1,16 @@
 """What the dashboard costs: its pages over a million rollouts, and the server beneath an open page.
 
 `python benchmarks/dashboard.py pages` fills a database (finished rollouts of two calls, every twentieth failed) to two
-sizes and opens pages of it in Chromium. It prints how long the server took to answer, how long after its answer the
-first row was painted, and what the page holds in memory after fifty pages of the table. Limits: the first row within
-300 ms of the answer, the page below 200 MB (heap and renderer process).
+sizes and opens pages of it in Chromium; then those of two made-up runs of `--steps` steps. It prints how long the
+server took to answer, how long after its answer the first row, curve or token was painted, and what the page holds in
+memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
+and renderer process).
 
 `python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open (Live,
 which asks every two seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
 prints the ratio of the rates, and of the server's CPU time for each call. Limit: at most 3% slower.
 
-    python benchmarks/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--check] [--json]
+    python benchmarks/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--steps 400] [--check]
     python benchmarks/dashboard.py load [--rounds 8] [--seconds 5] [--check] [--json]
 
 Needs playwright (pip install playwright) and a Chromium of the system (apt-get install chromium).
@@ -40,6 +41,7 @@ sys.path.insert(0, str(HERE / "arms"))
 from ours import cycle, drive
 
 from agentlightning import span as names
+from agentlightning.dashboard.demo.runs import MadeUpRun, write_run
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreClient
@@ -52,7 +54,8 @@ SETTLE_SECONDS, IDLE_PERCENT = 60, 10.0
 CHROMIUM = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 WATCH = """new MutationObserver(() => {
-  if (window.firstRow === undefined && document.querySelector("main tbody tr, main .u-over")) {
+  const shown = "main tbody tr, main .u-over, main .tokens, main .timeline, main h2.mono";
+  if (window.firstRow === undefined && document.querySelector(shown)) {
     window.firstRow = null;
     requestAnimationFrame(() => setTimeout(() => { window.firstRow = performance.now(); }));
   }
@@ -127,7 +130,7 @@ async def fill(path: Path, size: int) -> float:
 
 @contextlib.contextmanager
 def dashboard(path: Path) -> Iterator[str]:
-    """The link of a dashboard of a database."""
+    """The link of a dashboard of a database, or of the runs of a directory."""
     program = "from agentlightning.cli import main; main()"
     command = [sys.executable, "-c", program, "dashboard", str(path), "--no-browser", "--json"]
     with running(command, said=True) as (_, line):
@@ -142,16 +145,38 @@ def views(last: int) -> dict[str, str]:
         "rollouts, page in the middle": f"{table}?after={middle}",
         "rollouts, failed": f"{table}?state=failed",
         "rollouts, by state": f"{table}?sort=status",
-        "rollouts, oldest first": f"{table}?sort=start_time&order=asc",
+        "rollouts, oldest first": f"{table}?sort=created&order=asc",
         "rollouts, id contains": f"{table}?id={last // 3:08d}",
         "rollouts, task contains": f"{table}?task=97%20times",
         "rollouts, of the newest group": f"{table}?group=g-{last // 8:07d}",
+        "rollouts, cancelled (none)": f"{table}?state=cancelled",
+        "rollouts, whole id": f"{table}?id={middle}",
+        "a rollout, its spans": f"{table}/{middle}?tab=spans",
+        "tokens": f"{table}/{middle}/tokens",
         "group side by side": f"{table}/{middle}/group",
         "live": "/runs/store/live",
     }
 
 
-def measure_pages(browser: Any, link: str, size: int) -> dict[str, dict[str, float]]:
+def run_views(steps: int, rollout: str) -> dict[str, str]:
+    run, rollouts = "/runs/first", "/runs/first/rollouts"
+    return {
+        "runs": "/",
+        "run": run,
+        "step": f"{run}/steps/{steps // 2}",
+        "step, as a table": f"{rollouts}?step={steps // 2}",
+        "validation": f"{run}/validation?set=validation",
+        "held-out": f"{run}/validation?set=held_out",
+        "group side by side, of a run": f"{rollouts}/{rollout}/group",
+        "tokens, of a run": f"{rollouts}/{rollout}/tokens",
+        "resources": f"{run}/resources",
+        "weights": f"{run}/weights",
+        "compare": "/compare?runs=first,second",
+    }
+
+
+def opened(browser: Any, link: str) -> tuple[Any, Any, str]:
+    """A browser's context with a page that has the token, and the address of the dashboard."""
     base, _, fragment = link.partition("#")
     context = browser.new_context(viewport={"width": 1400, "height": 900}, bypass_csp=True)
     context.add_init_script(WATCH)
@@ -159,19 +184,50 @@ def measure_pages(browser: Any, link: str, size: int) -> dict[str, dict[str, flo
     page.set_default_timeout(180_000)
     page.goto(f"{base}#{fragment}")
     page.wait_for_selector("h1")
+    return context, page, base
+
+
+def time_views(page: Any, base: str, paths: dict[str, str]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for name, path in views(size - 1).items():
+    for name, path in paths.items():
         tries = []
         print(f"  {name}", file=sys.stderr, flush=True)
         for _ in range(3):
             page.goto(f"{base}{path}")
-            if name == "group side by side":
-                page.wait_for_selector(".cols")
+            if "cancelled" in name:
+                page.wait_for_selector("main .empty:not([aria-busy])")
                 continue
             page.wait_for_function("typeof window.firstRow === 'number'")
             tries.append(page.evaluate(TIMES))
         if tries:
             found[name] = {key: statistics.median(each[key] for each in tries) for key in ("server", "row")}
+    return found
+
+
+def measure_run(browser: Any, folder: Path, steps: int) -> dict[str, dict[str, float]]:
+    """The pages of two runs, the first of them with `steps` steps."""
+    first, second = (
+        MadeUpRun(name, credit, number, number, 9.0, place)
+        for place, (name, credit, number) in enumerate(
+            (("first", "group_relative", steps), ("second", "leave_one_out", max(12, steps // 2))), 1
+        )
+    )
+    for run in (first, second):
+        in_thread(write_run(folder, run))
+    rollout = next(each.rollout.rollout_id for each in reversed(first.records) if "-train-" in each.rollout.rollout_id)
+    print(f"a run of {len(first.records):,} rollouts", file=sys.stderr)
+    with dashboard(folder) as link:
+        context, page, base = opened(browser, link)
+        found = time_views(page, base, run_views(steps, rollout))
+        context.close()
+    return found
+
+
+def measure_pages(browser: Any, link: str, size: int) -> dict[str, dict[str, float]]:
+    context, page, base = opened(browser, link)
+    found = time_views(page, base, views(size - 1))
+    context.close()
+    context, page, base = opened(browser, link)
     page.goto(f"{base}/runs/store/rollouts?limit=100")
     for _ in range(min(PAGES, size // 100 - 1)):
         page.locator("button.primary", has_text="Next page").click()
@@ -205,12 +261,19 @@ def pages(options: argparse.Namespace) -> int:
                 print(f"{size:,} rollouts: filled in {in_thread(fill(path, size)):.0f} s", file=sys.stderr)
                 with dashboard(path) as link:
                     table[size] = measure_pages(browser, link, size)
+            run = measure_run(browser, folder / "runs", options.steps)
     finally:
         shutil.rmtree(folder)
     largest = table[options.rollouts]
-    rows = [each["row"] for name, each in largest.items() if name != "memory"]
+    rows = [each["row"] for name, each in (largest | run).items() if name != "memory"]
     met = max(rows) <= FIRST_ROW_MS and max(largest["memory"].values()) <= PAGE_MB
-    print(json.dumps({"pages": table, "met": met})) if options.json else print_pages(table, met)
+    if options.json:
+        print(json.dumps({"pages": table, "run": run, "met": met}))
+    else:
+        print_pages(table, met)
+        print(f"of a run of {options.steps} steps")
+        for name, each in run.items():
+            print(f"  {name:32}  server {each['server']:,.0f}, row {each['row']:,.0f}")
     return int(options.check and not met)
 
 
@@ -351,6 +414,7 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=1_000_000)
     parser.add_argument("--small", type=int, default=10_000, help="the size that is measured beside it")
     parser.add_argument("--store", type=Path, help="a database that an earlier run has filled, or is to fill and keep")
+    parser.add_argument("--steps", type=int, default=400, help="of the made-up run whose pages are timed")
     parser.add_argument("--rounds", type=int, default=8, help="how often open and closed take turns")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")

@@ -44,6 +44,38 @@ async def test_sorted_rollouts_are_read_to_the_end(store: Store) -> None:
     assert ids(await store.query_rollouts(sort_by="rollout_id")) == sorted(names)
 
 
+async def test_rollouts_are_found_and_sorted_by_state(store: Store) -> None:
+    rollouts = [EnqueueRolloutRequest(n, rollout_id=f"r{n}", mode="train" if n % 2 else "val") for n in range(8)]
+    await store.enqueue_many_rollouts(rollouts)
+    for name in ("r1", "r6"):
+        await store.cancel_rollout(name)
+    for name in ("r2", "r5"):
+        attempt = (await store.start_attempt(name)).attempt
+        await store.update_attempt(name, attempt.attempt_id, status="succeeded" if name == "r5" else "running")
+    await store.requeue_rollout("r6", "again")
+    assert {each.rollout_id: each.status for each in await store.query_rollouts()} == {
+        "r0": "queuing", "r1": "cancelled", "r2": "running", "r3": "queuing", "r4": "queuing", "r5": "succeeded",
+        "r6": "requeuing", "r7": "queuing",
+    }  # fmt: skip
+    order = ["r1", "r0", "r3", "r4", "r7", "r6", "r2", "r5"]
+    assert ids(await store.query_rollouts(sort_by="status")) == order
+    assert ids(await store.query_rollouts(sort_by="status", sort_order="desc")) == order[::-1]
+    for start in range(9):
+        assert ids(await store.query_rollouts(sort_by="status", limit=3, offset=start)) == order[start : start + 3]
+    some: Any = {"sort_by": "status", "status_in": ["requeuing", "queuing", "failed"]}
+    assert ids(await store.query_rollouts(**some, limit=3, offset=2)) == ["r4", "r7", "r6"]
+    assert ids(await store.query_rollouts(sort_by="status", mode_in=["train"])) == ["r1", "r3", "r7", "r5"]
+    assert ids(await store.query_rollouts(status_in=["queuing", "requeuing"], newest_first=True, limit=3)) == [
+        "r7", "r6", "r4",
+    ]  # fmt: skip
+    assert ids(await store.query_rollouts(status_in=["queuing"], after="r0", limit=2)) == ["r3", "r4"]
+    assert ids(await store.query_rollouts(status_in=["cancelled", "succeeded"])) == ["r1", "r5"]
+    assert ids(await store.query_rollouts(status_in=["failed"])) == []
+    assert ids(await store.query_rollouts(status_in=["failed"], mode_in=["train"], filter_logic="or", limit=2)) == [
+        "r1", "r3",
+    ]  # fmt: skip
+
+
 async def test_one_filter_is_enough_where_that_is_asked_for(store: Store) -> None:
     await store.enqueue_many_rollouts(
         [

@@ -102,8 +102,8 @@ async def test_no_spans_of_a_running_rollout_are_read_but_the_newest(watched: Wa
     shown = await (await watched.data.run("store")).live.shown(None)
     assert len(shown["calls"]) == live.NEWEST
     assert {method for method in SPANS if watched.asked[method]} == {"newest_spans"}
-    assert [row["spans_read"] for row in shown["running"]] == [False]
-    assert shown["running"][0]["attempt_start"] is not None
+    assert [row.spans_read for row in shown["running"]] == [False]
+    assert shown["running"][0].attempt_start is not None
 
 
 async def test_all_who_look_at_the_same_time_share_what_is_read(watched: Watched, monkeypatch):

@@ -146,11 +146,33 @@ async def test_a_step_is_sorted_by_what_spans_hold_and_the_whole_store_by_its_ow
     rewards = [row["reward"] for row in page["rows"]]
     known = [reward for reward in rewards if reward is not None]
     assert known == sorted(known)
-    times = [row["start_time"] for row in await rows_of(client, "&sort=start_time&order=asc")]
+    times = [row["start_time"] for row in await rows_of(client, "&sort=created&order=asc")]
     assert times == sorted(times)
     refused = await client.get(f"/runs/{GRPO}/rollouts?sort=reward_number")
     assert refused.status_code == 400
     assert "one step= or group=" in refused.json()["error"]["message"]
+    assert "reward_number" in page["sorts"]
+    whole = await get(client, f"/runs/{GRPO}/rollouts?limit=1")
+    assert whole["sorts"] == ["created", "status", "rollout_id"]
+    for sort in whole["sorts"][1:]:
+        values = [row[sort] for row in await rows_of(client, f"&sort={sort}&order=asc")]
+        assert values == sorted(values)
+
+
+async def test_a_whole_id_is_found_without_a_search(client, monkeypatch):
+    row = (await rows_of(client, "&state=failed"))[-1]
+    monkeypatch.setattr("agentlightning.dashboard.data.selection._scan", None)
+    found = await get(client, f"/runs/{GRPO}/rollouts?id={row['rollout_id']}")
+    assert (found["rows"], found["next"], found["scanned"]) == ([row], None, 1)
+    assert (await get(client, f"/runs/{GRPO}/rollouts?state=queuing&id={row['rollout_id']}"))["rows"] == []
+
+
+async def test_in_a_large_store_only_what_the_store_keeps_the_number_of_is_counted(client, monkeypatch):
+    small = await get(client, f"/runs/{GRPO}/rollouts?mode=val&limit=1")
+    assert small["total"] > 0
+    monkeypatch.setattr("agentlightning.dashboard.data.selection.MOST_COUNTED", 10)
+    assert (await get(client, f"/runs/{GRPO}/rollouts?mode=val&limit=1"))["total"] is None
+    assert (await get(client, f"/runs/{GRPO}/rollouts?state=failed&limit=1"))["total"] > 0
 
 
 async def test_a_filter_over_many_rollouts_stops_and_says_where_to_go_on(client, monkeypatch):

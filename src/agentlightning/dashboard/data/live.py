@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Final
 
 from agentlightning import span as names
@@ -57,9 +56,9 @@ class Live:
             "now": time.time(),
             "statistics": statistics,
             "calls": await self._newest_calls(run_id, statistics),
-            "running": [asdict(each) for each in await summaries.of(running, open_spans=False)],
-            "newest": [asdict(each) for each in await summaries.of(newest, open_spans=False)],
-            "queues": [asdict(each) for each in await store.query_queues()],
+            "running": await summaries.of(running, open_spans=False),
+            "newest": await summaries.of(newest, open_spans=False),
+            "queues": await store.query_queues(),
         }
 
     async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -1,13 +1,13 @@
 """Which rollouts a table shows: filters, order and pages, at a cost that does not grow with the number of rollouts.
 
 What the store knows (state, mode, id) it filters; everything else is in spans, so that rollouts are read page by page
-until a page of matches is full or MOST_SCANNED were read. The page then says so, and where to go on. Values in spans
-can be sorted by only within a step or a group; the fields of rollouts over the whole store.
+until a page of matches is full or MOST_SCANNED were read. The page then says so, and where to go on. A whole store is
+sorted by what it has in order (creation, state, id); everything else sorts the rollouts of one step or group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -23,8 +23,22 @@ MOST_SCANNED: Final = 3000
 CHUNK: Final = 200
 STATES: Final = ("queuing", "preparing", "running", "succeeded", "failed", "cancelled", "requeuing")
 MODES: Final = ("train", "val", "test")
-BY_STORE: Final = ("start_time", "end_time", "status", "mode", "rollout_id", "queue", "priority")
-BY_SUMMARY: Final = ("reward_number", "seconds", "calls", "sampled_tokens", "prompt_tokens", "tool_errors", "attempts")
+MOST_COUNTED: Final = 100_000
+"""Rollouts of a store that are counted one by one where the store does not keep their number."""
+CREATED: Final = "created"
+BY_STORE: Final = (CREATED, "status", "rollout_id")
+BY_SUMMARY: Final = (
+    "reward_number",
+    "seconds",
+    "calls",
+    "sampled_tokens",
+    "prompt_tokens",
+    "tool_errors",
+    "attempts",
+    "end_time",
+    "mode",
+    "queue",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,8 @@ class Page:
     """Rollouts that were read for it."""
     total: int | None = None
     """The number of all that match, where the store can count them."""
+    whole: bool = False
+    """Whether all that match were read, so that they can be sorted by anything."""
 
 
 async def select(
@@ -126,13 +142,21 @@ async def select(
     if filters.step is not None or (filters.group is not None and await _in_ids(run, filters.group)):
         return await _from_set(run, filters, sort, descending, cursor, limit)
     if sort in BY_SUMMARY:
-        raise ConfigError(f"sort={sort!r} is read from spans; it sorts the rollouts of one step= or group=")
-    return await _scan(run, filters, sort, descending, cursor, limit)
+        raise ConfigError(
+            f"sort={sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
+        )
+    if filters.id is not None and cursor is None and (whole := await run.by_ids([filters.id])):
+        rows = [each for each in await run.summaries.of(whole) if filters.admit(each)]
+        return Page(rows if filters.admit_rollout(whole[0]) else [], None, 1, None)
+    return await _scan(run, filters, None if sort == CREATED else sort, descending, cursor, limit)
 
 
 async def _in_ids(run: RunData, group: str) -> bool:
     """Whether the ids of rollouts tell their group, as those of training runs do. Other rollouts name it in their
-    metadata alone, and are searched page by page."""
+    metadata alone, and are searched page by page. Where the newest ones do so, no id is searched for."""
+    newest = await run.store.query_rollouts(newest_first=True, limit=CHUNK)
+    if not any(own and each.rollout_id.startswith(_stem(own)) for each in newest if (own := group_of(each))):
+        return False
     found = await run.store.query_rollouts(rollout_id_contains=_stem(group), limit=1)
     return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
@@ -152,7 +176,7 @@ async def _scan(
         "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
         "rollout_id_contains": contains,
     }
-    total = await run.store.count_rollouts(**wanted) if cursor is None and filters.by_store else None
+    total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
     size = limit if filters.by_store else CHUNK
     while True:
         order: dict[str, Any] = (
@@ -179,6 +203,16 @@ async def _scan(
             return Page(rows, str(offset) if sort is not None else after, scanned, total)
 
 
+async def _total(run: RunData, filters: Filters, wanted: Mapping[str, Any]) -> int | None:
+    """How many match. None: the store would have to count them one by one, and is too large for that."""
+    kept = not filters.modes and wanted["rollout_id_contains"] is None
+    return await run.store.count_rollouts(**wanted) if kept or await _is_small(run) else None
+
+
+async def _is_small(run: RunData) -> bool:
+    return await run.store.count_rollouts() <= MOST_COUNTED
+
+
 def _contains(run: RunData, filters: Filters) -> str | None:
     """What the store is asked for in ids: what the user wrote, else the id of the run."""
     return filters.id if filters.id is not None or not run.shares_store else run.source.run_id
@@ -195,15 +229,14 @@ async def _from_set(
     rows = await run.summaries.of([each for each in rollouts if filters.admit_rollout(each)])
     rows = [each for each in rows if filters.admit(each)]
     if sort is not None:
-        if sort not in (*BY_SUMMARY, *BY_STORE):
-            raise ConfigError(f"sort={sort!r} is none of: {', '.join((*BY_SUMMARY, *BY_STORE))}")
-        known = [each for each in rows if getattr(each, sort, None) is not None]
-        unknown = [each for each in rows if getattr(each, sort, None) is None]
-        rows = [*sorted(known, key=lambda each: getattr(each, sort), reverse=descending), *unknown]
+        field = "start_time" if sort == CREATED else sort
+        known = [each for each in rows if getattr(each, field) is not None]
+        unknown = [each for each in rows if getattr(each, field) is None]
+        rows = [*sorted(known, key=lambda each: getattr(each, field), reverse=descending), *unknown]
     offset = 0 if cursor is None else _offset(cursor)
     page = rows[offset : offset + limit]
     more = offset + limit < len(rows)
-    return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows))
+    return Page(page, str(offset + limit) if more else None, len(rollouts), len(rows), whole=True)
 
 
 def _stem(group: str) -> str:

@@ -63,19 +63,21 @@ async def write_demo(root: Path) -> list[Path]:
         MadeUpRun("calculator-grpo", "group_relative", 24, 24, 9.0, 1),
         MadeUpRun("calculator-rloo", "leave_one_out", 24, 14, 6.0, 2),
     ]
-    found: list[Path] = []
-    for run in runs:
-        path = root / run.name
-        vocabulary = Vocabulary()
-        _make(run, vocabulary)
-        _write_files(run, path, vocabulary)
-        store = LightningStore(path / "store.db")
-        try:
-            await _fill(run, store)
-        finally:
-            await store.close()
-        found.append(path)
-    return found
+    return [await write_run(root, run) for run in runs]
+
+
+async def write_run(root: Path, run: MadeUpRun) -> Path:
+    """Write one run below a directory; returns its own."""
+    path = root / run.name
+    vocabulary = Vocabulary()
+    _make(run, vocabulary)
+    _write_files(run, path, vocabulary)
+    store = LightningStore(path / "store.db")
+    try:
+        await _fill(run, store)
+    finally:
+        await store.close()
+    return path
 
 
 def _make(run: MadeUpRun, vocabulary: Vocabulary) -> None:

@@ -44,6 +44,7 @@ async def list_rollouts(data: DashboardData, query: Query) -> dict[str, Any]:
         "next": page.next,
         "scanned": page.scanned,
         "total": page.total,
+        "sorts": [*BY_STORE, *BY_SUMMARY] if page.whole else BY_STORE,
         "writable": data.writable,
     }
 

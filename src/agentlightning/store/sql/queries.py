@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
+from agentlightning.rollouts import FINISHED, ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
 from agentlightning.store import validation
 from agentlightning.store.sql.session.counters import ATTEMPTS, SPANS
 from agentlightning.store.sql.session.rows import OPEN
@@ -18,6 +18,9 @@ from agentlightning.store.sql.tables import mapping, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.schema import rollouts as rollouts_table
 from agentlightning.store.types import Queue, Worker
+
+MOST_SORTED: Final = 10_000
+"""Rollouts of some states that are found by their index, and sorted; more of them are met soon in order of creation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,15 @@ class RolloutFilters:
         return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
 
     @property
-    def only_open(self) -> bool:
-        """Whether only rollouts that an attempt is working on can match."""
-        return not self.any_of and bool(self.status_in) and set(self.status_in or ()) <= set(OPEN)
+    def by_status_alone(self) -> bool:
+        return self.values == ([] if self.status_in is None else [list(self.status_in)])
+
+    @property
+    def index(self) -> str | None:
+        """The index that has all rollouts of these states, if there is one."""
+        states = set() if self.any_of else set(self.status_in or ())
+        kinds = (("open", OPEN), ("waiting", WAITING), ("finished", FINISHED))
+        return next((name for name, own in kinds if states and states <= set(own)), None)
 
     @property
     def present(self) -> statements.Filters:
@@ -61,15 +70,36 @@ class RolloutFilters:
 def rollouts(
     connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
+    if order.field == "status" and filters.by_status_alone:
+        return _by_status(connection, filters, order, limit, offset)
+    index = filters.index
+    if index is not None:
+        number = _total(connection, RolloutFilters(filters.status_in))
+        if not number:
+            return []
+        index = index if number <= MOST_SORTED or index == "open" else None
     paged = order.natural and (after is not None or limit < validation.NO_LIMIT)
     last = connection.stable_key(rollouts_table) if paged else validation.NO_LIMIT
     values = filters.values
     if after is not None:
         values.append(rollout_key(connection, after))
     statement = statements.query_rollouts(
-        filters.present, after is not None, order.field, order.descending, filters.any_of, filters.only_open
+        filters.present, after is not None, order.field, order.descending, filters.any_of, index
     )
     return [mapping.to_rollout(row) for row in connection.all(statement, *values, limit, offset) if row[0] <= last]
+
+
+def _by_status(connection: Connection, filters: RolloutFilters, order: Order, limit: int, offset: int) -> list[Rollout]:
+    """A page sorted by status, by reading one status after the other: their totals tell which the page is in."""
+    wanted = ROLLOUT_TRANSITIONS if filters.status_in is None else set(filters.status_in)
+    by_creation, found = Order(descending=order.descending), list[Rollout]()
+    for status in sorted(wanted, reverse=order.descending):
+        own = RolloutFilters([status])
+        number = _total(connection, own)
+        if offset < number and len(found) < limit:
+            found += rollouts(connection, own, by_creation, None, limit - len(found), offset)
+        offset = max(0, offset - number)
+    return found
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:

@@ -29,8 +29,9 @@ function Filters({ query, apply }) {
     <button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button></form>`;
 }
 
-function Heading({ name, title, query, apply, end }) {
+function Heading({ name, title, query, apply, end, sorts }) {
   const active = query.sort === name;
+  if (!sorts.includes(name)) return html`<th class=${end ? "num" : ""}>${title}</th>`;
   const flip = () => apply({ ...query, sort: name, order: active && query.order !== "asc" ? "asc" : "desc", after: "" });
   return html`<th class=${end ? "num" : ""} aria-sort=${active ? (query.order === "asc" ? "ascending" : "descending") : undefined}><button type="button" onClick=${flip}>${title}${active ? (query.order === "asc" ? " ▲" : " ▼") : ""}</button></th>`;
 }
@@ -100,20 +101,20 @@ export function RolloutsPage({ parts: [run], query, path }) {
   const { data } = view;
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id]);
   const every = data && chosen.length === data.rows.length && chosen.length > 0;
-  const head = { query, apply };
+  const head = { query, apply, sorts: data ? data.sorts : [] };
   return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}
       <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
       <table><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
-        <${Heading} name="start_time" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
+        <${Heading} name="created" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
         <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
         <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
       ${!data.rows.length && html`<p class="empty">${data.next ? `None of ${number(data.scanned)} rollouts matches so far.` : "No rollout matches."}</p>`}</div>
     <div class="head">${query.after && html`<button type="button" onClick=${() => history.back()}>← Back</button>`}
       ${data.next && html`<button type="button" class="primary" onClick=${() => apply({ ...query, after: data.next })}>${data.rows.length ? "Next page" : "Look further"} →</button>`}
-      <span class="muted small">${number(data.scanned)} rollouts read for this page</span></div>`}`;
+      <span class="muted small">${number(data.scanned)} rollouts read for this page. ${!data.sorts.includes("calls") && "All rollouts are sorted by creation or state; those of one step or group by every column."}</span></div>`}`;
 }
 
 export function TaskPage({ parts: [run], path }) {

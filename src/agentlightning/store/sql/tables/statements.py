@@ -6,7 +6,7 @@ Written once in SQLAlchemy Core for all dialects; see backend.py for how they ar
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -111,6 +111,10 @@ def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None
     return query.order_by(column.desc().nulls_last() if descending else column.nulls_first(), last)
 
 
+INDEXED: Final = {"open": OPEN, "waiting": WAITING, "finished": text("end_time IS NOT NULL")}
+"""Conditions of the indexes that find rollouts by their state."""
+
+
 @cache
 def query_rollouts(
     filters: Filters,
@@ -118,18 +122,18 @@ def query_rollouts(
     field: str | None = None,
     descending: bool = False,
     any_of: bool = False,
-    only_open: bool = False,
+    index: str | None = None,
 ) -> Statement:
-    """Its parameters: one for each filter used, the key to continue after, limit and offset. `only_open`: the states
-    filtered by are of open rollouts, which are few: they are found by their index, and sorted."""
+    """Its parameters: one for each filter used, the key to continue after, limit and offset. `index`, one of INDEXED:
+    few rollouts have the states filtered by, and all of them fulfil its condition: they are found by it, and sorted."""
     query, names = _filtered(select(*ROLLOUT), filters, any_of)
     key: ColumnElement[Any] = rollouts.c.key
-    if only_open:
-        query, key = query.where(OPEN), literal_column('+rollouts."key"')  # SQLite reads the table for an ordered key
+    if index is not None:  # SQLite reads the whole table for an ordered key
+        query, key = query.where(INDEXED[index]), literal_column('+rollouts."key"')
     if after:
         query = query.where(key < param("key") if descending else key > param("key"))
         names.append("the_key")
-    if only_open and field is None:
+    if index is not None and field is None:
         query = query.order_by(key.desc() if descending else key)
     else:
         query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
