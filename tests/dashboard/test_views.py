@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -13,6 +14,7 @@ from agentlightning.credit import training_samples
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.store import LightningStore
+from agentlightning.store.types import RolloutRecord
 from agentlightning.training.sources.reader import TrajectoryReader
 
 pytestmark = pytest.mark.integration
@@ -99,6 +101,45 @@ async def test_each_task_is_followed_through_its_measurements_and_the_last_compa
         for cell in task["cells"]:
             row = (await get(client, f"/runs/{GRPO}/rollouts/{cell['rollouts'][0]}"))["summary"]
             assert (row["task_key"], row["reward_number"]) == (task["task_key"], cell["mean"])
+
+
+async def test_held_out_tasks_are_followed_through_stages_and_without_reading_validations(copied, client_of):
+    path = copied / GRPO / "state.json"
+    state = orjson.loads(path.read_bytes())
+    stage = {"first_step": 0, "rollouts": 0, "learns_weights": True, "settings": ""}
+    state["stages"] = [{"name": name, **stage} for name in ("apo", "lightning_rl")]
+    path.write_bytes(orjson.dumps(state))
+    run_id = state["run_id"]
+    data = DashboardData(Catalog(roots=[copied]))
+    store = (await data.run(GRPO)).store
+    for before, name in (("before-greedy", "stage-00-greedy"), ("after-000024-greedy", "before-greedy-changed1")):
+        rollouts = await store.query_rollouts(rollout_id_contains=f"{run_id}-{before}-")
+        records = await store.read_records([each.rollout_id for each in rollouts])
+        await store.add_records([renamed(each, before, name) for each in records])
+    asked, query = [], store.query_rollouts
+    store.query_rollouts = lambda **given: asked.append(given) or query(**given)
+    async with client_of(data) as client:
+        found = await get(client, f"/runs/{GRPO}/validation?set=held_out&mode=greedy")
+    means = {each["label"]: each["reward"]["mean"] for each in found["measurements"]}
+    assert list(means) == ["before", "after stage 1", "after"]
+    assert means["before"] == means["after stage 1"] < means["after"]
+    assert {each["reward"]["tasks"] for each in found["measurements"]} == {24}
+    assert len(asked) == 3
+    assert not any("validation" in each["rollout_id_contains"] for each in asked)
+    await data.close()
+
+
+def renamed(record, old, new):
+    """The same rollout under another name."""
+
+    def moved(each, **names):
+        return replace(each, rollout_id=each.rollout_id.replace(old, new), **names)
+
+    return RolloutRecord(
+        moved(record.rollout),
+        tuple(moved(each, attempt_id=f"{new}-{each.attempt_id}") for each in record.attempts),
+        tuple(moved(each, attempt_id=f"{new}-{each.attempt_id}") for each in record.spans),
+    )
 
 
 async def test_a_step_leads_to_its_groups_the_largest_spread_first(client):

@@ -24,37 +24,43 @@ MOST_TASKS: Final = 500
 """Tasks in the table, those that changed most first."""
 Points = Mapping[str, Sequence[RolloutSummary]]
 """Label of a measurement -> its rollouts."""
+Names = Mapping[str, str]
+"""Label of a measurement -> what the ids of its rollouts begin with, after that of the run. Those of before a change of
+what rewards mean have other names."""
 
 
 async def show_validation(data: DashboardData, query: Query) -> dict[str, Any]:
-    """The validations by mode and step, each with the 95% interval of its mean over tasks; and with `set` and `mode`
-    one set of tasks through its measurements."""
+    """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
+    instead one set of tasks through its measurements."""
     run = await data.run(query.part("run"))
     files = run.source.run()
-    validations = {mode: await _validations(run, mode, steps) for mode, steps in _steps(files).items()}
-    modes = {
-        mode: [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
-        for mode, points in validations.items()
-    }
-    shown: dict[str, Any] = {"modes": {mode: found for mode, found in modes.items() if found}}
+    steps = _steps(files)
     chosen = query.choice("set", SETS)
     if chosen is None:
-        return shown
-    names = [*dict.fromkeys([*_held_out_modes(files), *modes])]
+        return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
+    names = [*dict.fromkeys([*_held_out_modes(files), *steps])]
     mode = query.choice("mode", names, names[0] if names else None)
     points: Points = {}
     if mode is not None:
-        points = await _held_out(run, files, mode) if chosen == "held_out" else _thinned(validations.get(mode, {}))
-    return shown | {"set": chosen, "mode": mode, "names": names, **_by_task(points)}
+        wanted = _held_out(files, mode) if chosen == "held_out" else _thinned(steps.get(mode, {}))
+        points = await _points(run, wanted)
+    return {"set": chosen, "mode": mode, "names": names, **_by_task(points)}
 
 
-def _steps(files: RunFiles) -> dict[str, list[int]]:
-    """The steps with a validation, by mode."""
-    found: dict[str, list[int]] = {}
+async def _means(run: RunData, steps: Names) -> list[dict[str, Any]]:
+    points = await _points(run, steps)
+    return [{"step": int(label), **found} for label, rows in points.items() if (found := _mean(rows)) is not None]
+
+
+def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
+    """The validations by mode and step."""
+    found: dict[str, dict[str, str]] = {}
     for line in files.metrics():
         for name in line:
             if name.startswith("validation_"):
-                found.setdefault(name.removeprefix("validation_"), []).append(int(line["step"]))
+                mode, step, revision = name.removeprefix("validation_"), int(line["step"]), line.get("revision")
+                suffix = f"-changed{revision}" if revision else ""
+                found.setdefault(mode, {})[str(step)] = f"validation-{step:06d}-{mode}{suffix}"
     return found
 
 
@@ -63,29 +69,32 @@ def _held_out_modes(files: RunFiles) -> list[str]:
     return [name.partition("-")[2] for name in names if name.startswith(("before-", "after-"))]
 
 
-async def _rows(run: RunData, label: str) -> list[RolloutSummary]:
-    return await run.summaries.of(await run.store.query_rollouts(rollout_id_contains=f"{run.source.run_id}-{label}"))
-
-
-async def _validations(run: RunData, mode: str, steps: Sequence[int]) -> dict[str, list[RolloutSummary]]:
-    found = {str(step): await _rows(run, f"validation-{step:06d}-{mode}") for step in steps}
-    return {label: rows for label, rows in found.items() if rows}
-
-
-async def _held_out(run: RunData, files: RunFiles, mode: str) -> dict[str, list[RolloutSummary]]:
-    """Before training, and under the weights that the result names."""
+def _held_out(files: RunFiles, mode: str) -> dict[str, str]:
+    """Before training, after each stage of a sequential run, and under the weights that the result names."""
     state = files.state()
     step = state.measured_step if state.measured_step is not None else state.best_step or state.step
-    found = {"before": await _rows(run, f"before-{mode}"), "after": await _rows(run, f"after-{step:06d}-{mode}")}
-    return {label: rows for label, rows in found.items() if rows}
+    stages = {f"after stage {place + 1}": f"stage-{place:02d}" for place in range(len(state.stages) - 1)}
+    purposes = {"before": "before", **stages, "after": f"after-{step:06d}"}
+    return {label: f"{purpose}-{mode}{state.suffix}" for label, purpose in purposes.items()}
 
 
-def _thinned(points: Points) -> Points:
-    labels = list(points)
-    if len(labels) <= MOST_POINTS:
-        return points
-    kept = {round(place * (len(labels) - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)}
-    return {label: points[label] for place, label in enumerate(labels) if place in kept}
+async def _points(run: RunData, wanted: Names) -> dict[str, list[RolloutSummary]]:
+    """The rollouts of measurements, as far as the store has them."""
+    found: dict[str, list[RolloutSummary]] = {}
+    for label, own_name in wanted.items():
+        name = f"{run.source.run_id}-{own_name}-"
+        rollouts = await run.store.query_rollouts(rollout_id_contains=name)
+        own = [each for each in rollouts if each.rollout_id.partition(name)[2][:1].isdecimal()]
+        if own:
+            found[label] = await run.summaries.of(own)
+    return found
+
+
+def _thinned(steps: Names) -> Names:
+    if len(steps) <= MOST_POINTS:
+        return steps
+    kept = {round(place * (len(steps) - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)}
+    return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
 
 
 def _mean(rows: Sequence[RolloutSummary]) -> dict[str, Any] | None:
