@@ -73,7 +73,7 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def _agents(self) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             work = asyncio.create_task(self._work(client))
             try:
                 yield

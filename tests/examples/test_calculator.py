@@ -107,6 +107,7 @@ def test_an_agent_trains(name, request, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_agent_is_run_once_with_a_model_of_ones_own(name, request, tmp_path):
     from agentlightning.testing.models import tiny_checkpoint
@@ -117,7 +118,7 @@ def test_an_agent_is_run_once_with_a_model_of_ones_own(name, request, tmp_path):
     command = [AGL, "run", "--json", "--model", model, "--task", json.dumps(TASK), "--timeout", "60"]
     command += ["--reward", f"{directory}/reward.py:score", "--", program, directory / file]
     environment = {**os.environ, "MAX_TOKENS": "24"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["calls"] >= 1
