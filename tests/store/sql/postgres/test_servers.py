@@ -380,3 +380,19 @@ async def test_while_the_server_is_away_calls_wait_and_then_say_so(relay: Any, m
         with pytest.raises(StoreError, match="cannot be reached"):
             await call
     await store.close()
+
+
+async def test_closing_does_not_wait_long_for_a_server_that_is_away(
+    relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `agl serve` does when it is stopped: calls wait for a minute otherwise, one after another."""
+    monkeypatch.setattr(server, "CLOSE_SECONDS", 0.3)
+    store = LightningStore(relay.url)
+    await store.enqueue_rollout("task")
+    relay.close()
+    waiting = asyncio.create_task(store.enqueue_rollout("another"))
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(20):
+        await store.close()
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await waiting

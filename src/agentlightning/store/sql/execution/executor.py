@@ -82,6 +82,7 @@ class SqlExecutor(LightningStoreBase):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
+        self.database.begin_close()
         try:
             # The last command: once its result has arrived, all results before it have.
             await self.write(ReadCommand("close", lambda connection: None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from agentlightning.store.sql.postgres.schema import ALLOW
 
 RECONNECT_SECONDS: Final = 60.0
 """How long a call waits for a lost server to come back."""
+CLOSE_SECONDS: Final = 5.0
+"""How long all calls together wait for it once the store is being closed."""
 SUSPENDED_SECONDS: Final = 30
 """A server that is silent for this long within a transaction (suspended, say) loses it, so that others can go on."""
 MAX_NAME_BYTES: Final = 63
@@ -66,6 +69,7 @@ class PostgresServer:
         """The id of this Agent Lightning server among those of the database."""
         self.closing = threading.Event()
         """Set when the store is closed: nothing waits for a lost server any more."""
+        self._close_deadline = math.inf
 
     def open(self) -> psycopg.Connection[Any]:
         """A new connection, outside of any transaction. Raises ConnectError."""
@@ -81,6 +85,9 @@ class PostgresServer:
             raise ConnectError(error) from None
         return connection
 
+    def begin_close(self) -> None:
+        self._close_deadline = time.monotonic() + CLOSE_SECONDS
+
     def reopen(self) -> psycopg.Connection[Any]:
         """Replace a connection that was lost: tries for as long as a call may wait."""
         deadline = time.monotonic() + RECONNECT_SECONDS
@@ -90,7 +97,8 @@ class PostgresServer:
                 return self.open()
             except ConnectError as error:
                 pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
-                if error.hopeless or time.monotonic() + pause > deadline or self.closing.wait(pause):
+                late = time.monotonic() + pause > min(deadline, self._close_deadline)
+                if error.hopeless or late or self.closing.wait(pause):
                     raise
                 failures += 1
 

@@ -101,6 +101,9 @@ class SqliteDatabase:
             raise self.explain(error) from error
         return SqliteConnection(connection, self.path)
 
+    def begin_close(self) -> None:
+        """A file is not lost."""
+
     def listen(self, wake: Wake) -> None:
         """Other processes are detected by `SqliteConnection.changed`."""
 

@@ -195,6 +195,10 @@ class Database(Protocol):
         """Raises StoreError."""
         ...
 
+    def begin_close(self) -> None:
+        """The store is about to be closed: calls no longer wait long for a lost server."""
+        ...
+
     def listen(self, wake: Wake) -> Listener | None:
         """Call `wake` from another thread when other processes commit. None: poll `Connection.changed` instead."""
         ...
