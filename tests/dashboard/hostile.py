@@ -49,7 +49,16 @@ def rollout_id(number: int) -> str:
 
 def records() -> list[RolloutRecord]:
     """A rollout for each payload, in whose own fields it is; the first ones also have calls, with all payloads."""
-    return [_record(number, payload) for number, payload in enumerate(PAYLOADS)]
+    measured = [_measured(number, payload) for number, payload in enumerate(PAYLOADS[:CALLS])]
+    return [*measured, *(_record(number, payload) for number, payload in enumerate(PAYLOADS))]
+
+
+def _measured(number: int, payload: str) -> RolloutRecord:
+    """A rollout on a held-out task, before training."""
+    own, attempt_id = f"hostile-before-greedy-{number:05d}", f"b-{number}"
+    reward = Span(own, attempt_id, names.REWARD, 1.5, 1.5, 1, span_id=f"m{number}", attributes={names.SCORE_VALUE: 1.0})
+    rollout = Rollout(own, {"question": payload}, float(number), "succeeded", "test", end_time=2.0)
+    return RolloutRecord(rollout, (Attempt(own, attempt_id, 1, 1.0, "succeeded", 2.0, payload),), (reward,))
 
 
 def _record(number: int, payload: str) -> RolloutRecord:
@@ -129,7 +138,9 @@ async def write_run(run: Path) -> None:
         await store.update_worker(f"worker-{number}", {payload: payload})
     await store.close()
     warnings = dict(zip(PAYLOADS[:20], PAYLOADS[20:40], strict=True))
-    (run / "state.json").write_bytes(orjson.dumps({"run_id": "hostile", "warnings": warnings}))
+    (run / "state.json").write_bytes(
+        orjson.dumps({"run_id": "hostile", "warnings": warnings, "evaluations": {"before-greedy": [1.0] * CALLS}})
+    )
     metrics: dict[str, Any] = {"step": 1, "reward": 1.0}
     for payload in PAYLOADS[:20]:
         metrics |= {payload: 1.0, f"reward_of_{payload}": 0.5, f"validation_{payload}": 0.5}

@@ -31,7 +31,7 @@ class Running:
 
     def _link(self, path: Path) -> tuple[str, str]:
         while self.process.poll() is None:
-            if found := re.search(r"dashboard: (http\S+/dashboard)#token=(\S+)", path.read_text().replace("\n", "")):
+            if found := re.search(r"dashboard: (http\S+/dashboard)#token=(\S+)\n", path.read_text()):
                 return found[1], found[2]
             time.sleep(0.2)
         self.close()

@@ -11,7 +11,7 @@ export function number(value, digits = 3) {
 // A count of tokens, short.
 export const tokens = (count) => (count >= 1e6 ? `${(count / 1e6).toFixed(1)}M` : count >= 1e4 ? `${Math.round(count / 1e3)}k` : number(count));
 
-export const signed = (value) => (value === null || value === undefined ? "–" : `${value >= 0 ? "+" : "−"}${number(Math.abs(value))}`);
+export const signed = (value) => (value === null || value === undefined ? "–" : value === 0 ? "0" : `${value > 0 ? "+" : "−"}${number(Math.abs(value))}`);
 
 // A share as text: 0.0042 is 0.42%.
 export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toLocaleString("en", { maximumSignificantDigits: share >= 0.0995 ? 3 : 2 })}%`);

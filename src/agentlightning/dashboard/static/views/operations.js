@@ -29,7 +29,7 @@ export function QueuesPage({ parts: [run], path }) {
   return html`<${Page} run=${run} here="queues" title="Queues" path=${path} view=${view}><div class="panel tight" ...${scrolls}><${Queues} queues=${view.data.queues} /></div><//>`;
 }
 
-const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><table><${RowHead} /><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><${RowHead} /><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
 // What runs: by its attempt. Its spans are not read, as a long attempt has very many.
 const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th>Queue</th><th>Worker</th><th class="num">Attempt</th><th class="num">Runs for</th></tr></thead><tbody>
@@ -37,9 +37,9 @@ const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrol
     <td class="mono">${row.queue}</td><td class="mono">${row.worker || "–"}</td><td class="num">${row.attempts}</td><td class="num">${row.attempt_start ? duration(Math.max(0, now - row.attempt_start)) : "–"}</td></tr>`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
 // The model calls that ended last.
-const Calls = ({ run, calls, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Ended</th><th>Rollout</th><th>Agent, model</th><th>Answer</th><th class="num">Sampled</th><th class="num">Prompt</th><th class="num">Time</th><th class="num">Weights</th></tr></thead><tbody>
-  ${calls.map((each) => html`<tr key=${each.span_id}><td class="nowrap">${ago(each.end_time, now)}</td><td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", each.rollout_id)} title=${each.rollout_id}>${shortId(each.rollout_id)}<//></td><td>${each.agent || "–"}<div class="muted small">${each.model}</div></td>
-    <td class="task">${each.failed ? html`<span class="error-text">failed</span> ` : ""}${each.answer}</td><td class="num">${number(each.sampled_tokens)}</td><td class="num">${number(each.prompt_tokens)}</td><td class="num">${duration(each.seconds)}</td><td class="num">${each.version ?? "–"}</td></tr>`)}</tbody></table>${!calls.length && html`<p class="empty">None.</p>`}</div>`;
+const Calls = ({ run, calls, now }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Ended</th><th>Rollout</th><th>Agent, model</th><th>Answer</th><th class="num">Sampled</th><th class="num">Prompt</th><th class="num">Time</th><th class="num">Weights</th></tr></thead><tbody>
+  ${calls.map((each) => html`<tr key=${each.span_id}><td class="nowrap" data-label="Ended">${ago(each.end_time, now)}</td><td class="nowrap whole"><${Link} class="mono" to=${runPath(run, "rollouts", each.rollout_id)} title=${each.rollout_id}>${shortId(each.rollout_id)}<//></td><td data-label="Agent, model">${each.agent || "–"}<div class="muted small">${each.model}</div></td>
+    <td class="task">${each.failed ? html`<span class="error-text">failed</span> ` : ""}${each.answer}</td><td class="num" data-label="Sampled">${number(each.sampled_tokens)}</td><td class="num" data-label="Prompt">${number(each.prompt_tokens)}</td><td class="num" data-label="Time">${duration(each.seconds)}</td><td class="num" data-label="Weights">${each.version ?? "–"}</td></tr>`)}</tbody></table>${!calls.length && html`<p class="empty">None.</p>`}</div>`;
 
 export function LivePage({ parts: [run], path }) {
   const view = useView(path, 2000);

@@ -38,12 +38,12 @@ function Heading({ name, title, query, apply, end, sorts }) {
 
 export function Row({ run, row, chosen, toggle }) {
   const known = (value) => (row.spans_read ? value : "–"); // by the spans, which some views do not read
-  return html`<tr>${toggle && html`<td><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Select ${row.rollout_id}`} /></td>`}
-    <td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//><div class="muted small">${ago(row.start_time)}${row.mode ? `, ${row.mode}` : ""}</div></td>
+  return html`<tr>${toggle && html`<td class="check"><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Select ${row.rollout_id}`} /></td>`}
+    <td class="nowrap whole"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//><div class="muted small">${ago(row.start_time)}${row.mode ? `, ${row.mode}` : ""}</div></td>
     <td><${Pill} kind=${row.status} />${row.attempts > 1 && html`<div class="muted small">attempt ${row.attempts}</div>`}</td>
     <td class="task">${row.task}${row.failure_kind && html`<div class="error-text small">${row.failure_kind}: ${row.failure}</div>`}${row.labels.map((label) => html` <${Pill} key=${label} kind="warn">${label}<//>`)}</td>
-    <td class="num">${reward(row.reward)}</td><td class="num">${known(row.calls)}</td><td class="num">${known(html`${row.tool_errors ? html`<span class="error-text">${row.tool_errors}</span>` : "0"} / ${row.tool_calls}`)}</td>
-    <td class="num">${known(number(row.sampled_tokens))}</td><td class="num">${duration(row.seconds)}</td><td>${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num">${row.versions.join(", ") || "–"}</td></tr>`;
+    <td class="num" data-label="Reward">${reward(row.reward)}</td><td class="num" data-label="Calls">${known(row.calls)}</td><td class="num" data-label="Tool errors">${known(html`${row.tool_errors ? html`<span class="error-text">${row.tool_errors}</span>` : "0"} / ${row.tool_calls}`)}</td>
+    <td class="num" data-label="Tokens">${known(number(row.sampled_tokens))}</td><td class="num" data-label="Time">${duration(row.seconds)}</td><td data-label="Agents">${row.agents.join(", ") || html`<span class="muted">–</span>`}</td><td class="num" data-label="Weights">${row.versions.join(", ") || "–"}</td></tr>`;
 }
 
 export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;
@@ -107,7 +107,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
-      <table><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
+      <table class="stack"><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
         <${Heading} name="created" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
         <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
         <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
@@ -127,5 +127,5 @@ export function TaskPage({ parts: [run], path }) {
       ${data.versions.map((each) => html`<tr key=${`${each.version}${each.mode}`}><td class="num">${each.version ?? "–"}</td><td>${each.mode}</td><td><${Rewards} values=${each.rewards} /></td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td>
         <td><${Link} to=${runPath(run, "rollouts", each.rollouts[0], "group")}>${each.rollouts.length} rollout${each.rollouts.length > 1 ? "s" : ""}<//></td></tr>`)}</tbody></table></div>
     ${!data.complete && html`<p class="muted">Among the ${number(data.scanned)} newest rollouts.</p>`}
-    <div class="panel tight" ...${scrolls}><table><${RowHead} /><tbody>${data.rollouts.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table></div>`;
+    <div class="panel tight" ...${scrolls}><table class="stack"><${RowHead} /><tbody>${data.rollouts.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table></div>`;
 }

@@ -10,8 +10,8 @@ function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
   if (!modes.length) return null;
   return html`<div class="panel"><h2>Held-out reward</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Decoding</th><th>Before</th><th><span class="skip">Interval before</span></th><th>After</th><th><span class="skip">Interval after</span></th><th>Gain, 95% interval</th><th class="num">Tasks</th></tr></thead><tbody>
-    ${modes.map(([mode, each]) => html`<tr key=${mode}><td>${mode}</td><td>${interval(each.before)}</td><td><${Range} found=${each.before} /></td><td>${interval(each.after)}</td><td><${Range} found=${each.after} /></td>
-      <td>${each.gain ? html`<b>${signed(each.gain.gain)}</b> (${signed(each.gain.interval[0])} to ${signed(each.gain.interval[1])})` : html`<span class="muted">not measured yet</span>`}</td><td class="num">${each.before?.tasks ?? each.after?.tasks}</td></tr>`)}
+    ${modes.map(([mode, each]) => html`<tr key=${mode}><td>${mode}</td><td class="nowrap">${interval(each.before)}</td><td><${Range} found=${each.before} /></td><td class="nowrap">${interval(each.after)}</td><td><${Range} found=${each.after} /></td>
+      <td class="nowrap">${each.gain ? html`<b>${signed(each.gain.gain)}</b> (${signed(each.gain.interval[0])} to ${signed(each.gain.interval[1])})` : html`<span class="muted">not measured yet</span>`}</td><td class="num">${each.before?.tasks ?? each.after?.tasks}</td></tr>`)}
   </tbody></table></div></div>`;
 }
 

@@ -23,17 +23,17 @@ function Row({ run, chosen, toggle }) {
       <td colspan="8" class=${run.error ? "error-text" : "muted"}>${run.error || "rollouts of this server, of all runs and none"}</td></tr>`;
   }
   return html`<tr>
-    <td><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Compare ${run.name}`} /></td>
-    <td><${Link} to=${runPath(run.name)}><b>${run.name}</b><//><div class="muted small">${run.agent || ""}</div></td>
+    <td class="check"><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Compare ${run.name}`} /></td>
+    <td class="whole"><${Link} to=${runPath(run.name)}><b>${run.name}</b><//><div class="muted small">${run.agent || ""}</div></td>
     <td><${Pill} kind=${run.state} /><div class="muted small">${ago(run.changed)}</div></td>
-    <td>${run.algorithm}<div class="muted small">${run.model}</div></td>
-    <td><${Progress} done=${run.step} total=${run.steps} /><div class="muted small nowrap">${run.time_left !== null ? `${duration(run.time_left)} left` : duration(run.seconds)}</div></td>
-    <td><${Sparkline} values=${run.rewards} /></td>
-    <td class="num"><${Reward} found=${run.reward_start} /></td>
-    <td class="num"><${Reward} found=${run.reward_now} /></td>
-    <td><${Gain} run=${run} /></td>
-    <td class="num">${number(run.tokens_per_second)}<div class="muted small nowrap">${tokens(run.cost.tokens)}${run.cost.dollars !== null && `, $${run.cost.dollars.toFixed(2)}`}</div></td>
-    <td>${run.warnings ? html`<span class="pill warn" title=${run.warning_names.join(", ")}>${run.warnings}<span class="skip"> warnings</span></span>` : html`<span class="muted">none</span>`}</td>
+    <td data-label="Algorithm, model">${run.algorithm}<div class="muted small">${run.model}</div></td>
+    <td data-label="Steps"><${Progress} done=${run.step} total=${run.steps} /><div class="muted small nowrap">${run.time_left !== null ? `${duration(run.time_left)} left` : duration(run.seconds)}</div></td>
+    <td data-label="Reward"><${Sparkline} values=${run.rewards} /></td>
+    <td class="num" data-label="At start"><${Reward} found=${run.reward_start} /></td>
+    <td class="num" data-label="Now"><${Reward} found=${run.reward_now} /></td>
+    <td class="nowrap" data-label="Held-out gain"><${Gain} run=${run} /></td>
+    <td class="num" data-label="Tokens/s, cost">${number(run.tokens_per_second)}<div class="muted small nowrap">${tokens(run.cost.tokens)}${run.cost.dollars !== null && `, $${run.cost.dollars.toFixed(2)}`}</div></td>
+    <td data-label="Warnings">${run.warnings ? html`<span class="pill warn" title=${run.warning_names.join(", ")}>${run.warnings}<span class="skip"> warnings</span></span>` : html`<span class="muted">none</span>`}</td>
   </tr>`;
 }
 
@@ -46,7 +46,7 @@ export function RunsPage({ path }) {
   return html`<${Stale} view=${view} /><div class="head"><h1>Runs</h1><div class="right">
       <button class="primary" type="button" disabled=${chosen.length < 2} onClick=${() => navigate(withQuery("/compare", { runs: chosen.join(",") }))}>Compare ${chosen.length || ""}</button>
       <${Json} path="/runs" name="runs.json" /></div></div>
-    <div class="panel tight" ...${scrolls}><table><thead><tr><th><span class="skip">Compare</span></th><th>Run</th><th>State</th><th>Algorithm, model</th><th>Steps, time left</th><th>Reward</th>
+    <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th><span class="skip">Compare</span></th><th>Run</th><th>State</th><th>Algorithm, model</th><th>Steps, time left</th><th>Reward</th>
       <th class="num" title="Mean of the first five steps, with its 95% interval over steps">At start</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Now</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num" title="Cost: tokens of the policy, of searches and of providers; dollars where prices are set">Tokens/s, cost</th><th>Warnings</th></tr></thead>
       <tbody>${runs.map((run) => html`<${Row} key=${run.name} run=${run} chosen=${chosen.includes(run.name)} toggle=${() => toggle(run.name)} />`)}</tbody></table>
       ${!runs.length && html`<p class="empty">No runs here yet. <code>agl demo</code> makes one in a few minutes; <code>agl dashboard --demo</code> shows made-up ones.</p>`}</div>

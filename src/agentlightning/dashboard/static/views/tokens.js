@@ -142,10 +142,10 @@ export function TokensPage({ parts: [run, rollout], query, path }) {
   if (!view.data) return html`<${Loading} view=${view} />`;
   const { stream, credit, ratios, summary, step } = view.data;
   const versions = versionsOf(stream);
-  return html`<div class="head"><h1>Tokens</h1><div class="right">
+  return html`<div class="head"><h1>Tokens</h1><span class="muted mono">${rollout}</span><div class="right">
       <${Link} class="button" to=${runPath(run, "rollouts", rollout)}>Conversation<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${path} name="tokens.json" /></div></div>
-    <div class="panel"><dl class="facts"><${Fact} name="Rollout" note=${summary.task}><span class="mono">${rollout}</span><//><${Fact} name="Reward">${reward(summary.reward)}<//><${Fact} name="Credit rule">${credit.rule || "–"}<//>
-      <${Fact} name="Learned from in">${step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", step)}>step ${step}<//>`}<//><${Fact} name="Versions of weights">${versions.join(", ") || "–"}<//></dl></div>
+    <div class="panel"><dl class="facts"><${Fact} name="Reward">${reward(summary.reward)}<//><${Fact} name="Credit rule">${credit.rule || "–"}<//>
+      <${Fact} name="Learned from in">${step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", step)}>step ${step}<//>`}<//><${Fact} name="Versions of weights">${versions.join(", ") || "–"}<//></dl><pre>${summary.task}</pre></div>
     ${!view.data.has_texts && html`<div class="notice">The run has no tokenizer.json that can be read: tokens are shown as their ids.</div>`}
     <${Legend} by=${by} change=${(name) => navigate(withQuery(path, { ...query, by: name }), { replace: true })} stream=${stream} credit=${credit} ratios=${ratios} />
     <div class="panel" tabindex="0" role="group" aria-label="Tokens; arrow keys move" onKeyDown=${(event) => move(event, stream, chosen, choose)}>
