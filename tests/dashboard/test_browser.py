@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import orjson
 import pytest
 from tests.dashboard.browsing import GRPO, TOKEN, Window, a_group, pages
@@ -63,6 +66,27 @@ def test_three_clicks_lead_from_a_curve_to_the_tokens_of_the_turn_with_a_tool_er
     assert page.locator(".t.n1, .t.n2, .t.n3").count() > 0
     page.locator(".t.differs").last.click()
     assert "advantage −" in page.locator(".inspector").inner_text()
+    assert window.problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "shown", "height"),
+    [
+        ("run", "", ".u-over", 900),
+        ("group", "/rollouts/{rollout}/group", ".t.differs", 860),
+        ("ratio", "/rollouts/{rollout}/group?by=ratio", ".t.differs", 860),
+        ("tokens", "/rollouts/{rollout}/tokens?by=rank", ".t.z", 520),
+    ],
+)
+def test_the_pictures_of_the_guide_are_those_of_the_page(browser, served, tmp_path, name, path, shown, height):
+    """AGL_PICTURES=docs/images writes them anew."""
+    window = Window(browser, served)
+    page = window.open(f"/runs/{GRPO}{path.format(rollout=a_group(window))}", shown)
+    page.set_viewport_size({"width": 1200, "height": height})
+    if name == "tokens":
+        page.locator(".t.n1, .t.n2").first.click()
+    page.wait_for_timeout(500)
+    page.screenshot(path=Path(os.environ.get("AGL_PICTURES") or tmp_path) / f"dashboard-{name}.png")
     assert window.problems == []
 
 

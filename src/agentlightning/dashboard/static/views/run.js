@@ -6,6 +6,9 @@ import { html, useMemo, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
+// A long name may be broken after its parts.
+const parts = (name) => (name || "–").split(/(?<=[/:.])/).map((part, place) => html`${place > 0 && html`<wbr />`}${part}`);
+
 function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
   if (!modes.length) return null;
@@ -80,7 +83,7 @@ export function RunPage({ parts: [run], path }) {
     <${RunTabs} run=${run} here="" />
     <div class="panel"><dl class="facts">
       <${Fact} name="Algorithm" note=${summary.model}>${summary.algorithm}<//>
-      <${Fact} name="Agent">${summary.agent || "–"}<//>
+      <${Fact} name="Agent">${parts(summary.agent)}<//>
       <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)} of ${number(summary.steps)}<//>
       <${Fact} name="Reward at start" note="mean of 5 steps, 95% interval">${interval(summary.reward_start)}<//>
       <${Fact} name="Reward now" note="mean of 5 steps, 95% interval">${interval(summary.reward_now)}<//>
