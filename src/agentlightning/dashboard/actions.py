@@ -19,13 +19,14 @@ RETRY_OF: Final = "retry_of"
 """In the metadata of a rollout: the one whose task is run again."""
 SOURCE: Final = "dashboard"
 """Who gave feedback, where the user did not say."""
+ONLY_READS: Final = "this dashboard only reads; open that of the server, with its access token"
 Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
 async def act(data: DashboardData, name: str, action: str, body: Any) -> dict[str, Any]:
     """Do something to each rollout of `body["rollout_ids"]`. Raises ConfigError for a request that cannot be."""
     if not data.writable:
-        raise ConfigError("this dashboard only reads; open that of the server, with its access token")
+        raise ConfigError(ONLY_READS)
     if action not in ACTIONS:
         raise ConfigError(f"action {action!r} is none of: {', '.join(ACTIONS)}")
     ids = ids_in(body)

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import httpx
+import orjson
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from agentlightning.dashboard.actions import ONLY_READS
 from agentlightning.dashboard.app import HEADERS, PATH, dashboard_routes, page_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
-from agentlightning.errors import AgentLightningError, ServerError, StoreAuthError
-from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
+from agentlightning.errors import AgentLightningError, ConfigError, ServerError, StoreAuthError
+from agentlightning.store.http.client.store_client import LightningStoreClient
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import error_response, status_of
 from agentlightning.store.http.server.asgi import authorize
 
 TIMEOUT: Final = 60.0
-PASSED: Final = ("etag", "content-type")
+PASSED: Final = ("etag", "content-type", RECORDS_HEADER, SKIPPED_HEADER)
 """Headers of a response that are passed on."""
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @asynccontextmanager
@@ -35,7 +40,13 @@ async def remote_routes(server: str, server_token: str | None, token: str | None
     headers = {"authorization": f"Bearer {server_token}"} if server_token else {}
     async with httpx.AsyncClient(base_url=server.rstrip("/"), headers=headers, timeout=TIMEOUT) as client:
         if await _has_dashboard(client, server):
-            yield [Route(f"{PATH}/api/{{path:path}}", _forward(client, token), methods=["GET"]), *page_routes()]
+            api = f"{PATH}/api"
+            yield [
+                Route(f"{api}/runs/{{run}}/export", _authorized(_export(client), token), methods=["POST"]),
+                Route(f"{api}/{{path:path}}", _authorized(_forward(client), token), methods=["GET"]),
+                Route(f"{api}/{{path:path}}", _authorized(_refuse, token), methods=["POST"]),
+                *page_routes(),
+            ]
             return
     store = LightningStoreClient(server, token=server_token)
     data = DashboardData(Catalog(store))
@@ -52,24 +63,59 @@ async def _has_dashboard(client: httpx.AsyncClient, server: str) -> bool:
     except httpx.HTTPError as error:
         raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
     if response.status_code == 401:
-        raise StoreAuthError(f"the server {server} requires its access token; set AGL_TOKEN, or give --token")
+        given = "authorization" in client.headers
+        problem = "does not accept this access token" if given else "requires its access token"
+        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
     return response.status_code == 200
 
 
-def _forward(client: httpx.AsyncClient, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+def _authorized(handler: Handler, token: str | None) -> Handler:
     async def respond(request: Request) -> Response:
         try:
             authorize(dict(request.headers), token)
-        except AgentLightningError as error:
-            return Response(encode(error_response(error)), status_of(error), HEADERS, media_type="application/json")
-        known = request.headers.get("if-none-match")
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        try:
-            found = await client.get(path, headers={"if-none-match": known} if known else {})
+            return await handler(request)
         except httpx.HTTPError as error:
             problem = ServerError(f"the server cannot be reached: {error or type(error).__name__}")
             return Response(encode(error_response(problem)), 502, HEADERS, media_type="application/json")
-        headers = {**HEADERS, **{name: found.headers[name] for name in PASSED if name in found.headers}}
-        return Response(found.content, found.status_code, {**headers, "cache-control": "private, no-cache"})
+        except AgentLightningError as error:
+            return Response(encode(error_response(error)), status_of(error), HEADERS, media_type="application/json")
 
     return respond
+
+
+def _forward(client: httpx.AsyncClient) -> Handler:
+    async def respond(request: Request) -> Response:
+        known = request.headers.get("if-none-match")
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        found = await client.get(path, headers={"if-none-match": known} if known else {})
+        content = _read_only(found.content) if found.status_code == 200 else found.content
+        return Response(content, found.status_code, {**_passed(found), "cache-control": "private, no-cache"})
+
+    return respond
+
+
+def _read_only(content: bytes) -> bytes:
+    """A view that offers no actions, which this process refuses."""
+    view: Any = orjson.loads(content)
+    return orjson.dumps({**view, "writable": False}) if view.get("writable") else content
+
+
+def _export(client: httpx.AsyncClient) -> Handler:
+    """Exports a selection, which changes nothing."""
+
+    async def respond(request: Request) -> Response:
+        kind = {"content-type": request.headers.get("content-type", "")}
+        asked = client.build_request("POST", request.url.path, content=await request.body(), headers=kind)
+        found = await client.send(asked, stream=True)
+        end = BackgroundTask(found.aclose)
+        return StreamingResponse(found.aiter_bytes(), found.status_code, _passed(found), background=end)
+
+    return respond
+
+
+async def _refuse(request: Request) -> Response:
+    raise ConfigError(ONLY_READS)
+
+
+def _passed(found: httpx.Response) -> dict[str, str]:
+    return {**HEADERS, **{name: found.headers[name] for name in PASSED if name in found.headers}}

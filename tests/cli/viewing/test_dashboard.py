@@ -68,12 +68,22 @@ def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
     run = httpx.get(f"{url}/runs/calculator-grpo", headers=headers).json()
     assert run["summary"]["step"] == 24
     assert httpx.get(f"{url}/runs").status_code == 401
-    path = f"{url}/runs/calculator-grpo/actions/cancel"
-    assert httpx.post(path, json={"rollout_ids": ["x"]}, headers=headers).status_code == 405
+    rollouts = httpx.get(f"{url}/runs/calculator-grpo/rollouts?limit=2", headers=headers).json()
+    assert not rollouts["writable"], "it offers no actions"
+    path, chosen = f"{url}/runs/calculator-grpo", {"rollout_ids": [row["rollout_id"] for row in rollouts["rows"]]}
+    refused = httpx.post(f"{path}/actions/cancel", json=chosen, headers=headers)
+    assert (refused.status_code, "only reads" in refused.json()["error"]["message"]) == (400, True)
+    assert httpx.post(f"{path}/export", json=chosen).status_code == 401
+    exported = httpx.post(f"{path}/export", json=chosen, headers=headers)
+    assert (exported.headers["x-agl-records"], len(exported.text.splitlines())) == ("2", 4)
+    badly = httpx.post(f"{path}/export", json={"form": "csv", "rollout_ids": ["x"]}, headers=headers)
+    assert "none of: rollouts, sft, dpo" in badly.json()["error"]["message"]
     own = {"authorization": "Bearer theirs"}
     assert httpx.get(f"{server['url']}/dashboard/api/runs", headers=own).json()["writable"]
     wrong = start("dashboard", server["url"], "--json", AGL_TOKEN="wrong").line(60)
-    assert "requires its access token" in wrong["error"]["message"]
+    assert "does not accept this access token" in wrong["error"]["message"]
+    none = start("dashboard", server["url"], "--json").line(60)
+    assert "requires its access token" in none["error"]["message"]
 
 
 def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs, invoke):
