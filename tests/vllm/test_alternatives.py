@@ -1,4 +1,4 @@
-"""`gateway.record_top_logprobs` where a real vLLM samples: spans and token view have the likeliest tokens of the model."""
+"""`gateway.record_top_logprobs` where a real vLLM samples: spans and token view have the model's likeliest tokens."""
 
 from __future__ import annotations
 

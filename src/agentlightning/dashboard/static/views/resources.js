@@ -11,9 +11,17 @@ function Diff({ change }) {
   return html`<div><h3>${change.name}</h3><div class="diff">${change.lines.map((line, place) => html`<pre key=${place} class=${line.kind}>${SIGN[line.kind]} ${line.text}</pre>`)}</div></div>`;
 }
 
+const promptsOf = (each) => Object.entries(each.resources).filter(([, value]) => value.template !== undefined);
+const modelsOf = (each) => Object.entries(each.resources).filter(([, value]) => value.template === undefined);
+
+// Versions without prompts: a line each.
+function Models({ versions }) {
+  return html`<div class="panel tight" ...${scrolls}><table><thead><tr><th class="num">Version</th><th>Resources</th><th>Models</th><th>Published</th></tr></thead><tbody>${versions.map((each) => html`<tr key=${each.resources_id}><td class="num">${each.version}</td><td class="mono">${each.resources_id}</td>
+    <td>${modelsOf(each).map(([name, value]) => html`<div key=${name}><b>${name}</b> ${value.model}${value.policy_version !== null && value.policy_version !== undefined ? `, weights ${value.policy_version}` : ""} <span class="muted small">${JSON.stringify(value.sampling_parameters || {})}</span></div>`)}</td><td class="nowrap small">${time(each.create_time)}</td></tr>`)}</tbody></table></div>`;
+}
+
 function Version({ each }) {
-  const prompts = Object.entries(each.resources).filter(([, value]) => value.template !== undefined);
-  const models = Object.entries(each.resources).filter(([, value]) => value.template === undefined);
+  const [prompts, models] = [promptsOf(each), modelsOf(each)];
   return html`<div class="panel"><div class="head"><h2 class="mono">${each.resources_id}</h2><span class="muted small">version ${each.version}, ${time(each.create_time)}</span></div>
     ${models.map(([name, value]) => html`<p key=${name} class="small"><b>${name}</b> ${value.model}${value.policy_version !== null && value.policy_version !== undefined ? `, weights ${value.policy_version}` : ""} <span class="muted">${JSON.stringify(value.sampling_parameters || {})}</span></p>`)}
     ${each.changed.map((change) => html`<${Diff} key=${change.name} change=${change} />`)}
@@ -26,7 +34,7 @@ export function ResourcesPage({ parts: [run], query, path }) {
   const view = useView(address);
   if (!view.data) return html`<${RunTabs} run=${run} here="resources" /><${Loading} view=${view} />`;
   return html`<div class="head"><h1>Resources</h1><div class="right"><${Json} path=${address} name="resources.json" /></div></div><${RunTabs} run=${run} here="resources" />
-    ${view.data.versions.map((each) => html`<${Version} key=${each.resources_id} each=${each} />`)}
+    ${view.data.versions.length > 0 && (view.data.versions.some((each) => promptsOf(each).length) ? view.data.versions.map((each) => html`<${Version} key=${each.resources_id} each=${each} />`) : html`<${Models} versions=${view.data.versions} />`)}
     ${!view.data.versions.length && html`<p class="empty">No resources were published.</p>`}
     ${view.data.next && html`<button type="button" onClick=${() => navigate(withQuery(path, { ...query, after: view.data.next }))}>Older versions →</button>`}`;
 }
