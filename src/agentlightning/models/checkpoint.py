@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
@@ -91,12 +91,24 @@ def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     return saved
 
 
+def empty_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the shape that `from_pretrained` gives, on the meta device: without memory for its weights."""
+    settings = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
+
+
 def read_scorer(
-    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    *,
+    weights: bool = True,
 ) -> PreTrainedModel:
-    """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability. Raises PolicyError
-    if it cannot be loaded or has another vocabulary."""
-    saved = _load_model(directory, dtype).eval()
+    """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability; without `weights`,
+    on the meta device. Raises PolicyError if it cannot be loaded or has another vocabulary."""
+    saved = _load_model(directory, dtype, weights).eval()
     try:
         vocabulary = AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab()
     except (OSError, ValueError, KeyError):
@@ -110,8 +122,10 @@ def read_scorer(
     return saved
 
 
-def _load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(directory: Path, dtype: torch.dtype, weights: bool = True) -> PreTrainedModel:
     try:
+        if not weights:
+            return empty_model(directory, dtype)
         with without_progress_bars():
             return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

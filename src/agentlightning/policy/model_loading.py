@@ -29,7 +29,8 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def load_model(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """The tokenizer and the model; without `weights`, this is one on the meta device. Raises PolicyError."""
     path = Path(config.model)
     if not path.is_dir() and (path.is_absolute() or path.exists() or str(config.model).count("/") > 1):
         raise PolicyError(f"model={config.model} is not a directory; give one that holds config.json and weights")
@@ -39,7 +40,12 @@ def load_model(config: LocalPolicyConfig) -> tuple[PreTrainedTokenizerBase, PreT
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         with checkpoint.without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype))
+            dtype = getattr(torch, config.dtype)
+            model = (
+                AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+                if weights
+                else checkpoint.empty_model(source, dtype)
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise PolicyError(
             f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "

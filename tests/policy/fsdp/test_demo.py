@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trainer import Trainer
-from agentlightning.training.export.weights import export_weights
+
+AGL = str(Path(sys.executable).parent / "agl")
 
 
 @pytest.mark.slow
@@ -27,7 +30,9 @@ async def test_the_demo_reaches_its_goal_on_two_processes_and_is_exported(tmp_pa
     assert result.failed_rollouts == 0
     assert result.held_out["greedy"].after > 0.9
 
-    exported = export_weights(tmp_path / "run", "hf", tmp_path / "exported").path
+    exported = tmp_path / "exported"
+    done = await asyncio.create_subprocess_exec(AGL, "export", tmp_path / "run", "--to", "hf", "--out", exported)
+    assert await done.wait() == 0
     model: Any = AutoModelForCausalLM.from_pretrained(exported)
     checkpoint = LocalPolicyConfig(model=str(tmp_path / "run" / "checkpoint"), device="cpu")
     sampler = LocalPolicy.open(checkpoint)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from agentlightning.policy.fsdp.identity import code, model_digest
-from agentlightning.testing.models import tiny_model
+from agentlightning.testing.models import tiny_checkpoint, tiny_model
 
 
-def test_a_model_differs_from_one_with_other_weights_or_another_shape() -> None:
-    model = tiny_model()
-    own = model_digest(model)
-    assert own == model_digest(tiny_model())
-    assert own != model_digest(tiny_model(seed=1))
-    assert own != model_digest(tiny_model("qwen3"))
+def test_a_model_differs_from_one_with_other_weights_or_another_shape(tmp_path: Path) -> None:
+    own = model_digest(str(tiny_checkpoint(tmp_path / "own")))
+    assert own == model_digest(str(tiny_checkpoint(tmp_path / "same")))
+    assert own != model_digest(str(tiny_checkpoint(tmp_path / "seed", seed=1)))
+    assert own != model_digest(str(tiny_checkpoint(tmp_path / "shape", "qwen3")))
+    changed = tiny_model()
     with torch.no_grad():
-        model.get_output_embeddings().weight[0, 0] += 1.0
-    assert own != model_digest(model)
+        changed.get_output_embeddings().weight[0] += 1.0
+    changed.save_pretrained(tmp_path / "changed")
+    assert own != model_digest(str(tmp_path / "changed"))
 
 
 def test_a_process_with_another_package_or_other_sources_is_described() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError, PolicyError, RankError
+from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Policy, SeparatePolicy
 from agentlightning.policy.fsdp.config import RanksConfig
 from agentlightning.policy.fsdp.policy import FsdpPolicy
@@ -125,6 +126,50 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert found["lr"] == expected["lr"]
     await assert_same(one, resumed)
+
+
+async def test_bfloat16_over_two_processes_learns_what_one_process_learns(
+    model: Path, tmp_path: Path, opened: Any
+) -> None:
+    """Both have float32 masters. Passes differ by the rounding of bfloat16, far less than the weights move."""
+    settings = {"dtype": "bfloat16", "optimizer": {"lr": 1e-2}}
+    policies = {"one": await opened(model, None, **settings), "several": await opened(model, 2, **settings)}
+    for step in range(4):
+        expected, found = [await each.train(samples(step)) for each in policies.values()]
+        for metric in ("loss", "grad_norm", "entropy"):
+            assert found[metric] == pytest.approx(expected[metric], rel=0.05, abs=0.01), metric
+    weights: dict[str, list[torch.Tensor]] = {}
+    for name, policy in policies.items():
+        await policy.save(tmp_path / name)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+        assert saved.dtype == torch.bfloat16
+        weights[name] = [each.float() for each in saved.parameters()]
+    start = [each.bfloat16().float() for each in AutoModelForCausalLM.from_pretrained(model).parameters()]
+    apart, moved = _distance(weights["one"], weights["several"]), _distance(weights["one"], start)
+    print(f"bfloat16: apart {apart:.3g}, moved {moved:.3g}")  # noqa: T201
+    assert apart < 0.1 * moved
+
+
+def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    return torch.cat([(a - b).flatten() for a, b in zip(one, other, strict=True)]).norm().item()
+
+
+async def test_only_one_rank_holds_the_whole_model_while_it_starts(tmp_path: Path, opened: Any) -> None:
+    peaks: dict[int, list[int]] = {}
+    for hidden in (64, 768):
+        made = make_tiny(tmp_path / str(hidden), (), hidden_size=hidden, layers=2 if hidden == 64 else 12, heads=8)
+        policy = await opened(made, 4)
+        peaks[hidden] = [_peak_bytes(member.hello.pid) for member in policy.group.members]
+    whole = (tmp_path / "768" / "model.safetensors").stat().st_size
+    first, *others = (large - small for large, small in zip(peaks[768], peaks[64], strict=True))
+    print(f"MiB: model {whole >> 20}, rank 0 {first >> 20}, others {[each >> 20 for each in others]}")  # noqa: T201
+    assert first < 1.6 * whole
+    assert max(others) < 0.7 * whole, "a quarter, a layer, the embeddings, and buffers"
+
+
+def _peak_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
 
 
 async def test_masters_are_float32_where_bfloat16_is_sampled(model: Path, tmp_path: Path, opened: Any) -> None:

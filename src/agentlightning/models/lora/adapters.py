@@ -38,8 +38,8 @@ class Adapter(nn.Module):
         self.layers = tuple(layers)
         """Names of the layers that it changes."""
         random = torch.Generator().manual_seed(seed)
-        downs = [_uniform(r, layer.in_features, random).to(layer.weight.device) for layer in layers.values()]
-        ups = [torch.zeros(layer.out_features, r, device=layer.weight.device) for layer in layers.values()]
+        downs = [_uniform(r, layer.in_features, random).to(_device(layer)) for layer in layers.values()]
+        ups = [torch.zeros(layer.out_features, r, device=_device(layer)) for layer in layers.values()]
         self.down = nn.ParameterList(downs)
         """A of each layer, [r, in]."""
         self.up = nn.ParameterList(ups)
@@ -61,6 +61,11 @@ class Adapter(nn.Module):
             return None
         down, up = found
         return functional.linear(functional.linear(x, down.to(x.dtype)), (up * self.scale).to(x.dtype))
+
+
+def _device(layer: nn.Linear) -> torch.device:
+    """Of a new matrix. A layer on the meta device is still to get its weights."""
+    return torch.device("cpu") if layer.weight.is_meta else layer.weight.device
 
 
 def _uniform(r: int, width: int, random: torch.Generator) -> Tensor:

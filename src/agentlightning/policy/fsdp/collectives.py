@@ -30,6 +30,17 @@ class Ranks:
         dist.broadcast_object_list(held, src=0, group=self.control)
         return held[0]
 
+    @torch.no_grad()
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Give a tensor on the CPU the values that it has on rank 0."""
+        if self.count == 1:
+            return
+        values = tensor.detach().contiguous()
+        # As bytes: not every type of numbers can be sent.
+        dist.broadcast(values.flatten().view(torch.uint8), src=0, group=self.control)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+
     def gather(self, value: T) -> list[T]:
         """What every rank gave, by rank."""
         found: list[Any] = [None] * self.count

@@ -9,12 +9,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
-MOST_VALUES = 1024
-"""Values of each weight that are compared."""
+WEIGHTS = frozenset({".safetensors", ".bin"})
+BLOCK, MOST_BLOCKS = 1024, 4096
+"""Bytes of a block, and the blocks of a file, that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,17 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def model_digest(model: PreTrainedModel) -> str:
-    """Of the shape of a model and of values spread over its weights, as they are before processes divide them."""
+def model_digest(source: str) -> str:
+    """Of the files of a model: their sizes, and bytes spread over the weights. `source` as in `LocalPolicyConfig`."""
+    directory = Path(source)
+    if not directory.is_dir():
+        directory = Path(str(cached_file(source, "config.json"))).parent
     digest = hashlib.blake2b(digest_size=6)
-    for name, weight in model.named_parameters():
-        values = weight.detach().flatten()
-        spread = values[:: max(1, len(values) // MOST_VALUES)].contiguous().cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(spread.view(torch.uint8).numpy().tobytes())
+    for path in sorted(each for each in directory.iterdir() if each.name == "config.json" or each.suffix in WEIGHTS):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(BLOCK, size // MOST_BLOCKS)):
+                file.seek(place)
+                digest.update(file.read(BLOCK))
     return digest.hexdigest()

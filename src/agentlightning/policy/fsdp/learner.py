@@ -39,17 +39,18 @@ class RankLearner:
     """Every rank calls the same method with the same arguments. Raises what the parts below do."""
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
+        self.digest = model_digest(str(config.model))
+        """Of the model in this rank's files."""
         config, adapters = with_adapters_of(config)
-        tokenizer, model = load_model(config)
-        self.digest = model_digest(model)
-        """Of the model as it was loaded."""
+        tokenizer, model = load_model(config, weights=ranks.rank == 0)
         self.changed = False
         """Whether the command in progress has changed weights."""
         self._ranks, self._model = ranks, model
         self._weights = trained_weights(model, config, UpdaterFactory(ranks))
         if adapters is not None:
             self._weights.read_weights(adapters)()
-        self._learner = Learner(model, tokenizer, self._weights, self._reference)
+        first = ranks.rank == 0
+        self._learner = Learner(model, tokenizer, self._weights, self._reference, loads_weights=first)
         self._dtype = next(iter(self._weights.updaters.values())).forward.dtype
 
     def _reference(self, model: PreTrainedModel) -> ShardedForward:

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from agentlightning.errors import ConfigError
 from agentlightning.policy.fsdp.collectives import Ranks
 from agentlightning.policy.fsdp.division import divide, prices_of
-from agentlightning.policy.update.forward import Forward, States, cost_model
+from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, Row, TokenTable
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -39,8 +39,14 @@ class ShardedForward(Forward):
     always_uses_prefix = True
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks, *, gradient_checkpointing: bool = False) -> None:
-        """`model` is whole, on the CPU. Raises ConfigError for one without layers that can be divided."""
-        super().__init__(model, gradient_checkpointing=gradient_checkpointing)  # Probes the whole model.
+        """`model` is whole on the CPU of rank 0, and may be on the meta device of others. Raises ConfigError for one
+        without layers that can be divided."""
+        if ranks.rank == 0:  # Which runs the whole model.
+            super().__init__(model, gradient_checkpointing=gradient_checkpointing)
+            ranks.from_first(self.traits)
+        else:
+            traits = ranks.from_first(cast("ModelTraits | None", None))
+            super().__init__(model, gradient_checkpointing=gradient_checkpointing, traits=traits)
         self.ranks = ranks
         self._left: list[int] = []
         """Passes of the longest rank at each position that is still to come."""
@@ -127,18 +133,63 @@ def _ones(tree: TokenTree) -> list[FloatArray]:
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Divide the weights of `model`, computed with in `dtype`, over the ranks. Gradients are sums over them."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        cast(nn.Module, model).float()
+    """Divide the weights of rank 0's `model`, computed with in `dtype`, over the ranks, a layer at a time: others hold
+    no more than their share, one whole layer, and the embeddings. Gradients are sums over the ranks."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in _layers(model):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=precision)
+    layers = _layers(model)
+    inner = {each for layer in layers for each in layer.modules()}
+    for part in (*layers, model):
+        owners = [each for each in part.modules() if part is not model or each not in inner]
+        fill(owners, ranks)
+        if trains:
+            _to_float32(owners)
+        fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+
+
+@torch.no_grad()
+def fill(owners: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Give all ranks the own weights and buffers of these modules of rank 0. Raises ConfigError for modules of another
+    shape."""
+    own = _places(owners)
+    described = [(name, tuple(each.shape), each.dtype) for _, name, each in own]
+    first = ranks.from_first(described)
+    if [each[:2] for each in first] != [each[:2] for each in described]:
+        raise ConfigError("this rank's model has other layers than that of rank 0; give all machines the same files")
+    filled: dict[int, Tensor] = {}
+    for (owner, name, tensor), (_, _, dtype) in zip(own, first, strict=True):
+        if (known := filled.get(id(tensor))) is None:
+            known = tensor
+            if tensor.is_meta or tensor.dtype != dtype:
+                known = torch.empty(tensor.shape, dtype=dtype)
+                if isinstance(tensor, nn.Parameter):
+                    known = nn.Parameter(known, requires_grad=tensor.requires_grad)
+            ranks.copy_from_first(known)
+            filled[id(tensor)] = known
+        if known is not tensor:
+            setattr(owner, name, known)
+
+
+def _places(owners: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """(owner, attribute, tensor) of weights and buffers; twice where two modules have the same."""
+    return [
+        (owner, name, tensor)
+        for owner in owners
+        for named in (owner.named_parameters, owner.named_buffers)
+        for name, tensor in named(recurse=False, remove_duplicate=False)
+    ]
+
+
+@torch.no_grad()
+def _to_float32(owners: Sequence[nn.Module]) -> None:
+    for _, _, tensor in _places(owners):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

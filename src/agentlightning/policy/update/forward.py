@@ -26,9 +26,9 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.cache_argument import cache_argument
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
-from agentlightning.policy.update.head_positions import head_at_positions, tokenwise_last_mlp
+from agentlightning.policy.update.head_positions import head_at_positions, last_mlp, tokenwise_last_mlp
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
-from agentlightning.policy.update.output_head import OutputHead, token_logprobs
+from agentlightning.policy.update.output_head import HeadTraits, OutputHead, token_logprobs
 from agentlightning.policy.update.packing import CostModel, Sharing, plan
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -50,6 +50,15 @@ class States:
     """logits_NV of a model whose output head cannot be run alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What is found out about a model by running it."""
+
+    head: HeadTraits
+    tokenwise_mlp: bool
+    """Whether the feed-forward block of the last layer treats every token independently."""
+
+
 class Forward:
     """Computes log-probabilities with one model. Not thread safe: the weights may not change during a pass."""
 
@@ -57,17 +66,26 @@ class Forward:
     """Whether the output of a shared prefix has a gradient, if only of 0, where nothing is predicted from it. Layers
     that processes divide are gathered for the backward pass when it reaches their output."""
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
-        """Raises ConfigError for a model that cannot have gradient checkpointing."""
+    def __init__(
+        self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, traits: ModelTraits | None = None
+    ) -> None:
+        """`traits`: those of the same model in another process, where this one cannot be run yet. Raises ConfigError
+        for a model that cannot have gradient checkpointing."""
         self.model = model
         self.cache_argument = cache_argument(model)
         self.dtype = model.dtype
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
-        self.last_mlp = tokenwise_last_mlp(model)
+        self.last_mlp = tokenwise_last_mlp(model) if traits is None else last_mlp(model)
         """What is computed at trained positions only; None turns that off."""
-        self.head = OutputHead(model)
+        if traits is not None and not traits.tokenwise_mlp:
+            self.last_mlp = None
+        self.head = OutputHead(model, None if traits is None else traits.head)
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(self.head.traits, self.last_mlp is not None)
 
     def plan(
         self,

@@ -62,11 +62,17 @@ def head_at_positions(
 def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
     """The feed-forward block of the last layer, if it treats every token independently; else None.
 
-    It is found by the name that transformers gives it in most models, and probed.
+    It is probed.
     """
+    block = last_mlp(model)
+    return block if block is not None and _is_tokenwise(block, model) else None
+
+
+def last_mlp(model: PreTrainedModel) -> nn.Module | None:
+    """The feed-forward block of the last layer, by the name that transformers gives it in most models."""
     layers: Sequence[Any] = list(getattr(model.get_decoder(), "layers", []))
     block = getattr(layers[-1], "mlp", None) if layers else None
-    return block if isinstance(block, nn.Module) and _is_tokenwise(block, model) else None
+    return block if isinstance(block, nn.Module) else None
 
 
 @torch.no_grad()

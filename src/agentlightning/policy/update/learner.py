@@ -31,10 +31,14 @@ class Learner:
         tokenizer: PreTrainedTokenizerBase,
         weights: TrainedWeights,
         make_forward: Callable[[PreTrainedModel], Forward] | None = None,
+        *,
+        loads_weights: bool = True,
     ) -> None:
-        """`make_forward`: of the models that score tokens beside the policy; None: on its device."""
+        """`make_forward`: of the models that score tokens beside the policy; None: on its device. Where it gets their
+        weights from another process, this one does not load them."""
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
         self._make_forward = make_forward or self._forward_here
+        self._loads_weights = loads_weights
         self._references: dict[Path, Forward] = {}
 
     def by_trained_weights(self, samples: Sequence[TrainingSample]) -> dict[str | None, list[TrainingSample]]:
@@ -103,7 +107,7 @@ class Learner:
             while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
                 del self._references[next(iter(self._references))]
             dtype = next(iter(self._weights.updaters.values())).forward.dtype
-            model = checkpoint.read_scorer(directory, self._model, self._tokenizer, dtype)
+            model = checkpoint.read_scorer(directory, self._model, self._tokenizer, dtype, weights=self._loads_weights)
             self._references[directory] = self._make_forward(model)
         return self._references[directory]
 

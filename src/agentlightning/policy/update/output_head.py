@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,52 +29,76 @@ CHUNK_LOGITS = 1 << 24
 """Logits computed at once: 64 MiB in float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTraits:
+    """What is found out about an output head by running it."""
+
+    separable: bool
+    """Whether logits can be computed from hidden states alone."""
+    linear: bool
+    """Whether logits are those of the output layer."""
+    output: Callable[..., Any] = BaseModelOutputWithPast
+    """The type that the decoder returns."""
+
+
 class OutputHead:
     """What a causal language model does after its decoder: the output layer, and whatever follows it (a soft cap, a
     scale). It runs the model with the decoder replaced by given hidden states; the first use is compared with a plain
     forward pass."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, traits: HeadTraits | None = None) -> None:
+        """`traits`: those of the same model in another process, where this one cannot be run yet."""
         self._model = _causal_model(model)
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self._decoder = getattr(self._model, self._model.base_model_prefix, None)
-        self._output: Callable[..., Any] = BaseModelOutputWithPast
-        """The type that the decoder returns."""
-        self.separable = isinstance(self._decoder, nn.Module) and self._matches_model()
-        """Whether logits can be computed from hidden states alone."""
-        self._is_linear = self.separable and self._matches_layer()
+        self.traits = HeadTraits(separable=True, linear=False)
+        self.traits = traits or self._find_traits()
         if not self.separable:
             logger.warning(
                 "the output head of %s cannot be run alone: the logits of all trained positions are in memory at once",
                 type(self._model).__name__,
             )
 
+    def _find_traits(self) -> HeadTraits:
+        output = self._matching_output() if isinstance(self._decoder, nn.Module) else None
+        if output is None:
+            return HeadTraits(separable=False, linear=False)
+        self.traits = HeadTraits(separable=True, linear=False, output=output)
+        return replace(self.traits, linear=self._matches_layer())
+
+    @property
+    def separable(self) -> bool:
+        """See `HeadTraits.separable`."""
+        return self.traits.separable
+
     @property
     def linear(self) -> nn.Linear | None:
         """The layer that computes the logits, if nothing else happens to them now."""
         layer: Any = self._model.get_output_embeddings()
         hooked = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
-        return layer if self._is_linear and not hooked else None
+        return layer if self.traits.linear and not hooked else None
 
     def __call__(self, hidden_CH: Tensor) -> Tensor:
         """logits_CV."""
         ids_1C = torch.zeros(1, len(hidden_CH), dtype=torch.long, device=hidden_CH.device)
-        with _with_decoder_output(self._decoder, self._output(last_hidden_state=hidden_CH.unsqueeze(0))):
+        with _with_decoder_output(self._decoder, self.traits.output(last_hidden_state=hidden_CH.unsqueeze(0))):
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
-    def _matches_model(self) -> bool:
+    def _matching_output(self) -> Callable[..., Any] | None:
+        """The type that the decoder returns, if logits can be computed from its hidden states alone."""
         decoder: Any = self._decoder
         padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
         try:
             expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
             output = decoder(input_ids=ids_1C, use_cache=False)
-            self._output = type(output)
+            self.traits = HeadTraits(separable=True, linear=False, output=type(output))
             found = self(output.last_hidden_state[0])
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
-            return False
-        return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+            return None
+        equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+        return type(output) if equal else None
 
     @torch.no_grad()
     def _matches_layer(self) -> bool:

@@ -50,9 +50,10 @@ class ValueHead(nn.Module):
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: ValueHeadConfig, *, seed: int = 0) -> ValueHead:
-        """A new head for a model, on its device."""
+        """A new head for a model, on its device; on the CPU for one without weights yet."""
         size = int(model.config.get_text_config(decoder=True).hidden_size)
-        return cls(config, size, seed=seed).to(model.device)
+        head = cls(config, size, seed=seed)
+        return head if model.device.type == "meta" else head.to(model.device)
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
         """values_N, float32."""
