@@ -59,6 +59,8 @@ class _Watch:
         self._own: dict[str, Any] = {} if own_store else {"rollout_id_contains": run_id}
         """What limits a search to the rollouts of this run."""
         self._named: set[str] = set()
+        self._since: dict[str, float] = {}
+        """Since when an attempt is known to run, on the clock of this process: that of the store may be another."""
         self._cause: str | None = None
         self._failed = 0
 
@@ -88,8 +90,10 @@ class _Watch:
 
     async def _name_hanging(self, running: list[str]) -> None:
         attempts: list[Attempt] = await self._store.get_latest_attempts(running) if running else []
+        now = time.monotonic()
+        self._since = {each.attempt_id: self._since.get(each.attempt_id, now) for each in attempts}
         for attempt in attempts:
-            seconds = time.time() - attempt.start_time
+            seconds = now - self._since[attempt.attempt_id]
             if seconds < HANGING_SHARE * self._timeout or attempt.attempt_id in self._named:
                 continue
             self._named.add(attempt.attempt_id)
