@@ -102,6 +102,7 @@ def pages(window: Window) -> list[str]:
         f"{run}/validation",
         f"{run}/validation?set=validation&mode=sampled",
         f"{run}/rollouts?failure=any",
+        f"{run}/failures",
         f"{run}/rollouts/{rollout}",
         f"{run}/rollouts/{rollout}?tab=spans",
         f"{run}/rollouts/{rollout}?tab=raw",

@@ -89,6 +89,7 @@ def test_payloads_in_names_of_metrics_warnings_prompts_and_in_what_workers_repor
     for path, least in (
         ("", 0), (RUN, 40), (f"{RUN}/steps/1", 20), (f"{RUN}/resources", 200), (f"{RUN}/workers", 20),
         (f"{RUN}/queues", 0), (f"{RUN}/live", 20), (f"{RUN}/weights", 0), (f"{RUN}/validation", 25),
+        (f"{RUN}/failures", 200),
     ):  # fmt: skip
         assert window.look(path) >= least, path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tarfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -389,6 +390,20 @@ async def test_what_happens_now_has_workers_and_queues(client):
     assert live["calls"][0]["rollout_id"] == newest["rollout_id"]
     assert (live["calls"][0]["agent"], live["calls"][0]["version"]) == ("solver", 24)
     assert live["calls"][0]["answer"].startswith("### ANSWER")
+
+
+async def test_failures_are_counted_by_cause(client, monkeypatch):
+    failed = await rows_of(client, "&state=failed")
+    found = await get(client, f"/runs/{GRPO}/failures")
+    assert {each["cause"]: each["count"] for each in found["causes"]} == Counter(row["failure_kind"] for row in failed)
+    assert (found["read"], found["all"]) == (len(failed), True)
+    first = found["causes"][0]
+    assert first["newest"] == failed[0]["rollout_id"]
+    assert first["message"] == failed[0]["failure"]
+    assert len(await rows_of(client, f"&state=failed&failure={first['cause']}")) == first["count"]
+    monkeypatch.setattr("agentlightning.dashboard.views.failures.MOST", 3)
+    found = await get(client, f"/runs/{GRPO}/failures")
+    assert (found["read"], found["all"]) == (3, False)
 
 
 async def test_unknown_names_are_404_with_a_message(client):

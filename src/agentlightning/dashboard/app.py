@@ -26,7 +26,16 @@ from agentlightning.dashboard.actions import act
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views import comparison, operations, resources, rollout, rollouts, runs, validation
+from agentlightning.dashboard.views import (
+    comparison,
+    failures,
+    operations,
+    resources,
+    rollout,
+    rollouts,
+    runs,
+    validation,
+)
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import RequestError, error_response, status_of
@@ -51,6 +60,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
     "/runs/{run}/validation": validation.show_validation,
+    "/runs/{run}/failures": failures.list_failures,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,

@@ -3,6 +3,7 @@ import { setToken, takeTokenFromAddress } from "./api.js";
 import { html, render, useEffect, useRef, useState } from "./lib.js";
 import { Link, navigate, runPath, useLocation } from "./router.js";
 import { ComparePage } from "./views/compare.js";
+import { FailuresPage } from "./views/failures.js";
 import { GroupPage } from "./views/group.js";
 import { LivePage, QueuesPage, WorkersPage } from "./views/operations.js";
 import { ResourcesPage, WeightsPage } from "./views/resources.js";
@@ -19,6 +20,7 @@ const ROUTES = [
   [/^\/(?:runs)?$/, RunsPage],
   [/^\/compare$/, ComparePage],
   [new RegExp(`^${RUN}$`), RunPage],
+  [new RegExp(`^${RUN}/failures$`), FailuresPage],
   [new RegExp(`^${RUN}/steps/(\\d+)$`), StepPage],
   [new RegExp(`^${RUN}/validation$`), ValidationPage],
   [new RegExp(`^${RUN}/rollouts$`), RolloutsPage],

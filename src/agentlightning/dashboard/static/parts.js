@@ -23,7 +23,7 @@ export function Stale({ view }) {
   return view.error && view.data ? html`<div class="notice warn" role="status">Not up to date: ${view.error.message}</div>` : null;
 }
 
-const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["validation", "Validation"], ["resources", "Resources"], ["weights", "Weights"], ["workers", "Workers"], ["queues", "Queues"], ["live", "Live"]];
+const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["validation", "Validation"], ["failures", "Failures"], ["resources", "Resources"], ["weights", "Weights"], ["workers", "Workers"], ["queues", "Queues"], ["live", "Live"]];
 const ONLY_RUNS = new Set(["weights", "validation"]);
 
 export function RunTabs({ run, here, isStore = run === "store" }) {

@@ -4,7 +4,7 @@ import { Chart, useTheme } from "../chart.js";
 import { bytes, duration, interval, number, signed } from "../format.js";
 import { html, useMemo, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, scrolls } from "../parts.js";
-import { Link, navigate, runPath, withQuery } from "../router.js";
+import { navigate, runPath } from "../router.js";
 
 // A long name may be broken after its parts.
 const parts = (name) => (name || "–").split(/(?<=[/:.])/).map((part, place) => html`${place > 0 && html`<wbr />`}${part}`);
@@ -78,7 +78,6 @@ export function RunPage({ parts: [run], path }) {
   if (summary.error) return html`<div class="notice bad">${summary.error}</div>`;
   return html`<${Stale} view=${view} />
     <div class="head"><h1>${run}</h1><${Pill} kind=${summary.state} /><div class="right">
-      <${Link} class="button" to=${withQuery(runPath(run, "rollouts"), { state: "failed" })}>Failures<//>
       <${Json} path=${path} name=${`${run}.json`} /></div></div>
     <${RunTabs} run=${run} here="" />
     <div class="panel"><dl class="facts">
