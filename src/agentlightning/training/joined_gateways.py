@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -157,6 +158,7 @@ class JoinedGateways:
         return JoinRequest(
             run_id=self._run_id,
             protocol=PROTOCOL,
+            package=version("agentlightning"),
             kind=policy.kind,
             urls=policy.config.urls,
             server_token=policy.config.token,

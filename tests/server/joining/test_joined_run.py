@@ -3,6 +3,7 @@ the model server is scripted."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,12 @@ async def test_a_wrong_token_is_refused_before_anything_runs(
 def test_a_server_of_another_protocol_version_says_so(hub: Hub) -> None:
     answer = httpx.post(
         f"{hub.url}{BASE_PATH}/policy",
-        json={"run_id": "r1", "protocol": 99},
+        json={"run_id": "r1", "protocol": 99, "package": "9.9"},
         headers={"authorization": f"Bearer {TOKEN}"},
     )
     assert answer.status_code == 422
-    assert "install the same version of agentlightning on both" in answer.json()["error"]
+    assert f"this server has agentlightning {version('agentlightning')}" in answer.json()["error"]
+    assert "the run has agentlightning 9.9, which speaks version 99" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(

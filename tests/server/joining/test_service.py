@@ -43,6 +43,7 @@ class Trainer:
         chat = HFChatFormat(tiny_tokenizer())
         content = {
             "protocol": PROTOCOL,
+            "package": "2.0",
             "kind": "vllm",
             "urls": [self.model_server.url],
             "context_length": 512,
@@ -361,7 +362,7 @@ async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_
 @pytest.mark.parametrize(
     ("changes", "status", "words"),
     [
-        ({"protocol": 99}, 422, "install the same version of agentlightning on both"),
+        ({"protocol": 99}, 422, "the run has agentlightning 2.0, which speaks version 99"),
         ({"urls": ["http://127.0.0.1:9"]}, 503, "127.0.0.1:9"),
         ({"label": "another"}, 503, "has weights default"),
         ({"tokenizer": base64.b64encode(b"no archive").decode()}, 422, "archive of the tokenizer cannot be read"),

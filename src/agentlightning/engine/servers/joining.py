@@ -61,6 +61,8 @@ class JoinRequest(RunRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
     protocol: int
+    package: str
+    """The run's version of agentlightning."""
     kind: Literal["vllm", "sglang"]
     urls: tuple[str, ...] = Field(min_length=1)
     """The model servers, which the gateway must reach under these addresses."""

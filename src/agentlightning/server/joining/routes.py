@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Final
 
 import orjson
@@ -66,10 +67,12 @@ def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
     except orjson.JSONDecodeError as error:
         raise JoinError(400, f"the request is not JSON: {error}") from None
     if kind is JoinRequest and isinstance(content, dict) and content.get("protocol") != PROTOCOL:
+        here, there = version("agentlightning"), content.get("package", "of an older version")
         raise JoinError(
             422,
-            f"this server speaks version {PROTOCOL} of the protocol for joining, and the run {content.get('protocol')};"
-            " install the same version of agentlightning on both",
+            f"this server has agentlightning {here}, which speaks version {PROTOCOL} of the protocol for joining, and"
+            f" the run has agentlightning {there}, which speaks version {content.get('protocol')}; install the same"
+            " version on both",
         )
     try:
         return kind.model_validate(content)
