@@ -7,7 +7,8 @@ its own connection and worker id, registers, sends a heartbeat every two seconds
 which it reports at once as succeeded: the store is the limit, not the agents. A claim's latency is the time of its
 request. Fairness is Jain's index over the claims of the runners: 1 if all got the same number, 1/N if one got
 everything. With `--hubs 2` the runners are divided among servers that share a temporary PostgreSQL database;
-`--postgres` uses one for a single server, too.
+`--postgres` uses one for a single server, too. `processors_needed` is the CPU time of servers, runners and database
+together, as a multiple of the time it took: where it is near the number of processors, these are the limit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from contextlib import ExitStack
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import EnqueueRolloutRequest
@@ -107,6 +110,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def database_cpu_seconds(cluster: PostgresCluster | None) -> float:
+    """Of PostgreSQL's processes, those of connections among them; 0 for SQLite, whose work is the server's."""
+    if cluster is None:
+        return 0.0
+    found = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "postgres"]
+    roots = [p for p in found if str(cluster.port) in " ".join(p.info["cmdline"] or [])]
+    family = {child.pid: child for root in roots for child in (root, *root.children(recursive=True))}
+    return sum(sum(each.cpu_times()[:2]) for each in family.values())
+
+
 async def enqueue(url: str, number: int) -> None:
     client = LightningStoreClient(url)
     for start in range(0, number, 1000):
@@ -118,8 +131,10 @@ async def enqueue(url: str, number: int) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         if options.postgres or options.hubs > 1:
-            database = stack.enter_context(PostgresCluster()).new_database()
+            cluster = stack.enter_context(PostgresCluster())
+            database = cluster.new_database()
         else:
+            cluster = None
             database = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hub.db")
         hubs = [start_hub(database, stack) for _ in range(options.hubs)]
         asyncio.run(enqueue(hubs[0][0], options.rollouts))
@@ -136,16 +151,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             process.start()
         barrier.wait(START_SECONDS)
         before, began = sum(cpu_seconds(pid) for _, pid in hubs), time.perf_counter()
+        database_before = database_cpu_seconds(cluster)
         found = [results.get(timeout=600) for _ in processes]
         seconds = time.perf_counter() - began
         cpu = sum(cpu_seconds(pid) for _, pid in hubs) - before
+        database_cpu = database_cpu_seconds(cluster) - database_before
         peak = max(memory(pid)[1] for _, pid in hubs)
         for process in processes:
             process.join(60)
         claims: Claims = {name: latencies for part, _, _ in found for name, latencies in part.items()}
+    runners_cpu = sum(spent for _, _, spent in found)
     return summary(claims, options, seconds, cpu) | {
+        "database_cpu_ms_per_rollout": round(1000 * database_cpu / options.rollouts, 3),
+        "runners_cpu_ms_per_rollout": round(1000 * runners_cpu / options.rollouts, 3),
+        "processors_needed": round((cpu + database_cpu + runners_cpu) / seconds, 2),
+        "processors": os.cpu_count(),
         "failed_heartbeats": sum(errors for _, errors, _ in found),
-        "runners_cpu_seconds": round(sum(spent for _, _, spent in found), 1),
+        "runners_cpu_seconds": round(runners_cpu, 1),
         "idle_mib": round(idle, 1),
         "peak_mib": round(peak, 1),
     }
