@@ -14,7 +14,7 @@ from tests.dashboard.browsing import Window
 from tests.e2e.conftest import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS = 40
+STEPS = 400
 
 
 class Running:
