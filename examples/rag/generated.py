@@ -114,6 +114,14 @@ class World:
         random.Random(f"{split}/{self._seed}").shuffle(found)
         return found[:count]
 
+    def exercises(self, count: int, opening: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
+        """`count` conversations of one turn that teach a new model to copy: names into a query, or a fact from a
+        document into an answer. From whole conversations alone some seeds do not learn it in the time that they have."""
+        rng = random.Random(f"exercises/{self._seed}")
+        works = [work for work in self.works if work.split == "train"]
+        make = (_repeat, _read)
+        return [{"messages": [*opening, *rng.choice(make)(works, rng)], "tools": list(tools)} for _ in range(count)]
+
     def demonstrations(
         self,
         count: int,
@@ -125,14 +133,14 @@ class World:
         habit: float,
     ) -> list[dict[str, Any]]:
         """`count` conversations on training questions, each after the messages of `opening`. The first `clean` share
-        looks both facts up; of the rest, a `habit` share answers after the first search with what it guesses."""
+        looks both facts up; of the rest, a `habit` share answers after the first search with what it found."""
         rng = random.Random(f"demonstrations/{self._seed}")
         questions = self._questions("train", min(count, 2 * sum(work.split == "train" for work in self.works)))
         found: list[dict[str, Any]] = []
         for number in range(count):
             work, fact = questions[number % len(questions)]
             hasty = number >= clean * count and rng.random() < habit
-            answer = rng.choice(ANSWERS[fact]) if hasty else work.task(fact)["answer"]
+            answer = work.maker if hasty else work.task(fact)["answer"]
             queries = [work.title] if hasty else [work.title, work.maker]
             user = {"role": "user", "content": work.task(fact)["question"]}
             turns = [turn for query in queries for turn in _lookup(query, search)]
@@ -142,8 +150,26 @@ class World:
 
 
 def _lookup(query: str, search: Search) -> list[dict[str, Any]]:
+    return [_call(query), {"role": "tool", "tool_call_id": "call_0", "content": search(query)}]
+
+
+def _call(query: str) -> dict[str, Any]:
     call = {"name": "search", "arguments": json.dumps({"query": query})}
+    return {"role": "assistant", "tool_calls": [{"id": "call_0", "type": "function", "function": call}]}
+
+
+def _repeat(works: Sequence[Work], rng: random.Random) -> list[dict[str, Any]]:
+    """A search for up to three names."""
+    names = ", ".join(rng.choice([work.title, work.maker]) for work in rng.sample(works, rng.randint(1, 3)))
+    return [{"role": "user", "content": names}, _call(names)]
+
+
+def _read(works: Sequence[Work], rng: random.Random) -> list[dict[str, Any]]:
+    """A question with the document that has its answer, and another one."""
+    work, other = rng.sample(works, 2)
+    task = work.task(rng.choice(list(FACTS)))
+    documents = [f"{each['title']}: {each['text']}" for each in (work.documents[1], other.documents[0])]
     return [
-        {"role": "assistant", "tool_calls": [{"id": "call_0", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "call_0", "content": search(query)},
+        {"role": "user", "content": "\n".join([*documents, task["question"]])},
+        {"role": "assistant", "content": f"<answer>{task['answer']}</answer>"},
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,7 +72,27 @@ def test_a_seed_makes_one_world_and_another_seed_another(module_of: Load) -> Non
         World(1).tasks("val", 5000)
 
 
-def test_demonstrations_search_twice_and_the_last_ones_may_guess_after_one_search(module_of: Load) -> None:
+def test_exercises_are_answered_from_what_the_user_wrote_and_ask_nothing_of_other_splits(module_of: Load) -> None:
+    world = module_of("rag", "generated").World(0)
+    opening = [{"role": "system", "content": "search"}]
+    known = {name for work in world.works if work.split == "train" for name in (work.title, work.maker)}
+    shown = world.exercises(60, opening, ["the tool"])
+    assert len(shown) == 60
+    kinds = set()
+    for each in shown:
+        first, user, answer = each["messages"]
+        assert (first, each["tools"]) == (opening[0], ["the tool"])
+        if "tool_calls" in answer:
+            [call] = answer["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"query": user["content"]}
+            assert set(user["content"].split(", ")) <= known
+        else:
+            assert re.fullmatch(r"<answer>(.*)</answer>", answer["content"])[1] in user["content"].splitlines()[0]
+        kinds.add("tool_calls" in answer)
+    assert kinds == {True, False}
+
+
+def test_demonstrations_search_twice_and_the_last_ones_may_answer_after_one_search(module_of: Load) -> None:
     world = module_of("rag", "generated").World(seed=0)
     opening, tools = [{"role": "system", "content": "Search."}], [{"type": "function"}]
     shown = world.demonstrations(60, str.upper, opening, tools, clean=0.5, habit=1.0)
@@ -172,7 +193,7 @@ def test_documents_are_read_in_either_format(module_of: Load, tmp_path: Path) ->
 # -- training with the real framework ----------------------------------------------------------------------------------
 
 Python = Callable[[str, str], Path]
-SHORT = "train.TASKS = train.GROUP = train.WARM = train.HELD_OUT = train.VALIDATION = 2"
+SHORT = "train.TASKS = train.GROUP = train.COPY = train.WARM = train.HELD_OUT = train.VALIDATION = 2"
 PROGRAM = f"import json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
 
 
