@@ -116,7 +116,7 @@ class World:
 
     def exercises(self, count: int, opening: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
         """`count` conversations of one turn that teach a new model to copy: names into a query, or a fact from a
-        document into an answer. From whole conversations alone some seeds do not learn it in the time that they have."""
+        document into an answer. From whole conversations alone some seeds do not learn it in time."""
         rng = random.Random(f"exercises/{self._seed}")
         works = [work for work in self.works if work.split == "train"]
         make = (_repeat, _read)
