@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Builds the core image of docker/Dockerfile without a Docker daemon, and starts a server from it:
+# Builds an image of docker/Dockerfile without a Docker daemon, and starts a server from it:
 #
-#   tests/deploy/image.sh [FOLDER]        needs root, and buildah, debootstrap and curl (apt-get install ...); 1 GB
+#   [TARGET=train] tests/deploy/image.sh [FOLDER]    needs root, and buildah, debootstrap and curl (apt-get install ...)
 #
+# The core image needs 1 GB, that of training 10 GB while it is made.
 # The base image is made by debootstrap, with Debian's Python in the place of python:3.12-slim.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(mkdir -p "${1:-/tmp/agl-image}" && cd "${1:-/tmp/agl-image}" && pwd)
 export STORAGE_DRIVER=vfs BUILDAH_ISOLATION=chroot
 buildah=(buildah --root "$folder/store" --runroot "$folder/run")
+target=${TARGET:-core}
 certificates=/etc/ssl/certs/ca-certificates.crt
 
 if [ ! -e "$folder/base.done" ]; then
@@ -21,9 +23,9 @@ if [ ! -e "$folder/base.done" ]; then
     touch "$folder/base.done"
 fi
 "${buildah[@]}" build --pull=never --network host --volume "$certificates:$certificates:ro" --build-arg PYTHON=3.11 \
-    --ignorefile docker/Dockerfile.dockerignore -f docker/Dockerfile --target core -t agentlightning .
+    --ignorefile docker/Dockerfile.dockerignore -f docker/Dockerfile --target "$target" -t "agentlightning:$target" .
 
-container=$("${buildah[@]}" from --pull=never localhost/agentlightning)
+container=$("${buildah[@]}" from --pull=never "localhost/agentlightning:$target")
 "${buildah[@]}" run "$container" -- agl --version
 port=${PORT:-4799}
 "${buildah[@]}" run "$container" -- agl serve --port "$port" --no-token --json &
