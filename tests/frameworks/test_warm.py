@@ -91,9 +91,18 @@ def test_an_agent_ends_with_its_command_and_the_server_with_its_socket(
     ends(agent)
     assert warm().returncode == 0, "the server goes on"
     [socket] = Path(environment["TMPDIR"]).glob("warm-*/*.sock")
-    (server,) = servers(tmp_path)
+    server = the_server(tmp_path)
     socket.unlink()
     ends(server)
+
+
+def the_server(tmp_path: Path) -> int:
+    """The server, once the processes that it forked for runs, which are named like it, have ended."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while len(found := servers(tmp_path)) != 1:
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+    return found[0]
 
 
 def servers(tmp_path: Path) -> list[int]:
