@@ -51,7 +51,6 @@ class OutputHead:
         self._model = _causal_model(model)
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self._decoder = getattr(self._model, self._model.base_model_prefix, None)
-        self.traits = HeadTraits(separable=True, linear=False)
         self.traits = traits or self._find_traits()
         if not self.separable:
             logger.warning(
@@ -60,10 +59,8 @@ class OutputHead:
             )
 
     def _find_traits(self) -> HeadTraits:
-        output = self._matching_output() if isinstance(self._decoder, nn.Module) else None
-        if output is None:
+        if not isinstance(self._decoder, nn.Module) or not self._matches_model():
             return HeadTraits(separable=False, linear=False)
-        self.traits = HeadTraits(separable=True, linear=False, output=output)
         return replace(self.traits, linear=self._matches_layer())
 
     @property
@@ -85,8 +82,8 @@ class OutputHead:
             return self._model(input_ids=ids_1C, use_cache=False).logits[0]
 
     @torch.no_grad()
-    def _matching_output(self) -> Callable[..., Any] | None:
-        """The type that the decoder returns, if logits can be computed from its hidden states alone."""
+    def _matches_model(self) -> bool:
+        """Whether logits can be computed from hidden states alone. Sets `traits` to those of a model where they can."""
         decoder: Any = self._decoder
         padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
@@ -96,9 +93,8 @@ class OutputHead:
             self.traits = HeadTraits(separable=True, linear=False, output=type(output))
             found = self(output.last_hidden_state[0])
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
-            return None
-        equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
-        return type(output) if equal else None
+            return False
+        return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
     @torch.no_grad()
     def _matches_layer(self) -> bool:
