@@ -1,6 +1,7 @@
 """What the trainer makes of its settings."""
 
 from contextlib import AsyncExitStack
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -57,7 +58,7 @@ async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(m
     config = TrainConfig(policy=PolicyConfig(model=str(tmp_path), in_flight=True))
     with pytest.raises(ConfigError, match=r"policy.in_flight = true: .*leave in_flight false"):
         await open_for_training(
-            config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore(), Progress()
+            config, LightningRL(), run_dir, RunState(run_id="r"), InMemoryLightningStore(), Progress(), AsyncMock()
         )
     assert policy.closed
     run_dir.close()

@@ -45,17 +45,11 @@ from agentlightning.training.agent_runner import (
     report_missing_runners,
     run_beside,
 )
-from agentlightning.training.build import (
-    make_collector,
-    make_training_run,
-    open_store,
-    serve_run,
-    start_reporting,
-)
+from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_reporting
 from agentlightning.training.dry_run import rehearsal
 from agentlightning.training.dry_run.checks import DryRun
 from agentlightning.training.health.milestones import starting_warnings
-from agentlightning.training.joined_gateways import check_gateways, join_gateways, joined_url
+from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     changed_settings,
@@ -472,7 +466,8 @@ class Trainer:
             listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
             if algorithm.learns_weights:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
-                policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress)
+                check = partial(check_free, config, self.store, state.run_id)
+                policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
             data = dashboard_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)

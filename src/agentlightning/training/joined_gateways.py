@@ -10,8 +10,8 @@ import asyncio
 import base64
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import quote
@@ -29,6 +29,7 @@ from agentlightning.engine.servers.joining import (
     PROTOCOL,
     RENEW_SECONDS,
     AnnounceRequest,
+    CheckRequest,
     JoinRequest,
     JoinStatus,
     PauseRequest,
@@ -38,11 +39,12 @@ from agentlightning.engine.servers.joining import (
 from agentlightning.engine.servers.replica import LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.policy.adapters.served import AdapterLearner
 from agentlightning.policy.base import Policy
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.transport import open_transport
+from agentlightning.transport import Transport, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +114,8 @@ class JoinedGateways:
         self._crosses_updates, self._note = crosses_updates, note
         self._settings = settings or GatewayConfig()
         self._transport = open_transport()
-        path = f"{BASE_PATH}/{quote(policy.model, safe='')}"
-        self._gateways = [
-            _Gateway(JsonClient(self._transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0), path)
-            for url in self.urls
-        ]
+        path = _path_of(policy)
+        self._gateways = [_Gateway(_client(self._transport, url, token), path) for url in self.urls]
         self._tokenizer = base64.b64encode(pack_tokenizer(policy.chat)).decode()
         self._joining = asyncio.Lock()
         """Held during updates, and while a gateway that was lost joins again."""
@@ -141,15 +140,8 @@ class JoinedGateways:
             yield gateways
 
     async def _join_first(self, gateway: _Gateway) -> None:
-        try:
+        with _refusals(gateway.client.url):
             await gateway.join(self._join_request())
-        except ModelServerError as error:
-            if error.status in (404, 405):
-                message = (
-                    f"{gateway.client.url} is no `agl serve` that training runs can join; install this version there"
-                )
-                raise ConfigError(f"{message} ({error})") from error
-            raise ConfigError(f"the run cannot join {gateway.client.url}: {error}") from error
 
     def _join_request(self) -> JoinRequest:
         policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
@@ -297,6 +289,26 @@ def _served(name: str, adapter: AdapterVersion) -> ServedAdapter:
     return ServedAdapter(name=name, served_name=adapter.served_name, version=adapter.version)
 
 
+def _path_of(policy: Policy) -> str:
+    return f"{BASE_PATH}/{quote(policy.model, safe='')}"
+
+
+def _client(transport: Transport, url: str, token: str | None) -> JsonClient:
+    return JsonClient(transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0)
+
+
+@contextmanager
+def _refusals(url: str) -> Generator[None]:
+    """Raise ConfigError for a gateway that a run cannot join at its start."""
+    try:
+        yield
+    except ModelServerError as error:
+        if error.status in (404, 405):
+            message = f"{url} is no `agl serve` that training runs can join; install this version there"
+            raise ConfigError(f"{message} ({error})") from error
+        raise ConfigError(f"the run cannot join {url}: {error}") from error
+
+
 def joined_url(config: TrainConfig) -> str | None:
     """The address at which the gateways that a run joins answer its calls; None where it joins none."""
     gateways = config.run.gateways
@@ -322,6 +334,26 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
         raise ConfigError(f"run.gateways={list(config.run.gateways)}: {problem}")
 
 
+async def check_free(config: TrainConfig, store: LightningStoreBase | None, run_id: str, learner: Policy) -> None:
+    """Raises ConfigError where the run's model name or its model servers belong to another run of its gateways. This is
+    for the time before the servers get weights: at the join, those of the other run would be gone."""
+    urls = config.policy.servers.urls
+    changes_weights = not (isinstance(learner, AdapterLearner) and learner.adapters)
+    request = CheckRequest(run_id=run_id, urls=urls, changes_weights=changes_weights)
+    transport = open_transport()
+    try:
+        for url in (given.rstrip("/") for given in config.run.gateways):
+            with _refusals(url):
+                await _client(transport, url, _token(store)).post(_path_of(learner) + "/check", request.model_dump())
+    finally:
+        await transport.close()
+
+
+def _token(store: LightningStoreBase | None) -> str | None:
+    token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
+    return token or None
+
+
 async def join_gateways(
     config: TrainConfig,
     policy: Policy | None,
@@ -335,10 +367,9 @@ async def join_gateways(
         return None
     if not isinstance(policy, ServedPolicy):
         raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
-    token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
     opened = JoinedGateways.open(
         config.run.gateways,
-        token or None,
+        _token(store),
         policy,
         run_id,
         lease_seconds=config.run.gateway_lease_seconds,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import TrainConfig
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import ConfigError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import Policy
@@ -100,9 +100,11 @@ async def open_for_training(
     state: RunState,
     store: LightningStoreBase,
     progress: Progress,
+    check: Callable[[Policy], Awaitable[None]],
 ) -> Policy:
     """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
-    of its last checkpoint. Raises ConfigError, PolicyError, and ResumeError for a checkpoint that does not fit."""
+    of its last checkpoint. `check` sees the policy before any server gets its weights. Raises ConfigError, PolicyError,
+    and ResumeError for a checkpoint that does not fit."""
     policy = await opening.open_trained(
         config.policy,
         opening.policy_config(
@@ -115,15 +117,15 @@ async def open_for_training(
             agents=algorithm.agents,
         ),
     )
-    if config.policy.in_flight and not policy.can_update_in_flight:
-        await policy.close()
-        raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
-    if not state.measures_start(config.evaluation.modes):
-        try:
+    try:
+        if config.policy.in_flight and not policy.can_update_in_flight:
+            raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
+        await check(policy)
+        if not state.measures_start(config.evaluation.modes):
             await load_weights(policy, run_dir, state, store)
-        except ResumeError:
-            await policy.close()
-            raise
+    except BaseException:
+        await policy.close()
+        raise
     if config.policy.engine != "local":
         progress.phase("starting model servers", 1)
     return await opening.with_servers(policy, config.policy, run_dir.path.absolute() / "servers")

@@ -3,10 +3,12 @@ they have recorded."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,15 @@ def command(directory: Path, name: str, model_server: ScriptedModelServer, url: 
     words = [f"{setting}={value if isinstance(value, str) else json.dumps(value)}" for setting, value in given.items()]
     files = ["--agent", "agent.py:say", "--dataset", "tasks.jsonl"]
     return [AGL, "train", "--server", url, "--run-dir", name, "--json", *files, *words]
+
+
+async def start(directory: Path, words: list[str]) -> Process:
+    """Start `agl` as a process whose errors are read."""
+    return await asyncio.create_subprocess_exec(*words, cwd=directory, env=environment(), stdout=DEVNULL, stderr=PIPE)
+
+
+async def said(process: Process) -> str:
+    return (await process.communicate())[1].decode()
 
 
 async def account(url: str, run_dir: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@ the model server is scripted."""
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.testing.model_server import ScriptedModelServer
 
-from .runs import AGENT, STEPS, TOKEN, Hub, account, fit, settings
+from .runs import AGENT, STEPS, TOKEN, Hub, account, command, fit, said, settings, start
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -61,6 +62,27 @@ async def test_a_run_with_adapters_that_joins_a_server_has_the_same_account(
     assert joined.gateways is not None
     assert (joined.gateways["failed"], joined.gateways["joins"]) == (0, 1)
     assert not model_server.adapters, "they are unloaded at the end"
+
+
+async def test_two_trainers_share_a_server_with_model_servers_of_their_own(
+    tmp_path: Path, hub: Hub, model_server: ScriptedModelServer
+) -> None:
+    """Their agents ask for a model that nobody has: the rollout says whose policy answers."""
+    async with ScriptedModelServer(context_length=512) as second:
+        words = {
+            "one": command(tmp_path, "one", model_server, hub.url, 60.0),
+            "two": [*command(tmp_path, "two", second, hub.url, 60.0), "policy.name=other"],
+        }
+        (tmp_path / "agent.py").write_text(AGENT.replace('"policy"', '"gpt-4o"'))
+        trainers = [await start(tmp_path, each) for each in words.values()]
+        for trainer, message in zip(trainers, await asyncio.gather(*map(said, trainers)), strict=True):
+            assert trainer.returncode == 0, message
+    one, two = [await account(hub.url, tmp_path / name) for name in words]
+    assert one["rollouts"] == two["rollouts"] == {"succeeded": 64}
+    assert set(one["models"]) == {"policy"}
+    assert set(two["models"]) == {"other"}
+    figures = hub.metrics()
+    assert (figures["joins"], figures["left"], figures["runs"], figures["failed"]) == (2, 2, 0, 0)
 
 
 async def test_answers_that_go_on_across_an_update_name_the_version_of_each_token(

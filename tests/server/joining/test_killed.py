@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,11 @@ import pytest
 
 from agentlightning.testing.model_server import ScriptedModelServer
 
-from .runs import AGENT, Hub, account, command, environment, fit, settings
+from .runs import AGENT, Hub, account, command, fit, said, settings, start
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 LEASE = 6.0
-
-
-async def start(directory: Path, words: list[str]) -> Process:
-    return await asyncio.create_subprocess_exec(*words, cwd=directory, env=environment(), stdout=DEVNULL, stderr=PIPE)
-
-
-async def said(process: Process) -> str:
-    return (await process.communicate())[1].decode()
 
 
 async def reach_step(run_dir: Path, step: int, working: Process | asyncio.Task[Any]) -> None:
@@ -46,9 +38,8 @@ async def test_a_killed_trainer_is_resumed_with_the_same_account_and_another_run
     killed = await start(tmp_path, command(tmp_path, "killed", model_server, hub.url, LEASE))
     await reach_step(tmp_path / "killed", 1, killed)
     model_server.delay = 1.0  # So that the run is not over before the other one has tried.
-    async with ScriptedModelServer(context_length=512) as another:
-        refused = await start(tmp_path, command(tmp_path, "other", another, hub.url, LEASE))
-        message = await said(refused)
+    refused = await start(tmp_path, command(tmp_path, "other", model_server, hub.url, LEASE))
+    message = await said(refused)
     assert refused.returncode != 0
     assert "the model name 'policy' belongs to run" in message
     assert killed.returncode is None, "the run ended before it could be killed"

@@ -234,14 +234,15 @@ async def test_any_model_name_of_an_agent_leads_to_the_policy_of_its_own_run(tra
 
 async def test_calls_of_a_run_that_has_not_joined_again_are_refused_for_the_moment(trainer: Trainer, hub: Hub):
     """As after a restart of the server: a run of another name is here, and its policy must not answer."""
-    await Trainer(hub, trainer.model_server, "r2", "another").join()
-    llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=3)
-    await hub.store.add_resources({"llm": llm}, "of-policy")
-    for model in ("policy", "gpt-4o"):
-        answer, _ = await hub.ask(model, "of-policy")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
-        assert "whose policy is 'policy', has not joined this server" in answer.json()["error"]["message"]
-        assert answer.headers["retry-after"] == "2"
+    async with ScriptedModelServer() as second:
+        assert (await Trainer(hub, second, "r2", "another").join()).status_code == 200
+        llm = ProxyLLM(endpoint=hub.url, model="policy", policy_version=3)
+        await hub.store.add_resources({"llm": llm}, "of-policy")
+        for model in ("policy", "gpt-4o"):
+            answer, _ = await hub.ask(model, "of-policy")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+            assert "whose policy is 'policy', has not joined this server" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == "2"
     await trainer.join(version=3)
     for model in ("policy", "gpt-4o"):
         answer, span = await hub.ask(model, "of-policy")
@@ -383,6 +384,38 @@ async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_o
         refused = await Trainer(hub, server).join()
         assert (refused.status_code, "--enable-scale-out" in refused.text) == (422, True)
         assert (await Trainer(hub, server).join(crosses_updates=False)).status_code == 200
+
+
+async def check(trainer: Trainer, changes_weights: bool = True) -> tuple[int, str]:
+    answer = await trainer.post("/check", urls=[trainer.model_server.url + "/"], changes_weights=changes_weights)
+    return answer.status_code, answer.text
+
+
+async def test_a_run_learns_before_it_changes_weights_that_its_name_or_its_servers_are_taken(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    assert (await check(trainer))[0] == 200
+    await trainer.join()
+    assert (await check(trainer))[0] == 200, "a run may be started again"
+    async with ScriptedModelServer() as second:
+        status, text = await check(Trainer(hub, second, "r2"))
+        assert (status, "model name 'policy' belongs to run r1; set another policy.name" in text) == (409, True)
+        assert (await check(Trainer(hub, second, "r2", "another")))[0] == 200
+    other = Trainer(hub, model_server, "r2", "another")
+    joined = await other.join()
+    for status, text in (await check(other), await check(other, False), (joined.status_code, joined.text)):
+        assert (status, f"run r1 samples from {model_server.url}, too" in text) == (409, True)
+    await trainer.post("/leave")
+    assert (await check(other))[0] == 200
+
+
+async def test_runs_that_add_adapters_may_share_model_servers(
+    trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
+):
+    await join_with_adapters(trainer)
+    other = Trainer(hub, model_server, "r2", "another")
+    assert (await check(other, changes_weights=False))[0] == 200
+    assert (await check(other, changes_weights=True))[0] == 409
 
 
 async def test_nobody_joins_without_the_token(trainer: Trainer, hub: Hub):

@@ -1,5 +1,6 @@
 """What a training run and the gateways that it joins say to each other: JSON over HTTP, under /v1/policies.
 
+    POST /v1/policies/MODEL/check      `CheckRequest`: could the run join, before it changes any weights?
     POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
     POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; to be repeated until `paused`
     POST /v1/policies/MODEL/announce   `AnnounceRequest`: servers are about to get these weights, or have these adapters
@@ -8,7 +9,8 @@
     POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
 
 Every answer is a `JoinStatus`, and every request after the first may be repeated. An error is `{"error": message}`: 401
-for the token, 404 if the run has not joined, 409 if the name belongs to another run, 422 for what the gateway lacks.
+for the token, 404 if the run has not joined, 409 if the name or the model servers belong to another run, 422 for what
+the gateway lacks.
 """
 
 from __future__ import annotations
@@ -32,6 +34,15 @@ class RunRequest(_Message):
     """A request of a run that has joined."""
 
     run_id: str
+
+
+class CheckRequest(RunRequest):
+    """What a run is about to use."""
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Its model servers."""
+    changes_weights: bool
+    """False: the run adds adapters, and the weights below them stay."""
 
 
 class ServedAdapter(_Message):

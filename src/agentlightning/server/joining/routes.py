@@ -17,6 +17,7 @@ from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
     AnnounceRequest,
+    CheckRequest,
     JoinRequest,
     JoinStatus,
     PauseRequest,
@@ -34,6 +35,7 @@ Action = Callable[[str, Any], Awaitable[JoinStatus]]
 def joining_routes(policies: JoinedPolicies, token: str | None) -> list[Route]:
     """The routes, which require `token` if there is one."""
     actions: dict[str, tuple[type[RunRequest], Action]] = {
+        "/check": (CheckRequest, policies.check),
         "": (JoinRequest, policies.join),
         "/pause": (PauseRequest, policies.pause),
         "/announce": (AnnounceRequest, policies.announce),

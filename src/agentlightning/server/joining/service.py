@@ -28,6 +28,7 @@ from agentlightning.engine.servers.followed import FollowedPolicy, FollowedServe
 from agentlightning.engine.servers.joining import (
     AdapterRoutes,
     AnnounceRequest,
+    CheckRequest,
     JoinRequest,
     JoinStatus,
     PauseRequest,
@@ -73,6 +74,10 @@ class JoinedRun:
     policy: FollowedPolicy
     gate: UpdateGate
     lease_seconds: float
+    urls: tuple[str, ...]
+    """Its model servers."""
+    changes_weights: bool
+    """Whether it replaces their weights, and not only adapters."""
     heard_at: float = field(default_factory=time.monotonic)
     update: _Update | None = None
     watch: asyncio.Task[None] | None = None
@@ -83,6 +88,11 @@ class JoinedRun:
     @property
     def gone(self) -> bool:
         return self.policy.unavailable is not None
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.heard_at + self.lease_seconds - time.monotonic())
 
     def status(self) -> JoinStatus:
         paused = self.update is not None and self.update.held.done()
@@ -146,6 +156,34 @@ class JoinedPolicies:
         self._gateway = gateway
         gateway.router.takes_runs = True
 
+    async def check(self, model: str, request: CheckRequest) -> JoinStatus:
+        """Whether a run could join as `model`, before it changes the weights of its servers. Raises JoinError."""
+        try:
+            self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)
+        except JoinError:
+            self.refused += 1
+            raise
+        return JoinStatus()
+
+    def _refuse_conflicts(self, model: str, run_id: str, urls: Iterable[str], changes_weights: bool) -> None:
+        others = {name: run for name, run in self._runs.items() if run.run_id != run_id and not run.gone}
+        if (other := others.get(model)) is not None:
+            raise JoinError(
+                409,
+                f"the model name {model!r} belongs to run {other.run_id}; set another policy.name, or, if that run was"
+                f" killed, wait {other.lease_left:.0f} s for the end of its lease",
+            )
+        for run in others.values():
+            shared = {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in run.urls}
+            if shared and (changes_weights or run.changes_weights):
+                raise JoinError(
+                    409,
+                    f"run {run.run_id} samples from {', '.join(sorted(shared))}, too, and one of the two runs would"
+                    " replace the weights of the other; give each run model servers of its own"
+                    " (policy.servers.urls), or train adapters in both. If that run was killed, wait"
+                    f" {run.lease_left:.0f} s for the end of its lease",
+                )
+
     async def join(self, model: str, request: JoinRequest) -> JoinStatus:
         """Serve the policy of a run as `model`. Raises JoinError."""
         async with self._joining:
@@ -160,14 +198,9 @@ class JoinedPolicies:
 
     async def _join(self, model: str, request: JoinRequest) -> JoinedRun:
         assert self._gateway is not None
+        changes_weights = request.label is not None
+        self._refuse_conflicts(model, request.run_id, request.urls, changes_weights)
         known = self._runs.get(model)
-        if known is not None and known.run_id != request.run_id and not known.gone:
-            left = known.heard_at + known.lease_seconds - time.monotonic()
-            raise JoinError(
-                409,
-                f"the model name {model!r} belongs to run {known.run_id}; set another policy.name, or, if that run was"
-                f" killed, wait {max(0.0, left):.0f} s for the end of its lease",
-            )
         try:
             self._gateway.router.check_names(model, [model, *(request.adapter_routes or NO_ROUTES).views])
         except ConfigError as error:
@@ -180,7 +213,8 @@ class JoinedPolicies:
             await self._remove(model, known)
         policy = FollowedPolicy(model, chat, servers)
         self._gateway.add_policy(model, policy, _settings(request))
-        run = JoinedRun(request.run_id, policy, self._gateway.gates.of(policy), request.lease_seconds)
+        gate = self._gateway.gates.of(policy)
+        run = JoinedRun(request.run_id, policy, gate, request.lease_seconds, request.urls, changes_weights)
         self._runs[model] = run
         run.watch = asyncio.create_task(self._watch(run))
         return run
@@ -191,6 +225,7 @@ class JoinedPolicies:
         """The trainer of a run was started again: what it held back goes on with the weights it has now."""
         assert self._gateway is not None
         run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
+        run.urls, run.changes_weights = request.urls, request.label is not None
         await run.policy.move(chat, servers)
         self._gateway.add_policy(run.policy.model, run.policy, _settings(request))
         await run.release(updated=False)
@@ -239,8 +274,7 @@ class JoinedPolicies:
     async def _watch(self, run: JoinedRun) -> None:
         """Refuse the calls of a run once it has been silent for the time of its lease."""
         while True:  # Each request of the run puts the end of its lease off.
-            left = run.heard_at + run.lease_seconds - time.monotonic()
-            if left <= 0:
+            if (left := run.lease_left) == 0:
                 break
             await asyncio.sleep(left)
         self.gone += 1
