@@ -7,6 +7,7 @@ first. Run by its path, without the package: standard library only.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -47,8 +48,16 @@ class Guard:
                     bufsize=0,
                     start_new_session=True,
                 )
+                atexit.register(_end, self._process)
             if self._process.stdin is not None:
                 self._process.stdin.write(line.encode())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):  # A process that was forked from this one has the pipe, too.
+        process.wait(1)
 
 
 @cache
