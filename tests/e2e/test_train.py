@@ -112,6 +112,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     process = subprocess.Popen(
         job.command("--run-dir", "run", "algorithm.steps=6"),
         cwd=job.directory, env=job.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=accept_interrupts,
     )  # fmt: skip
     wait_for_step(job.directory / "run", 1)
     process.send_signal(ending)
@@ -122,6 +123,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     assert done.returncode == 0, done.stderr
     assert last_line(done.stdout)["steps"] == 6
     assert last_line(done.stdout)["rollouts"] == 6 * 4 * 4
+
+
+def accept_interrupts() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and children inherit this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_step(run_dir, step: int) -> None:

@@ -337,6 +337,8 @@ def check_gateways(config: TrainConfig, store: LightningStoreBase | None, algori
 async def check_free(config: TrainConfig, store: LightningStoreBase | None, run_id: str, learner: Policy) -> None:
     """Raises ConfigError where the run's model name or its model servers belong to another run of its gateways. This is
     for the time before the servers get weights: at the join, those of the other run would be gone."""
+    if not config.run.gateways:
+        return
     urls = config.policy.servers.urls
     changes_weights = not (isinstance(learner, AdapterLearner) and learner.adapters)
     request = CheckRequest(run_id=run_id, urls=urls, changes_weights=changes_weights)
