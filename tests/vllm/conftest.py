@@ -75,7 +75,7 @@ def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFacto
     """The address of a server of the first model, in float32, that also takes adapters."""
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "8", *tools)
+    args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "16", *tools)
     launch = LaunchOptions(models[0], "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
     async def start() -> VllmProcess:

@@ -18,6 +18,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.span import POLICY_VERSION, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
@@ -180,3 +181,38 @@ async def test_a_run_on_two_machines_has_the_account_of_one_on_one_machine(
         ((version, _),) = versions_of(span)
         assert float(model.differences(span, weights[version]).max()) < NEAR
     print(f"\n{len(spans)} calls on two machines, {len(own)} on one; by version {dict(by_version(spans))}")  # noqa: T201
+
+
+async def test_adapters_learn_where_the_calls_of_their_agents_are_answered_on_another_machine(
+    other: Machine, server: str, models: list[Path], tmp_path: Path
+):
+    """Two agents of one run: the writer has an adapter of its own, and all others share one."""
+    asking = AGENT.replace('model="policy"', 'model=("writer" if len(word) % 2 else "critic") + "@policy"')
+    (other.directory / "agent.py").write_text(asking)
+    hub = other.start("serve", "--port", "0", "--db", "hub.db", "--json")
+    assert hub.stdout is not None
+    url: str = json.loads(hub.stdout.readline())["url"]
+    other.start("runner", "--server", url, "--agent", "agent.py:say", "--reward", "agent.py:letters", "--json")
+    store = LightningStoreClient(url, TOKEN)
+    config = settings(models[0], server, RunConfig(gateways=(url,)), {"hosts": 0})
+    agents = {"writer": Lora(r=4), "critic": "shared"}
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"agents": agents})})
+    run = tmp_path / "trainer" / "run"
+    result = await Trainer(config, store=store, run_dir=run).fit_async(train_dataset=TASKS)
+    spans = await calls_of(store, run)
+    await store.close()
+
+    assert (result.failed_rollouts, result.steps) == (0, STEPS)
+    assert result.gateways is not None
+    assert (result.gateways["failed"], result.gateways["calls"]) == (0, len(spans))
+    answered = {(span.attributes["gen_ai.response.model"], span.attributes[POLICY_VERSION]) for span in spans}
+    assert {("policy:writer", 1), ("policy", 1)} <= answered, "both were changed, and their agents asked again"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line["mismatch_kl"] for line in lines if "mismatch_kl" in line]
+    assert len(kept) == STEPS
+    near = NEAR**2 / 2  # The KL divergence (k3) of log-probabilities that differ by so much.
+    assert max(map(abs, kept)) < near, "what the trainer computes of the tokens is what the servers recorded"
+    async with httpx.AsyncClient() as client:
+        served = [model["id"] for model in (await client.get(f"{server}/v1/models")).json()["data"]]
+    assert not [name for name in served if "@" in name], "adapters are unloaded at the end"
+    print(f"\n{len(spans)} calls by {sorted(answered)}; KL divergence of server and trainer {max(map(abs, kept)):.1e}")  # noqa: T201
