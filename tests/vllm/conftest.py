@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of the first model, in float32, that also takes adapters."""
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    """The address of a server of the first model, in float32, that also takes adapters. Tests change its weights."""
+    with serving(vllm, models[0], tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
+        yield url
+
+
+@pytest.fixture
+def fresh_server(vllm: str, models: list[Path], tmp_path: Path) -> Iterator[str]:
+    """The same, of one test."""
+    with serving(vllm, models[0], tmp_path / "vllm.log") as url:
+        yield url
+
+
+@contextmanager
+def serving(vllm: str, model: Path, log: Path) -> Generator[str]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     args = ("--enforce-eager", "--enable-lora", "--max-lora-rank", "16", *tools)
-    launch = LaunchOptions(models[0], "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
+    launch = LaunchOptions(model, "tiny", log, (vllm,), args, ON_CPU, "float32", 1024)
 
     async def start() -> VllmProcess:
         transport = open_transport()
@@ -86,5 +99,7 @@ def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFacto
             await transport.close()
 
     child = asyncio.run(start())
-    yield child.url
-    asyncio.run(child.close())
+    try:
+        yield child.url
+    finally:
+        asyncio.run(child.close())

@@ -184,7 +184,7 @@ async def test_a_run_on_two_machines_has_the_account_of_one_on_one_machine(
 
 
 async def test_adapters_learn_where_the_calls_of_their_agents_are_answered_on_another_machine(
-    other: Machine, server: str, models: list[Path], tmp_path: Path
+    other: Machine, fresh_server: str, models: list[Path], tmp_path: Path
 ):
     """Two agents of one run: the writer has an adapter of its own, and all others share one."""
     asking = AGENT.replace('model="policy"', 'model=("writer" if len(word) % 2 else "critic") + "@policy"')
@@ -194,7 +194,7 @@ async def test_adapters_learn_where_the_calls_of_their_agents_are_answered_on_an
     url: str = json.loads(hub.stdout.readline())["url"]
     other.start("runner", "--server", url, "--agent", "agent.py:say", "--reward", "agent.py:letters", "--json")
     store = LightningStoreClient(url, TOKEN)
-    config = settings(models[0], server, RunConfig(gateways=(url,)), {"hosts": 0})
+    config = settings(models[0], fresh_server, RunConfig(gateways=(url,)), {"hosts": 0})
     agents = {"writer": Lora(r=4), "critic": "shared"}
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"agents": agents})})
     run = tmp_path / "trainer" / "run"
@@ -213,6 +213,6 @@ async def test_adapters_learn_where_the_calls_of_their_agents_are_answered_on_an
     near = NEAR**2 / 2  # The KL divergence (k3) of log-probabilities that differ by so much.
     assert max(map(abs, kept)) < near, "what the trainer computes of the tokens is what the servers recorded"
     async with httpx.AsyncClient() as client:
-        served = [model["id"] for model in (await client.get(f"{server}/v1/models")).json()["data"]]
+        served = [model["id"] for model in (await client.get(f"{fresh_server}/v1/models")).json()["data"]]
     assert not [name for name in served if "@" in name], "adapters are unloaded at the end"
     print(f"\n{len(spans)} calls by {sorted(answered)}; KL divergence of server and trainer {max(map(abs, kept)):.1e}")  # noqa: T201
