@@ -32,9 +32,9 @@ export function QueuesPage({ parts: [run], path }) {
 const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><${RowHead} /><tbody>${rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} />`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
 // What runs: by its attempt. Its spans are not read, as a long attempt has very many.
-const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrolls}><table><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th>Queue</th><th>Worker</th><th class="num">Attempt</th><th class="num">Runs for</th></tr></thead><tbody>
-  ${rows.map((row) => html`<tr key=${row.rollout_id}><td class="nowrap"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//></td><td><${Pill} kind=${row.status} /></td><td class="task">${row.task}</td>
-    <td class="mono">${row.queue}</td><td class="mono">${row.worker || "–"}</td><td class="num">${row.attempts}</td><td class="num">${row.attempt_start ? duration(Math.max(0, now - row.attempt_start)) : "–"}</td></tr>`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
+const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th>Queue</th><th>Worker</th><th class="num">Attempt</th><th class="num">Runs for</th></tr></thead><tbody>
+  ${rows.map((row) => html`<tr key=${row.rollout_id}><td class="nowrap whole"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//></td><td data-label="State"><${Pill} kind=${row.status} /></td><td class="task">${row.task}</td>
+    <td class="mono" data-label="Queue">${row.queue}</td><td class="mono" data-label="Worker">${row.worker || "–"}</td><td class="num" data-label="Attempt">${row.attempts}</td><td class="num" data-label="Runs for">${row.attempt_start ? duration(Math.max(0, now - row.attempt_start)) : "–"}</td></tr>`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
 // The model calls that ended last.
 const Calls = ({ run, calls, now }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Ended</th><th>Rollout</th><th>Agent, model</th><th>Answer</th><th class="num">Sampled</th><th class="num">Prompt</th><th class="num">Time</th><th class="num">Weights</th></tr></thead><tbody>
