@@ -286,6 +286,16 @@ def test_it_ends_as_the_command_ends(run, script, code, says):
     assert attempt.metadata["exit_code"] == code
 
 
+def test_an_address_in_the_code_is_named_before_the_error_that_it_causes(run, provider, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    code, summary = run("--", "bash", "-c", chat("gpt-4o", base="http://127.0.0.1:9/v1"))
+    assert (summary["calls"], summary["exit_code"]) == (0, code)
+    address, itself = summary["advice"]
+    assert "base_url=" in address
+    assert f"exit code {code}; run the command by itself" in itself
+
+
 def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(run, clean):
     script = f"sleep 600 & echo $! > {clean}/pid; wait"
     code, summary = run("--timeout", "0.3", "--", "bash", "-c", script)

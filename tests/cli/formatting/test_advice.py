@@ -23,6 +23,8 @@ WHOLE: dict[str, Any] = {"error": None, "redirected": True, "calls": 2, "failed_
         ({"rewarded": False}, ["--reward"]),
         ({"calls": 0, "rewarded": False}, ["base_url=", "--reward"]),
         ({"error": "python3 exited with status 3", "rewarded": False}, ["status 3; run the command by itself"]),
+        ({"error": "status 1", "rewarded": False, "calls": 0}, ["base_url=", "status 1; run the command by itself"]),
+        ({"error": "status 1", "rewarded": False, "failed_calls": 1}, ["1 of 2 model calls", "status 1; run the"]),
     ],
 )
 def test_a_recorded_rollout_is_told_what_it_lacks(lacks: dict[str, Any], advice: list[str]) -> None:

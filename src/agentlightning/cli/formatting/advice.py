@@ -26,14 +26,14 @@ TOO_EASY: Final = "use harder tasks"
 def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
     """What a recorded rollout lacks for training, the first cause first; empty where it lacks nothing."""
     found: list[str] = []
-    if error is not None:
-        found.append(f"{error}; run the command by itself to see why")
     if not redirected:
         found.append(NOT_REDIRECTED)
-    elif not calls:
+    elif not calls:  # before the error, which it often causes
         found.append(NO_CALLS)
     elif failed_calls:
         found.append(f"{failed_calls} of {calls} model calls failed; `agl store show` has their messages")
+    if error is not None:
+        found.append(f"{error}; run the command by itself to see why")
     if not rewarded and error is None:
         found.append(NO_REWARD)
     return found
