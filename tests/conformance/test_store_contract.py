@@ -12,7 +12,17 @@ import pytest
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError
 from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from agentlightning.span import KEPT_SETS, LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
+from agentlightning.span import (
+    INPUT_TOKENS,
+    KEPT_SETS,
+    LOGPROBS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    SUPERSEDED,
+    Span,
+    SpanEvent,
+)
 from agentlightning.store import LightningStoreBase, LightningStoreClient
 from agentlightning.util.kept_sets import KeptSets
 
@@ -562,6 +572,38 @@ async def test_spans_are_found_by_attempt_name_and_place(store: Store) -> None:
     assert await names("latest") == ["b", "c"]
     assert await names("latest", name="b") == ["b"]
     assert await names(limit=2, offset=1) == ["b", "b"]
+
+
+async def test_the_spans_of_an_attempt_are_counted_without_reading_them(store: Store) -> None:
+    attempted = await claimed(store)
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    assert await store.count_spans(*ids) == 0
+    await store.add_many_spans([a_span(attempted, name=name, span_id=f"s-{name}") for name in "abc"])
+    await store.add_span(a_span(attempted, name="a", span_id="s-a"))
+    assert await store.count_spans(*ids) == await store.count_spans(ids[0], "latest") == 3
+    waits = await store.enqueue_rollout("input")
+    assert await store.count_spans(waits.rollout_id, "latest") == 0
+    for unknown in (("ro-none", "latest"), (ids[0], "at-none")):
+        with pytest.raises(NotFoundError, match="none"):
+            await store.count_spans(*unknown)
+
+
+@pytest.mark.parametrize("usage", [True, False])
+async def test_spans_are_read_without_tokens_but_with_their_numbers(store: Store, usage: bool) -> None:
+    attempted = await claimed(store)
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    recorded = {INPUT_TOKENS: 299, OUTPUT_TOKENS: 2} if usage else {}
+    prompt = list(range(300))  # longer than a block, so that its beginning is stored apart
+    tokens = {PROMPT_TOKEN_IDS: prompt, RESPONSE_TOKEN_IDS: [7, 8], LOGPROBS: [-0.5, -0.25]}
+    call = a_span(attempted, name="chat", attributes={"note": "x", **tokens, **recorded})
+    stored = await store.add_many_spans([call, a_span(attempted, name="b"), call])
+    found = await store.query_spans(*ids, tokens=False)
+    counted = recorded or {INPUT_TOKENS: 300, OUTPUT_TOKENS: 2}
+    assert [span.attributes for span in found] == [{"note": "x", **counted}, stored[1].attributes, found[0].attributes]
+    assert [span.span_id for span in found] == [span.span_id for span in stored]
+    after = await store.query_spans(*ids, tokens=False, after=found[0].span_id, limit=1)
+    assert [span.name for span in after] == ["b"]
+    assert await store.query_spans(*ids) == stored
 
 
 async def test_the_newest_spans_are_those_stored_last_whatever_rollout_they_belong_to(store: Store) -> None:

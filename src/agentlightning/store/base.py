@@ -167,8 +167,7 @@ class LightningStore(TrajectoryQueries, ABC):
         queue: str | None = None,
         claim_id: str | None = None,
     ) -> AttemptedRollout:
-        """Create a rollout that the caller executes itself, and claim it in the same step. It counts as open in its
-        queue, but the limit of the queue does not apply."""
+        """Create a rollout and claim it at once. It counts as open in its queue, whose limit does not apply."""
 
     @abstractmethod
     async def enqueue_rollout(
@@ -218,8 +217,7 @@ class LightningStore(TrajectoryQueries, ABC):
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
-        """Start another attempt of a rollout in any state but succeeded (a ConflictError); earlier attempts are
-        superseded."""
+        """Start another attempt of a rollout that has not succeeded (ConflictError); earlier ones are superseded."""
 
     @abstractmethod
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
@@ -228,8 +226,7 @@ class LightningStore(TrajectoryQueries, ABC):
 
     @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Cancel a waiting or running rollout; its attempts are superseded, and an open one becomes `unresponsive`. A
-        finished rollout is returned unchanged."""
+        """Cancel a rollout unless it has finished; its attempts are superseded, an open one becomes `unresponsive`."""
 
     # -- rollouts: queries and changes -----------------------------------------------------------------------------
 
@@ -329,7 +326,7 @@ class LightningStore(TrajectoryQueries, ABC):
         metadata: dict[str, Any] | Unset = UNSET,
     ) -> Attempt:
         """Change the given fields (attempt_id may be "latest"); metadata is merged. A superseded attempt, and an
-        unresponsive one whose rollout has finished, are returned unchanged, with `superseded: True` in the metadata."""
+        unresponsive one of a finished rollout, are returned unchanged, with `superseded: True` in the metadata."""
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
@@ -378,9 +375,14 @@ class LightningStore(TrajectoryQueries, ABC):
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
+        tokens: bool = True,
     ) -> list[Span]:
         """Spans of a rollout that match every filter, by (attempt, sequence_id). attempt_id "latest": only those of
-        the latest attempt. `after` is a span_id."""
+        the latest attempt. `after` is a span_id. Without `tokens`, calls have only their numbers (`gen_ai.usage.*`)."""
+
+    @abstractmethod
+    async def count_spans(self, rollout_id: str, attempt_id: str) -> int:
+        """How many spans an attempt has ("latest": the latest), at a cost that does not grow with them; 0 if none."""
 
     @abstractmethod
     async def newest_spans(self, limit: int = 100) -> list[Span]:
@@ -482,8 +484,7 @@ class LightningStore(TrajectoryQueries, ABC):
 
     @abstractmethod
     async def vacuum(self) -> None:
-        """Delete unused token blocks and return free space to the file system, while others read and write. PostgreSQL
-        reuses most of the space instead."""
+        """Delete unused token blocks and free space on disk (PostgreSQL: reuse it), while others read and write."""
 
     @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
@@ -492,8 +493,7 @@ class LightningStore(TrajectoryQueries, ABC):
     @abstractmethod
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         """Add rollouts as another store recorded them, in one transaction; returns how many are new. A known id is
-        skipped. An unfinished rollout waits again: its attempts are superseded, and an open one becomes
-        `unresponsive`."""
+        skipped. An unfinished rollout waits again: its attempts are superseded, an open one becomes `unresponsive`."""
 
 
 LightningStoreBase = LightningStore

@@ -250,6 +250,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("add_many_spans", "POST", "/spans/batch", 201),
     *_list_and_search("query_spans", "/spans", "span_id"),
     Operation("newest_spans", "GET", "/spans/newest"),
+    Operation("count_spans", "GET", f"{_rollout}/attempts/{{attempt_id}}/spans/count", result_field="count"),
     Operation("get_next_span_sequence_id", "POST", "/spans/next", result_field="sequence_id"),
     Operation("get_many_span_sequence_ids", "POST", "/spans/next/batch", result_field="sequence_ids"),
     # resources

@@ -382,6 +382,7 @@ class SqlStore(SqlAdministration):
         after: str | None = None,
         limit: int = -1,
         offset: int = 0,
+        tokens: bool = True,
     ) -> list[Span]:
         validation.check_text(rollout_id, "rollout_id")
         if attempt_id is not None:
@@ -395,13 +396,18 @@ class SqlStore(SqlAdministration):
             "parent_id": parent_id_contains,
         }
         any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
-        query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order)
-        if self.recent_spans is not None and after is None and attempt_id != "latest":
+        query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order, tokens)
+        if self.recent_spans is not None and after is None and attempt_id != "latest" and tokens:
             self.writer.check_open()
             recent = self.recent_spans.spans(rollout_id, attempt_id)
             if recent is not None:
                 return query.page(recent)
         return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
+
+    async def count_spans(self, rollout_id: str, attempt_id: str) -> int:
+        validation.check_text(rollout_id, "rollout_id")
+        validation.check_text(attempt_id, "attempt_id")
+        return await self.read("count_spans", lambda connection: read.count_spans(connection, rollout_id, attempt_id))
 
     async def newest_spans(self, limit: int = 100) -> list[Span]:
         if limit < 0:

@@ -29,7 +29,9 @@ from msgspec.structs import astuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import (
+    INPUT_TOKENS,
     LOGPROBS,
+    OUTPUT_TOKENS,
     PROMPT_TOKEN_IDS,
     RESPONSE_TOKEN_IDS,
     SUPERSEDED,
@@ -238,10 +240,12 @@ def unpack(
     sequence_ids: Sequence[int],
     superseded: bool = False,
     chains: Mapping[bytes, bytes] | None = None,
+    tokens: bool = True,
 ) -> list[Span]:
     """Decode the spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `token_blocks.join_blocks`
-    returns them; StoreError if one is missing."""
-    json, numbers = _open(body, chains or {})
+    returns them; StoreError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
+    needed where a call has not recorded its usage."""
+    json, numbers = _open(body, {} if chains is None else chains)
     rows = orjson.loads(json)
     ids = rollout_id, attempt_id
     if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
@@ -257,7 +261,7 @@ def unpack(
             events = tuple([SpanEvent(*event) for event in row[8]])
             resource_of = resource.copy() if row[9] is True else row[9] or {}
             if row[10]:
-                numbers.read(attributes, row[10], span_id)
+                (numbers.read if tokens else numbers.count)(attributes, row[10], span_id)
         resource = resource_of
         if superseded:
             attributes[SUPERSEDED] = True
@@ -320,6 +324,27 @@ class _Numbers:
             attributes[RESPONSE_TOKEN_IDS] = token_blocks.read_ids(self._next(response))
         if logprobs != ABSENT:
             attributes[LOGPROBS] = token_blocks.read_logprobs(self._next(logprobs))
+
+    def count(self, attributes: dict[str, Any], counts: Sequence[int], span_id: str) -> None:
+        """Add the numbers of prompt and response tokens of the next span, where it has not recorded them itself."""
+        chained, prompt, response, logprobs = counts
+        if prompt != ABSENT:
+            self._next(prompt)
+            head = next(self._heads) if chained else None
+            if INPUT_TOKENS not in attributes:
+                before = 0 if head is None else self._tokens_of(head, span_id)
+                attributes[INPUT_TOKENS] = before + prompt
+        if response != ABSENT:
+            self._next(response)
+            attributes.setdefault(OUTPUT_TOKENS, response)
+        if logprobs != ABSENT:
+            self._next(logprobs)
+
+    def _tokens_of(self, head: bytes, span_id: str) -> int:
+        try:
+            return len(self._chains[head]) // 4
+        except KeyError:
+            raise token_blocks.missing_tokens(span_id) from None
 
     def _next(self, count: int) -> bytes:
         start, self._start = self._start, self._start + 4 * count

@@ -21,6 +21,9 @@ from agentlightning.store.sql.tables.mapping import Row
 
 PACK_BATCH: Final = 16
 """Packs read at once."""
+BATCH_WITHOUT_TOKENS: Final = 256
+"""Packs read at once in the end where their tokens are not."""
+SPANS_COLUMN: Final = [column.name for column in statements.ATTEMPT].index("spans")
 NEWEST_BATCH: Final = 4
 """Packs read at once for the newest spans."""
 
@@ -31,12 +34,30 @@ def sequence_ids_of(row: Row) -> Sequence[int]:
     return range(first, first + count) if sequences is None else orjson.loads(sequences)
 
 
-def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str) -> list[list[Span]]:
+class _ChainsOnDemand(dict[bytes, bytes]):
+    """The prompt tokens that packs share, read when the first of them is needed."""
+
+    def __init__(self, connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> None:
+        super().__init__()
+        self._source = connection, rows, bodies
+
+    def __missing__(self, head: bytes) -> bytes:
+        if not self:
+            self.update(read_chains(*self._source))
+        found = self.get(head)
+        if found is None:
+            raise KeyError(head)
+        return found
+
+
+def unpack_rows(
+    connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str, *, tokens: bool = True
+) -> list[list[Span]]:
     """The spans of each pack, from rows of `span_statements.PACK`."""
     bodies = [bytes(row[7]) for row in rows]
     ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
     try:
-        chains = read_chains(connection, rows, bodies)
+        chains = read_chains(connection, rows, bodies) if tokens else _ChainsOnDemand(connection, rows, bodies)
         return [
             codec.unpack(
                 body,
@@ -45,6 +66,7 @@ def unpack_rows(connection: Connection, rows: Sequence[Row], rollout_id: str, at
                 sequence_ids=sequence_ids_of(row),
                 superseded=bool(row[4]),
                 chains=chains,
+                tokens=tokens,
             )
             for row, body in zip(rows, bodies, strict=True)
         ]
@@ -111,6 +133,8 @@ class SpanQuery:
     any_of: bool = False
     """Whether one of these filters is enough."""
     order: Order = NATURAL
+    tokens: bool = True
+    """Whether the tokens of model calls are read, or only their numbers."""
 
     @property
     def filters(self) -> list[Callable[[Span], bool]]:
@@ -144,14 +168,12 @@ def query_spans(connection: Connection, query: SpanQuery) -> list[Span]:
     """Spans from the database, with few queries and memory bounded by the result."""
     attempts = attempts_of(connection, query.rollout_id, query.attempt_id)
     if query.after is None:
-        return query.page(span for row in attempts for span in _stream(connection, query.rollout_id, row, None))
+        return query.page(span for row in attempts for span in _stream(connection, query, row, None))
     index, position = _find(connection, attempts, query)
     rest = attempts[index:]
     positions = [position, *[None] * (len(rest) - 1)]
     return query.page(
-        span
-        for row, start in zip(rest, positions, strict=True)
-        for span in _stream(connection, query.rollout_id, row, start)
+        span for row, start in zip(rest, positions, strict=True) for span in _stream(connection, query, row, start)
     )
 
 
@@ -189,14 +211,21 @@ def _find(connection: Connection, attempts: Sequence[Row], query: SpanQuery) -> 
 
 
 def _stream(
-    connection: Connection, rollout_id: str, attempt: Row, after: tuple[Position, int] | None
+    connection: Connection, query: SpanQuery, attempt: Row, after: tuple[Position, int] | None
 ) -> Iterator[Span]:
     """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
     ahead: list[tuple[Position, Span]] = []
     position, start = after or (None, -1)
-    for row, spans in _packs(connection, rollout_id, attempt, start):
+    packs = _packs(connection, query, attempt, start)
+    following = next(packs, None)
+    while following is not None:
+        (row, spans), following = following, next(packs, None)
         while ahead and ahead[0][0][0] < row[2]:
             yield heappop(ahead)[1]
+        alone = not ahead and (following is None or spans[-1].sequence_id < following[0][2])
+        if alone and row[5] is None and (position is None or row[2] > position[0]):
+            yield from spans
+            continue
         for index, span in enumerate(spans):
             here = (span.sequence_id, row[0], index)
             if position is None or here > position:
@@ -205,16 +234,23 @@ def _stream(
         yield heappop(ahead)[1]
 
 
-def _packs(connection: Connection, rollout_id: str, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
-    skip = 0
+def _packs(connection: Connection, query: SpanQuery, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
+    skip, batch = 0, PACK_BATCH
     while True:
-        rows = connection.all(span_statements.PACKS_OF, attempt[0], start, PACK_BATCH, skip)
-        yield from zip(rows, unpack_rows(connection, rows, rollout_id, attempt[3]), strict=True)
-        if len(rows) < PACK_BATCH:
+        rows = connection.all(span_statements.PACKS_OF, attempt[0], start, batch, skip)
+        unpacked = unpack_rows(connection, rows, query.rollout_id, attempt[3], tokens=query.tokens)
+        yield from zip(rows, unpacked, strict=True)
+        if len(rows) < batch:
             return
+        batch = batch if query.tokens else min(2 * batch, BATCH_WITHOUT_TOKENS)
         last = rows[-1][2]
         skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
         start = last
+
+
+def count_spans(connection: Connection, rollout_id: str, attempt_id: str) -> int:
+    """The number of spans of an attempt, as its row has it."""
+    return sum(row[SPANS_COLUMN] for row in attempts_of(connection, rollout_id, attempt_id))
 
 
 def newest_spans(connection: Connection, limit: int) -> list[Span]:
