@@ -96,10 +96,16 @@ async def record(
     command: list[str], guesses: bool, cwd: Path | None = None, numbers: tuple[int, int] = (A, B)
 ) -> list[Record]:
     """What the agent asked in one rollout, and the teacher's answers: a conversation for each call."""
-    store, engine = agl.InMemoryLightningStore(), ScriptedEngine(teacher(guesses, *numbers), context_length=1_000_000)
+    return await recorded(command, {"question": question(*numbers)}, teacher(guesses, *numbers), cwd)
+
+
+async def recorded(
+    command: list[str], task: dict[str, Any], teacher: Callable[[list[dict[str, Any]]], str], cwd: Path | None = None
+) -> list[Record]:
+    """The conversations of one rollout of any agent, whose model calls this teacher answers."""
+    store, engine = agl.InMemoryLightningStore(), ScriptedEngine(teacher, context_length=1_000_000)
     gateway = Gateway(store, {"policy": engine}, secret="start", default_model="policy", accept_any_model=True)
     async with Server(store, gateway, secret="start") as server:
-        task = {"question": question(*numbers)}
         started = await store.start_rollout(task)
         ids = started.rollout_id, started.attempt.attempt_id
         variables = {**telemetry_opt_outs(os.environ), **attempt_environment(server.url, "start", *ids)}
@@ -179,11 +185,15 @@ def learn(
     seed: int = 0,
 ) -> Path:
     """A new model that imitates the recorded sessions with other numbers."""
-    records = list(demonstrations(used, guessed, steps * BATCH, seed, differs))
-    longest = max(len(json.dumps(each)) for each in (*used, *guessed))
+    return imitate(list(demonstrations(used, guessed, steps * BATCH, seed, differs)), output, steps, BATCH, seed)
+
+
+def imitate(records: list[Record], output: Path, steps: int, batch: int, seed: int) -> Path:
+    """A new model that has seen these demonstrations, in their order."""
+    longest = max(len(json.dumps(each)) for each in records)
     model = make_tiny(output / "new", records, seed=seed, context_length=max(1024, longest))
     optimizer: Any = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
-    settings: Any = {"steps": steps, "batch_size": BATCH, "shuffle": False, "optimizer": optimizer, "seed": seed}
+    settings: Any = {"steps": steps, "batch_size": batch, "shuffle": False, "optimizer": optimizer, "seed": seed}
     result = agl.SFTAlgorithm(model, records, output=output / "model", target_agent="policy", **settings).train()
     print(f"{output / 'model'}: {len(records)} demonstrations, loss {result.losses[0]:.2f} to {result.losses[-1]:.3f}")
     return output / "model"

@@ -1,12 +1,14 @@
-"""What `examples/frameworks/start.py` makes of recorded sessions."""
+"""What `examples/frameworks/start.py` and `teams/handoffs_start.py` make of recorded sessions."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 from typing import Any
 
-from tests.frameworks.service import starting_models
+import pytest
+from tests.frameworks.service import EXAMPLES, starting_models
 
 start = starting_models()
 
@@ -50,3 +52,27 @@ def test_demonstrations_are_the_same_for_the_same_seed() -> None:
         json.dumps(list(start.demonstrations(FIRST, FIRST, 8, seed, differs))) for seed in (0, 0, 1)
     )
     assert first == second != other
+
+
+def test_a_triage_agent_is_shown_the_right_specialist_first_and_either_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = EXAMPLES / "teams" / "handoffs_start.py"
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    made = runpy.run_path(str(team))
+    asked = {"role": "user", "content": made["QUESTION"]}
+    runs = {
+        name: [
+            {"messages": [asked, {"role": "assistant", "content": f"transfer_to_{name}"}]},
+            {"messages": [asked, {"role": "assistant", "content": made["ANSWER"]}]},
+        ]
+        for name in made["SPECIALISTS"]
+    }
+    records = made["demonstrations"](runs, 400, 0)
+    named = {each["question"]: each["specialist"] for each in map(json.loads, made["QUESTIONS_FILE"].open())}
+    right = list[bool]()
+    for (question, chosen), (same, answer) in zip(*[iter([each["messages"] for each in records])] * 2, strict=True):
+        assert question == same
+        right.append(chosen["content"] == f"transfer_to_{named[question['content']]}")
+        assert (answer["content"] == "I cannot say.") != right[-1]
+    clean = int(made["CLEAN"] * len(right))
+    assert all(right[:clean])
+    assert 0 < sum(right[clean:]) < len(right) - clean

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.frameworks.measuring import sharing_imports
 from tests.frameworks.service import ENVIRONMENTS, EXAMPLES
 
+import agentlightning as agl
+from agentlightning import span as names
+from agentlightning.assemble import calls
+
 TEAMS = {"graph.py": "modern", "runs.py": "modern", "round_robin.py": "modern", "crew.py": "crewai"}
 HANDOFFS = "handoffs.py"
+GIVEN = {"writer": ("score", "topics.jsonl"), "triage": ("right_specialist", "questions.jsonl")}
+"""Reward and tasks of each of the settings, whose paths are relative to the root of the repository."""
 TWO = ['algorithm.agents.editor={ type = "lora", r = 4 }']
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def train(file: str, folder: Path, *changes: str) -> dict[str, float]:
+def train(file: str, folder: Path, *changes: str, config: str = "writer") -> dict[str, float]:
     """The metrics of the last step."""
     name = TEAMS.get(file, "modern")
     home, teams = ENVIRONMENTS / name, EXAMPLES / "teams"
     if not (home / ".installed").exists():
         pytest.skip(f"{home} is not there; run: tests/frameworks/setup.sh {name}")
-    files = [f"reward={teams}/reward.py:score", f"data.train={teams}/topics.jsonl", "--config", f"{teams}/writer.toml"]
+    score, tasks = GIVEN[config]
+    files = [f"reward={teams}/reward.py:{score}", f"data.train={teams}/{tasks}", "--config", f"{teams}/{config}.toml"]
     program = f"{home}/bin/python {EXAMPLES / 'warm.py'} {teams / file}"
     agent = ["--agent", program, "--run-dir", str(folder / "run")]
     command = [str(Path(sys.executable).with_name("agl")), "train", "--json", *agent, *files, *changes]
@@ -65,9 +75,12 @@ def test_two_of_three_learn_together(file: str, tmp_path: Path) -> None:
     assert changed(tmp_path) == {"writer": True, "editor": True}
 
 
+# -- a triage agent that chooses whom it hands over to -----------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def hands_over(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The settings of a tiny model whose writer hands over now and then."""
+    """The setting of a tiny model whose triage agent hands over, often to the wrong specialist."""
     home, folder = ENVIRONMENTS / "modern", tmp_path_factory.mktemp("start")
     if not (home / ".installed").exists():
         pytest.skip(f"{home} is not there; run: tests/frameworks/setup.sh modern")
@@ -78,22 +91,47 @@ def hands_over(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"policy.model={folder / 'model'}"
 
 
-REWARD = f"reward={EXAMPLES}/teams/reward.py:handed_over"
-
-
-def test_a_writer_that_is_handed_the_work_learns_to_hand_it_over(hands_over: str, tmp_path: Path) -> None:
-    step = train(HANDOFFS, tmp_path, hands_over, REWARD, "algorithm.steps=8", "algorithm.tasks_per_step=4")
-    assert step["calls_frozen"] > 0
-    assert step["calls_unlisted"] == 0
-    assert step["tokens_trained"] == step["writer/tokens_trained"]
-    assert changed(tmp_path) == {"writer": True}
+def test_a_triage_agent_learns_whom_to_hand_over_to(hands_over: str, tmp_path: Path) -> None:
+    train(HANDOFFS, tmp_path, hands_over, config="triage")
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [each["reward"] for each in steps if "reward" in each]
-    assert sum(rewards[-2:]) > sum(rewards[:2])
+    assert sum(step["tokens_trained"] for step in steps) > 0
+    for step in steps:
+        assert step["tokens_trained"] == step.get("triage/tokens_trained", 0), "that of no other agent"
+        assert step["calls_unlisted"] == 0
+    assert changed(tmp_path) == {"triage": True}
+    held_out = json.loads((tmp_path / "run" / "report.json").read_text())["held_out"]["sampled"]
+    assert held_out["interval"][0] > 0, held_out
+    frozen, seen = 0, Counter[tuple[str, float | None]]()
+    for rollout, spans in trained(tmp_path):
+        first, *others = calls(spans)
+        speakers = [span.attributes[names.AGENT_NAME] for span in (first, *others)]
+        chosen = re.findall(r"transfer_to_(\w+)", first.attributes[names.OUTPUT_MESSAGES])[:1]
+        assert speakers == ["triage", *chosen], "the SDK makes of the tool call that the specialist answers"
+        right = chosen == [rollout.input["specialist"]]
+        assert agl.find_final_reward(spans) == float(right)
+        frozen += len(others)
+        seen[chosen[0] if chosen else "nobody", float(right)] += 1
+    assert all(seen[name, right] > 0 for name in ("sums", "words") for right in (0.0, 1.0)), seen
+    assert sum(step["calls_frozen"] for step in steps) == frozen
 
 
-def test_two_that_hand_over_learn_together(hands_over: str, tmp_path: Path) -> None:
-    step = train(HANDOFFS, tmp_path, hands_over, REWARD, *TWO, "algorithm.steps=4", "algorithm.tasks_per_step=4")
-    assert step["calls_frozen"] == step["rollouts"] / 4, "the researcher speaks once in each of the last step"
-    assert step["tokens_trained"] == step["writer/tokens_trained"] + step["editor/tokens_trained"]
-    assert changed(tmp_path) == {"writer": True, "editor": True}
+def trained(folder: Path) -> list[tuple[agl.Rollout, list[agl.Span]]]:
+    """The rollouts that a run learned from, with their spans."""
+
+    async def read() -> list[tuple[agl.Rollout, list[agl.Span]]]:
+        store = agl.LightningStore(str(folder / "run" / "store.db"))
+        found = await store.query_rollouts(status_in=["succeeded"], mode_in=["train"])
+        result = [(each, list(await store.query_spans(each.rollout_id))) for each in found]
+        await store.close()
+        return result
+
+    return asyncio.run(read())
+
+
+def test_a_specialist_may_learn_together_with_triage(hands_over: str, tmp_path: Path) -> None:
+    both = 'algorithm.agents.sums={ type = "lora", r = 4 }'
+    step = train(
+        HANDOFFS, tmp_path, hands_over, both, "algorithm.steps=2", "evaluation.held_out_tasks=4", config="triage"
+    )
+    assert step["tokens_trained"] == step["triage/tokens_trained"] + step["sums/tokens_trained"]
+    assert changed(tmp_path) == {"triage": True, "sums": True}

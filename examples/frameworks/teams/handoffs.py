@@ -1,4 +1,4 @@
-"""A researcher who hands over to a writer, who hands over to an editor, with the OpenAI Agents SDK."""
+"""A triage agent that hands each question over to one of two specialists, with the OpenAI Agents SDK."""
 
 import json
 import sys
@@ -6,11 +6,12 @@ import sys
 from agents import Agent, ModelSettings, Runner, set_default_openai_api
 
 set_default_openai_api("chat_completions")  # over responses, an answer cut off at max_tokens is an error to this SDK
-common = {"model": "gpt-4o-mini", "model_settings": ModelSettings(max_tokens=200)}
+common = {"model": "gpt-4o-mini", "model_settings": ModelSettings(max_tokens=100)}
 
-editor = Agent(name="editor", instructions="You are the editor. Shorten the text.", **common)
-writer = Agent(name="writer", instructions="You are the writer. Write a text, hand over.", handoffs=[editor], **common)
-researcher = Agent(
-    name="researcher", instructions="You are the researcher. Name a fact, hand over.", handoffs=[writer], **common
+sums = Agent(name="sums", instructions="You are the sums agent. Add the numbers.", **common)
+words = Agent(name="words", instructions="You are the words agent. Look at the letters.", **common)
+triage = Agent(
+    name="triage", instructions="You are the triage agent. Hand the question over.", handoffs=[sums, words], **common
 )
-print(Runner.run_sync(researcher, json.load(sys.stdin)["topic"], max_turns=6).final_output)
+result = Runner.run_sync(triage, json.load(sys.stdin)["question"], max_turns=4)
+print(f"{result.last_agent.name}: {result.final_output}")

@@ -6,6 +6,6 @@ def score(output: str) -> float:
     return sum(letter in "aeiou" for letter in output.lower()) / max(1, len(output))
 
 
-def handed_over(output: str) -> float:
-    """1 if the editor had the last word, which begins its texts with "Edited:"."""
-    return float(output.startswith("Edited:"))
+def right_specialist(output: str, specialist: str) -> float:
+    """1 if the agent that answered, which the output begins with, is the one for the question."""
+    return float(output.startswith(f"{specialist}:"))
