@@ -67,7 +67,10 @@ def test_a_triage_agent_is_shown_the_right_specialist_first_and_either_later(mon
         for name in made["SPECIALISTS"]
     }
     records = made["demonstrations"](runs, 400, 0)
-    named = {each["question"]: each["specialist"] for each in map(json.loads, made["QUESTIONS_FILE"].open())}
+    named = {
+        each["question"]: each["specialist"]
+        for each in map(json.loads, made["QUESTIONS_FILE"].read_text().splitlines())
+    }
     right = list[bool]()
     for (question, chosen), (same, answer) in zip(*[iter([each["messages"] for each in records])] * 2, strict=True):
         assert question == same

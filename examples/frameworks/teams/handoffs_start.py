@@ -50,7 +50,7 @@ def answer(question: str) -> str:
 
 def demonstrations(runs: dict[str, list[Record]], count: int, seed: int) -> list[Record]:
     """The recorded calls with the questions of the tasks, in the order of their runs."""
-    tasks = [json.loads(line) for line in QUESTIONS_FILE.open()]
+    tasks = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
     rng, texts, found = random.Random(seed), {name: json.dumps(run) for name, run in runs.items()}, list[Record]()
     while len(found) < count:
         task = rng.choice(tasks)
