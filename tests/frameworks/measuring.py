@@ -29,6 +29,7 @@ from unittest import mock
 from tests.frameworks.examples import ALL, BY_NAME, Example
 from tests.frameworks.service import ENVIRONMENTS, EXAMPLES, ROOT, serving, starting_models
 
+import agentlightning
 from agentlightning import span as names
 from agentlightning.assemble import calls as answered
 from agentlightning.span import Span
@@ -132,13 +133,39 @@ def sharing_imports() -> Iterator[None]:
 
 
 def starting_model(example: Example, folder: Path) -> Path:
-    """The tiny model of an example. Those whose conversations are the same share one, and it is kept."""
-    start = starting_models()
-    os.environ |= example.variables()
-    command = example.command(warm=True)
-    used, guessed = (asyncio.run(start.record(command, guesses, folder)) for guesses in (False, True))
-    with tempfile.TemporaryDirectory() as elsewhere:  # an agent may tell the model its folder
-        differs = start.differing(used, asyncio.run(start.record(command, False, Path(elsewhere), start.OTHERS)))
+    """The tiny model of an example. Those whose conversations are the same share one, and it is kept; the agent runs
+    again only if something changed that its conversations depend on."""
+    models = ENVIRONMENTS / "models"
+    known = models / "known" / _inputs(example)
+    if known.exists() and (model := models / known.read_text() / "model").exists():
+        return model
+    model = _recorded_model(example, folder)
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(model.parent.name)
+    return model
+
+
+def _inputs(example: Example) -> str:
+    """A digest of what its conversations depend on: the agent and its packages, `start.py` and Agent Lightning."""
+    agent, source = (EXAMPLES / example.file).parent, Path(agentlightning.__file__).parent
+    given = [path for path in agent.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [EXAMPLES / "start.py", *sorted(given), *sorted(source.rglob("*.py"))]
+    digest = hashlib.sha256(json.dumps([example.name, example.arguments, example.start_steps]).encode())
+    for path in (example.home / ".installed", *files):
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:24]
+
+
+def _recorded_model(example: Example, folder: Path) -> Path:
+    start, command = starting_models(), example.command(warm=True)
+
+    def record(guesses: bool, folder: Path, *numbers: Any) -> list[dict[str, Any]]:
+        return asyncio.run(start.record(command, guesses, folder, *numbers))
+
+    with mock.patch.dict(os.environ, example.variables()), tempfile.TemporaryDirectory() as elsewhere:
+        used, guessed = (record(guesses, folder) for guesses in (False, True))
+        other = record(False, Path(elsewhere), start.OTHERS)  # an agent may tell the model its folder
+    differs = start.differing(used, other)
     known = json.dumps([example.start_steps, *map(_essence, (*used, *guessed))])
     known = start.renewed(known, differs, random.Random(0))
     digest = hashlib.sha256(known.encode()).hexdigest()[:12]

@@ -5,12 +5,16 @@ What is not installed is skipped; `measuring.py` writes what such a run gains in
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.frameworks.examples import ALL, Example
+from tests.frameworks import measuring
+from tests.frameworks.examples import ALL, BY_NAME, Example
 from tests.frameworks.measuring import HEADINGS, rows, sharing_imports, starting_model, train, verify
-from tests.frameworks.service import EXAMPLES
+from tests.frameworks.service import EXAMPLES, starting_models
 
 
 def cells(line: str) -> dict[str, str]:
@@ -42,6 +46,34 @@ def test_every_example_has_an_agent_and_a_page_that_trains_it() -> None:
 def test_no_example_imports_agent_lightning() -> None:
     for example in ALL:
         assert "agentlightning" not in (EXAMPLES / example.file).read_text()
+
+
+@pytest.mark.integration
+def test_an_agent_whose_starting_model_is_kept_does_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start, ran = starting_models(), list[str]()
+
+    async def record(command: list[str], guesses: bool, *more: Any) -> list[dict[str, Any]]:
+        ran.append(command[-1])
+        return [{"messages": [{"role": "user", "content": str(guesses)}], "tools": []}]
+
+    def learn(used: Any, guessed: Any, output: Path, **more: Any) -> None:
+        (output / "model").mkdir(parents=True)
+
+    monkeypatch.setattr(start, "record", record)
+    monkeypatch.setattr(start, "learn", learn)
+    monkeypatch.setattr(measuring, "ENVIRONMENTS", tmp_path)
+    example = BY_NAME["shell"]
+    model = starting_model(example, tmp_path)
+    assert len(ran) == 3
+    assert starting_model(example, tmp_path) == model
+    assert len(ran) == 3
+    assert starting_model(replace(example, start_steps=1), tmp_path) != model
+    assert len(ran) == 6
+    shutil.rmtree(model)
+    assert starting_model(example, tmp_path) == model
+    assert len(ran) == 9
 
 
 @pytest.mark.slow
