@@ -51,6 +51,24 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     ]
 
 
+def test_the_first_of_many_items_which_is_slow_estimates_nothing() -> None:
+    progress, clock, out = plain()
+    with progress:
+        progress.phase("warm start", 400)
+        clock.now += 12
+        progress.update(1)
+        for done in range(2, 5):
+            clock.now += 2
+            progress.update(done)
+        progress.phase("training", 40)
+        clock.now += 12
+        progress.update(1)
+    lines = [line for line in out.getvalue().splitlines() if "elapsed" in line]
+    assert lines[0] == "warm start: 1/400  12 s elapsed"
+    assert lines[-2] == "warm start: 4/400  18 s elapsed  29:42 left"
+    assert lines[-1] == "training: 1/40  12 s elapsed  7:48 left"
+
+
 def test_a_slow_phase_speaks_every_five_seconds_and_a_fast_one_does_not_flood() -> None:
     progress, clock, out = plain()
     with progress:

@@ -34,6 +34,8 @@ MIN_LINE_SECONDS = 1.0
 """and at least this long after the last one."""
 SILENT_SECONDS = 15.0
 """Without a terminal, a line is printed after this time even without progress."""
+ESTIMATE_SHARE = 0.01
+"""The time left is estimated from this share of the phase on: its first items are slower."""
 REDRAW_SECONDS = 0.1
 WIDE = 110
 """Columns of a terminal from which on a bar is shown."""
@@ -69,7 +71,7 @@ class _Phase:
 
     def left(self, now: float) -> float | None:
         """The estimated seconds to go; None while they are not known."""
-        if self.total is None or self.done <= self.first:
+        if self.total is None or self.done - self.first < max(1, ESTIMATE_SHARE * (self.total - self.first)):
             return None
         return (now - self.started) / (self.done - self.first) * max(0, self.total - self.done)
 

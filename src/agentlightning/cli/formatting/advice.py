@@ -12,7 +12,7 @@ NOT_REDIRECTED: Final = (
 )
 NO_CALLS: Final = (
     f"{CALLS}none reached the gateway: look for an address in the code or its configuration (base_url=, api_base=, a"
-    " .env file that overrides the environment), a cache of answers, or an error that the agent catches"
+    " .env file that overrides the environment), a cache of answers, or an error before the first call"
 )
 NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a number"
 ALL_EQUAL: Final = (

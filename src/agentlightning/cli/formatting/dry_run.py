@@ -30,9 +30,10 @@ def print_dry_run(found: DryRun, console: Console) -> None:
     if not found.is_ready:
         console.print(f"\nnot ready: {counts['failed']} of {len(found.checks)} checks failed", style="red")
     elif counts["warning"]:
-        console.print(f"\nready, with {counts['warning']} warnings; train with  agl train", style="yellow")
+        warnings = "1 warning" if counts["warning"] == 1 else f"{counts['warning']} warnings"
+        console.print(f"\nready, with {warnings}; to train, leave out --dry-run", style="yellow")
     else:
-        console.print("\nready; train with  agl train", style="green")
+        console.print("\nready; to train, leave out --dry-run", style="green")
 
 
 def _print_check(check: DryRunCheck, console: Console) -> None:

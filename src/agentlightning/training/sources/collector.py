@@ -48,11 +48,11 @@ CHUNK = 2000
 WAIT_SECONDS = 1.0
 """How often a waiting collector reports progress and counts failures."""
 RESUME_ADVICE = (
-    "Fix the agent and continue the run with --resume, which runs these again; try one task alone with"
+    "Fix the agent or its reward and continue the run with --resume, which runs these again; try one task alone with"
     " `agl eval --limit 1`; or raise runner.max_failed_share if this is expected."
 )
 EVALUATION_ADVICE = (
-    "Fix the agent; try one task alone with `agl eval --limit 1`; or, from Python, pass"
+    "Fix the agent or its reward; try one task alone with `agl eval --limit 1`; or, from Python, pass"
     " runner=RunnerConfig(max_failed_share=1.0) to have failures counted only."
 )
 
