@@ -97,5 +97,5 @@ def test_a_first_parameter_that_is_a_text_is_never_given_a_whole_object(make_cal
 
 
 def test_an_agent_that_needs_a_model_is_told_that_there_is_none(make_call: Any) -> None:
-    with pytest.raises(AgentError, match=r"'llm' of .*This rollout has none"):
+    with pytest.raises(AgentError, match=r"'llm' of .*This rollout has none\. Available here: "):
         call_with(lambda task, llm: None, make_call({}))
