@@ -170,10 +170,8 @@ class Signature:
 
     def _no_value_message(self, name: str, values: Mapping[str, Any]) -> str:
         hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)
-        if name in PARAMETERS:
-            advice = " This rollout has none."
-        else:
-            advice = f" Did you mean {hint[0]!r}?" if hint else ""
+        guess = f" Did you mean {hint[0]!r}?" if hint else ""
+        advice = " This rollout has none." if name in PARAMETERS else guess
         return (
             f"there is no value for the parameter {name!r} of {self.name}.{advice} "
             f"Available here: {', '.join(sorted(values))}"
