@@ -24,7 +24,7 @@ from agentlightning.store.http.client import LightningStoreClient
 
 T = TypeVar("T")
 
-NO_AGENT = "no agent: pass one to fit(), or set agent = 'module:name' in the configuration (--agent)"
+NO_AGENT = "no agent: give --agent, set agent = 'module:name' in the configuration, or pass one to fit()"
 IDLE_SECONDS = 10.0
 """The time that rollouts wait for a runner elsewhere before the run reports that there is none."""
 

@@ -157,7 +157,7 @@ def test_a_directory_without_a_run_is_named(tmp_path):
 def test_a_part_that_was_a_live_object_is_asked_for_by_name(run):
     with pytest.raises(ResumeError, match=r"reward function that is an object; .*reward=\.\.\."):
         Trainer.resume(run).fit(lambda task: 1.0)
-    with pytest.raises(ConfigError, match="no agent: pass one to fit"):
+    with pytest.raises(ConfigError, match="no agent: give --agent"):
         Trainer.resume(run, reward=lambda task: 1.0).fit()
     assert (run / "state.json").exists()
 
