@@ -63,6 +63,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs/{run}/failures": failures.list_failures,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
+    "/runs/{run}/changes": rollouts.show_changes,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
     "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,

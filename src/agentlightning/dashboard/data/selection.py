@@ -25,6 +25,8 @@ STATES: Final = ("queuing", "preparing", "running", "succeeded", "failed", "canc
 MODES: Final = ("train", "val", "test")
 MOST_COUNTED: Final = 100_000
 """Rollouts of a store that are counted one by one where the store does not keep their number."""
+MOST_NEWER: Final = 100
+"""Newer rollouts that are counted."""
 CREATED: Final = "created"
 BY_STORE: Final = (CREATED, "status", "rollout_id")
 BY_SUMMARY: Final = (
@@ -170,12 +172,7 @@ async def _scan(
         after = cursor
     elif cursor is not None:
         offset = _offset(cursor)
-    contains = _contains(run, filters)
-    wanted: dict[str, Any] = {
-        "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
-        "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
-        "rollout_id_contains": contains,
-    }
+    wanted = _wanted(run, filters)
     total = await _total(run, filters, wanted) if cursor is None and filters.by_store else None
     size = limit if filters.by_store else CHUNK
     while True:
@@ -201,6 +198,29 @@ async def _scan(
             return Page(rows, None, scanned, total)
         if scanned >= MOST_SCANNED:
             return Page(rows, str(offset) if sort is not None else after, scanned, total)
+
+
+async def newer_than(run: RunData, filters: Filters, newest: str | None) -> tuple[int, bool]:
+    """How many rollouts that match were created after `newest` (None: at all), and whether there may be more. Looks at
+    the first MOST_NEWER of them, or the last ones of all."""
+    if filters.step is not None:
+        return 0, False  # the rollouts of a step are those it was given
+    order: dict[str, Any] = {"newest_first": True} if newest is None else {"after": newest}
+    found = await run.store.query_rollouts(**_wanted(run, filters), **order, limit=MOST_NEWER + 1)
+    usable = [each for each in found[:MOST_NEWER] if filters.admit_rollout(each)]
+    if not filters.by_store:
+        by_id = {each.rollout_id: each for each in await run.summaries.of(usable)}
+        usable = [each for each in usable if filters.admit(by_id[each.rollout_id])]
+    return len(usable), len(found) > MOST_NEWER
+
+
+def _wanted(run: RunData, filters: Filters) -> dict[str, Any]:
+    """The filters of the store."""
+    return {
+        "status_in": cast("Sequence[RolloutStatus]", filters.states) or None,
+        "mode_in": cast("Sequence[RolloutMode]", filters.modes) or None,
+        "rollout_id_contains": _contains(run, filters),
+    }
 
 
 async def _total(run: RunData, filters: Filters, wanted: Mapping[str, Any]) -> int | None:

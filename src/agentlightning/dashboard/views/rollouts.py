@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from hashlib import blake2b
 from typing import Any, Final
 
 from agentlightning.dashboard.data.run_data import DashboardData, RunData
@@ -12,6 +13,7 @@ from agentlightning.dashboard.data.selection import (
     BY_STORE,
     BY_SUMMARY,
     Filters,
+    newer_than,
     rollouts_of_step,
     select,
 )
@@ -47,6 +49,21 @@ async def list_rollouts(data: DashboardData, query: Query) -> dict[str, Any]:
         "sorts": [*BY_STORE, *BY_SUMMARY] if page.whole else BY_STORE,
         "writable": data.writable,
     }
+
+
+async def show_changes(data: DashboardData, query: Query) -> dict[str, Any]:
+    """What is different for a table of rollouts: its `rows` as they are now, without the spans of those that run; and
+    with `count`, how many that match its filters are newer than its first one, `newest`. With the `mark` of an earlier
+    answer, whether anything in the store is different now."""
+    run = await data.run(query.part("run"))
+    statistics = await run.store.statistics()
+    mark = blake2b(repr(sorted(statistics.items())).encode(), digest_size=8).hexdigest()
+    if query.text("mark") == mark:
+        return {"mark": mark, "unchanged": True}
+    rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)
+    counted = query.text("count") is not None
+    newer, more = await newer_than(run, Filters.of(query), query.text("newest")) if counted else (0, False)
+    return {"mark": mark, "rows": [asdict(row) for row in rows], "newer": newer, "more": more}
 
 
 async def show_step(data: DashboardData, query: Query) -> dict[str, Any]:

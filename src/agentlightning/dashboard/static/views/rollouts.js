@@ -1,6 +1,7 @@
 // The table of rollouts with its filters and actions, and one task across versions of the weights.
 import { download, post, useView } from "../api.js";
 import { ago, duration, interval, number, reward, shortId } from "../format.js";
+import { useNews } from "../follow.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
 import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
@@ -99,18 +100,22 @@ export function RolloutsPage({ parts: [run], query, path }) {
   useEffect(() => setChosen([]), [address]);
   const apply = (values) => navigate(withQuery(path, values));
   const { data } = view;
+  const news = useNews(runPath(run, "changes"), query, data);
+  useEffect(() => {
+    if (news.newer && !data.rows.length) view.reload();
+  }, [news]);
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id]);
   const every = data && chosen.length === data.rows.length && chosen.length > 0;
   const head = { query, apply, sorts: data ? data.sorts : [] };
-  return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}
+  return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}<button type="button" class=${news.newer ? "" : "unseen"} onClick=${view.reload}>${number(news.newer)}${news.more ? " or more" : ""} newer: show</button>
       <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
-    <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${view} />
+    <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${news.error ? { ...view, error: news.error } : view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
       <table class="stack"><thead><tr><th><input type="checkbox" checked=${every} aria-label="Select all of this page" onChange=${() => setChosen(every ? [] : data.rows.map((row) => row.rollout_id))} /></th>
         <${Heading} name="created" title="Rollout" ...${head} /><${Heading} name="status" title="State" ...${head} /><th>Task</th><${Heading} name="reward_number" title="Reward" end ...${head} /><${Heading} name="calls" title="Calls" end ...${head} />
         <${Heading} name="tool_errors" title="Tool errors" end ...${head} /><${Heading} name="sampled_tokens" title="Tokens" end ...${head} /><${Heading} name="seconds" title="Time" end ...${head} /><th>Agents</th><th class="num">Weights</th></tr></thead>
-        <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
+        <tbody>${data.rows.map((row) => html`<${Row} key=${row.rollout_id} run=${run} row=${news.rows[row.rollout_id] || row} chosen=${chosen.includes(row.rollout_id)} toggle=${() => toggle(row.rollout_id)} />`)}</tbody></table>
       ${!data.rows.length && html`<p class="empty">${data.next ? `None of ${number(data.scanned)} rollouts matches so far.` : "No rollout matches."}</p>`}</div>
     <div class="head">${query.after && html`<button type="button" onClick=${() => history.back()}>← Back</button>`}
       ${data.next && html`<button type="button" class="primary" onClick=${() => apply({ ...query, after: data.next })}>${data.rows.length ? "Next page" : "Look further"} →</button>`}
