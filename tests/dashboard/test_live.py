@@ -40,9 +40,9 @@ class Watched:
         self.data = DashboardData(Catalog(watched))
         self.count = 0
 
-    def _iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+    def _iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
         self.asked["iter_spans"] += len(rollout_ids)
-        return self.store.iter_spans(rollout_ids)
+        return self.store.iter_spans(rollout_ids, tokens)
 
     async def start(self) -> None:
         rollout = await self.store.start_rollout({"question": "6 x 7"})

@@ -389,7 +389,7 @@ class LightningStore(TrajectoryQueries, ABC):
         """The spans of any rollouts that were stored last, the newest first. The cost grows with `limit` alone."""
 
     @abstractmethod
-    def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+    def iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
         """(rollout_id, spans of its latest attempt) for each id, with few queries and bounded memory."""
 
     # -- resources -------------------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class _InstrumentedStore(LightningStoreBase):
     def __repr__(self) -> str:
         return repr(self.store)
 
-    def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
-        return self.store.iter_spans(rollout_ids)
+    def iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
+        return self.store.iter_spans(rollout_ids, tokens)
 
     def notify_start(self, method: str) -> None:
         for observer in self._observers:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import TrainConfig
+from agentlightning.dashboard.data.attempt_index import AttemptIndexes
 from agentlightning.dashboard.data.catalog import Catalog, Source
 from agentlightning.dashboard.data.credit import BatchCredit, credit_of
 from agentlightning.dashboard.data.live import Live
@@ -41,12 +42,14 @@ class RunData:
     shares_store: bool = False
     """Whether the store also has rollouts of others."""
     live: Live = field(init=False)
+    attempts: AttemptIndexes = field(init=False)
     _texts: TokenTexts | None = None
     _texts_read: bool = False
     _credits: dict[Any, BatchCredit] = field(default_factory=dict[Any, BatchCredit])
 
     def __post_init__(self) -> None:
         self.live = Live(self.store, self.summaries)
+        self.attempts = AttemptIndexes(self.store)
 
     @property
     def name(self) -> str:
@@ -118,6 +121,12 @@ class RunData:
         if self.files is None or step is None:
             return {}
         return await asyncio.to_thread(read_ratios, self.files.path, step, rollout_ids)
+
+    async def step_of(self, rollout: Rollout) -> int | None:
+        """The step that learned from a rollout; None: none did, or the audit log does not say."""
+        if self.files is None or rollout.mode != "train":
+            return None
+        return await asyncio.to_thread(self.files.learned_at, rollout.rollout_id)
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -202,6 +211,8 @@ class DashboardData:
         return known
 
     async def close(self) -> None:
+        for run in self._runs.values():
+            await run.attempts.close()
         await self.catalog.close()
 
 

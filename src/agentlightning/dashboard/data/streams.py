@@ -15,7 +15,7 @@ from agentlightning.assemble import calls, link_rewards, steps
 from agentlightning.assemble.model_calls import has_failed
 from agentlightning.dashboard.data.conversation import Turn, message_json, tool_results, turns_of
 from agentlightning.dashboard.data.credit import BatchCredit
-from agentlightning.dashboard.data.summary import version_of
+from agentlightning.dashboard.data.summary import token_count, version_of
 from agentlightning.dashboard.data.text import as_text, limited, tells_failure
 from agentlightning.dashboard.data.token_text import TokenTexts
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -52,9 +52,9 @@ def stream_of(
                 "counts": span.span_id in counted,
                 "reward": rewards.get(span.span_id),
                 "known_tokens": known,
-                "prompt_tokens": len(prompt),
+                "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
                 "prompt": _prompt(prompt[known:], texts) if shown else None,
-                "sampled_tokens": len(sampled),
+                "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
                 "tokens": _sampled(span, sampled, credit, texts, ratios or {}) if shown and sampled else None,
                 "left_out": not shown,
             }

@@ -84,7 +84,7 @@ class Summaries:
             attempts = {each.rollout_id: each for each in await self._store.get_latest_attempts(ids)}
             by_id = {each.rollout_id: each for each in missing}
             wanted = [each for each in ids if each in attempts and (open_spans or by_id[each].finished)]
-            async for rollout_id, spans in self._store.iter_spans(wanted):
+            async for rollout_id, spans in self._store.iter_spans(wanted, tokens=False):
                 found[rollout_id] = summarize(by_id[rollout_id], attempts[rollout_id], spans, self._weights)
             for each in missing:
                 if each.rollout_id not in found:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from typing import Any, Final, cast
 
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.assemble.model_calls import is_call
+from agentlightning.dashboard.data.attempt_index import AttemptIndex, Key, Start, kind_of
 from agentlightning.dashboard.data.credit import BatchCredit
 from agentlightning.dashboard.data.run_data import DashboardData, RunData
 from agentlightning.dashboard.data.streams import first_difference, stream_of
@@ -23,7 +26,19 @@ from agentlightning.store.export.schema import encode_item
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.training.persistence.token_ratios import CallRatios
 
-MOST_SPANS: Final = 5000
+PAGE_OF_SPANS: Final = 300
+MOST_SPANS: Final = 1000
+"""Spans of one page, unless asked for otherwise, and at most."""
+PAGE_OF_CALLS: Final = 20
+"""Calls whose tokens are shown at once."""
+SPANS_OF_CALLS: Final = 100
+"""Spans that are read at once to find calls."""
+MOST_SPANS_OF_CALLS: Final = 2000
+"""Spans that are looked through for the calls of one page; it then has fewer."""
+CONTEXT: Final = 10
+"""Calls before a page that its first ones may continue."""
+SECONDS: Final = 0.1
+"""How long a page waits for the totals of its attempt; where they take longer, it asks again."""
 MOST_VALUE: Final = 20_000
 """Characters of one attribute of a span."""
 NO_RATIOS: Final = (
@@ -35,44 +50,132 @@ IN_GROUP: Final = 64
 
 
 async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
-    """A rollout with the spans of one attempt: that of `attempt`, else the latest."""
+    """A rollout with some spans of one attempt (that of `attempt`, else the latest): `limit` from the place `start` on.
+    Totals are those of all its spans. With the `mark` of an earlier answer, whether anything is different now."""
     run = await data.run(query.part("run"))
     rollout = await run.rollout(query.part("rollout"))
     attempts = await run.store.query_attempts(rollout.rollout_id)
     attempt = _chosen(attempts, query.text("attempt"), rollout.rollout_id)
-    spans = (
-        [] if attempt is None else await run.store.query_spans(rollout.rollout_id, attempt.attempt_id, limit=MOST_SPANS)
-    )
-    credit, step = await run.credit(rollout)
-    latest = attempts[-1] if attempts else None
+    count = 0 if attempt is None else await run.store.count_spans(rollout.rollout_id, attempt.attempt_id)
+    mark = _mark(rollout, attempts, attempt, count)
+    if query.text("mark") == mark:
+        return {"mark": mark, "unchanged": True}
+    index = await _index(run, attempt, count, SECONDS)
+    if index is None and query.text("mark") == f"{mark}-counting":
+        return {"mark": f"{mark}-counting", "unchanged": True}
+    start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
+    page = await _spans(run, attempt, count, start, limit)
+    last = start + len(page.spans)
     return {
+        "mark": mark if index is not None else f"{mark}-counting",
         "rollout": rollout_json(rollout),
-        "summary": asdict(summarize(rollout, latest, spans if attempt is latest else [], run.weights)),
+        "summary": asdict(_summary(run, rollout, attempt, index)),
         "attempts": [attempt_json(each) for each in attempts],
         "attempt": None if attempt is None else attempt.attempt_id,
-        "spans": [span_json(span) for span in spans],
-        "spans_limit": MOST_SPANS if len(spans) == MOST_SPANS else None,
-        "stream": _without_tokens(stream_of(spans, credit, None)),
-        "step": step,
+        "spans": [span_json(span) for span in page.spans],
+        "start": start,
+        "spans_total": count,
+        "next": last if last < count else None,
+        "calls_total": None if index is None else len(index.calls),
+        "kinds": None if index is None else index.kinds,
+        "density": None if index is None else index.density,
+        "time": _time(attempt, page.spans, index),
+        "stream": page.stream,
+        "context": page.context,
+        "step": await run.step_of(rollout),
         "writable": data.writable,
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Some spans of an attempt."""
+
+    spans: list[Span]
+    stream: list[dict[str, Any]]
+    """Their model calls."""
+    context: list[dict[str, Any]]
+    """What may have changed of the calls before them."""
+
+
+async def _spans(run: RunData, attempt: Attempt | None, count: int, start: int, limit: int) -> _Page:
+    if attempt is None or (limit == 0 and start >= count):
+        return _Page([], [], [])
+    key = attempt.rollout_id, attempt.attempt_id
+    begin = Start(None, 0)
+    if start:
+        index = await _index(run, attempt, count, None)
+        assert index is not None  # it is waited for
+        begin = index.start_of(min(start, len(index.ids)), CONTEXT)
+    found = await run.store.query_spans(*key, after=begin.after, limit=begin.context + limit, tokens=False)
+    own = found[begin.context :]
+    calls = _without_tokens(stream_of(found, BatchCredit(), None))
+    shown = {span.span_id for span in own}
+    if begin.after is not None:
+        for call in calls:  # whether it begins a thread is not known from here
+            call["starts"] = False
+    changing = ("span_id", "counts", "reward", "error", "tool_results")
+    return _Page(
+        own,
+        [call for call in calls if call["span_id"] in shown],
+        [{name: call[name] for name in changing} for call in calls if call["span_id"] not in shown],
+    )
+
+
+def _mark(rollout: Rollout, attempts: Sequence[Attempt], attempt: Attempt | None, count: int) -> str:
+    """A text that changes with all that a page of a rollout shows."""
+    states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
+    shown = [rollout.status, rollout.end_time, states, attempt and attempt.attempt_id, count]
+    return blake2b(repr(shown).encode(), digest_size=8).hexdigest()
+
+
+async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
+    """None: it is not complete yet."""
+    if attempt is None:
+        return AttemptIndex()
+    return await run.attempts.of((attempt.rollout_id, attempt.attempt_id), count, seconds)
+
+
+def _summary(run: RunData, rollout: Rollout, attempt: Attempt | None, index: AttemptIndex | None) -> RolloutSummary:
+    """That of an attempt; where its spans are still being read, without what they say."""
+    if index is None:
+        return replace(summarize(rollout, attempt, []), spans_read=False)
+    key = (rollout.status, rollout.end_time, None if attempt is None else (attempt.status, attempt.end_time))
+    if key not in index.summaries:
+        index.summaries[key] = summarize(rollout, attempt, index.kept, run.weights)
+    return cast("RolloutSummary", index.summaries[key])
+
+
+def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | None) -> dict[str, float | None]:
+    """From when to when the spans of an attempt are, as far as it is known."""
+    if index is not None:
+        return {"start": index.start, "end": index.end}
+    ends = [span.start_time if span.end_time is None else span.end_time for span in spans]
+    latest = attempt.end_time if attempt is not None and attempt.end_time is not None else max(ends, default=None)
+    return {"start": min((span.start_time for span in spans), default=None), "end": latest}
+
+
 async def show_tokens(data: DashboardData, query: Query) -> dict[str, Any]:
-    """The tokens of a rollout, with log-probability, advantage, weight and version of each."""
+    """The tokens of some calls of a rollout, with log-probability, advantage, weight and version of each: from the call
+    `from` on (default: the page that has `call`)."""
     run = await data.run(query.part("run"))
     rollout = await run.rollout(query.part("rollout"))
     credit, step = await run.credit(rollout)
     ratios = await run.ratios(step, [rollout.rollout_id])
-    summary, stream = await _stream(run, rollout, credit, ratios)
+    call = query.integer("call", 0)
+    first = query.integer("from", call - call % PAGE_OF_CALLS)
+    calls = await _calls(run, rollout, credit, ratios, first)
     return {
         "rollout": rollout_json(rollout),
-        "summary": asdict(summary),
+        "summary": asdict(calls.summary),
         "step": step,
         "credit": _credit_json(credit),
         "ratios": ratios_json(run, ratios),
         "has_texts": run.texts is not None,
-        "stream": stream,
+        "stream": calls.stream,
+        "first_call": first,
+        "calls_total": calls.total,
+        "next": first + len(calls.stream) if calls.more else None,
     }
 
 
@@ -86,7 +189,8 @@ async def show_group(data: DashboardData, query: Query) -> dict[str, Any]:
     credit, step = await run.credit(rollout)
     by_id = {each.rollout_id: each for each in members}
     ratios = await run.ratios(step, [each.rollout_id for each in chosen])
-    sides = [(await _stream(run, by_id[each.rollout_id], credit, ratios))[1] for each in chosen]
+    sides = [await _calls(run, by_id[each.rollout_id], credit, ratios, 0) for each in chosen]
+    streams = [each.stream for each in sides]
     return {
         "group": group_of(rollout),
         "task": limited(as_text(rollout.input)),
@@ -96,8 +200,9 @@ async def show_group(data: DashboardData, query: Query) -> dict[str, Any]:
         "left_out": max(0, len(rows) - IN_GROUP),
         "left": chosen[0].rollout_id,
         "right": chosen[1].rollout_id,
-        "streams": sides,
-        "difference": first_difference(*sides) if chosen[0] is not chosen[1] else None,
+        "streams": streams,
+        "more_calls": [each.more for each in sides],
+        "difference": first_difference(*streams) if chosen[0] is not chosen[1] else None,
         "versions": by_version(rows),
         "credit": _credit_json(credit),
         "ratios": ratios_json(run, ratios),
@@ -120,14 +225,53 @@ def _member(rows: Sequence[RolloutSummary], rollout_id: str | None, default: int
     raise NotFoundError(f"rollout {rollout_id!r} is not of this group")
 
 
-async def _stream(
-    run: RunData, rollout: Rollout, credit: BatchCredit, ratios: CallRatios
-) -> tuple[RolloutSummary, list[dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Some calls of the latest attempt of a rollout, with their tokens."""
+
+    summary: RolloutSummary
+    stream: list[dict[str, Any]]
+    more: bool
+    """Whether it has more calls after these."""
+    total: int | None
+    """All its calls; None: they are still being counted."""
+
+
+async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: CallRatios, first: int) -> _Calls:
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
     if attempt is None:
-        return summarize(rollout, None, []), []
-    spans = await run.store.query_spans(rollout.rollout_id, attempt.attempt_id, limit=MOST_SPANS)
-    return summarize(rollout, attempt, spans, run.weights), stream_of(spans, credit, run.texts, ratios)
+        return _Calls(summarize(rollout, None, []), [], False, 0)
+    key = rollout.rollout_id, attempt.attempt_id
+    count = await run.store.count_spans(*key)
+    index = await _index(run, attempt, count, SECONDS if not first else None)
+    if index is None:
+        skip, (spans, more) = 0, await _until_call(run, key, PAGE_OF_CALLS)
+    else:
+        place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
+        begin = index.start_of(place, 1)
+        skip, more = index.calls_before(place) - index.calls_before(place - begin.context), end < count
+        spans = await run.store.query_spans(*key, after=begin.after, limit=begin.context + end - place)
+    stream = stream_of(spans, credit, run.texts, ratios)[skip:]
+    total = None if index is None else len(index.calls)
+    return _Calls(_summary(run, rollout, attempt, index), stream, more, total)
+
+
+async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
+    """The first spans, up to the call that follows so many, which is left out; and whether there is one."""
+    found: list[Span] = []
+    seen, after = 0, None
+    while len(found) < MOST_SPANS_OF_CALLS:
+        chunk = await run.store.query_spans(*key, after=after, limit=SPANS_OF_CALLS)
+        for span in chunk:
+            if is_call(span):
+                if seen == calls:
+                    return found, True
+                seen += 1
+            found.append(span)
+        if len(chunk) < SPANS_OF_CALLS:
+            return found, False
+        after = chunk[-1].span_id
+    return found, True
 
 
 def _chosen(attempts: Sequence[Attempt], attempt_id: str | None, rollout_id: str) -> Attempt | None:
@@ -186,7 +330,7 @@ def attempt_json(attempt: Attempt) -> dict[str, Any]:
 
 
 def span_json(span: Span) -> dict[str, Any]:
-    """A span; token ids and log-probabilities are shown by their number, which the token view has in full."""
+    """A span without token ids and log-probabilities, which the token view has."""
     return {
         "span_id": span.span_id,
         "parent_id": span.parent_id,
@@ -203,20 +347,6 @@ def span_json(span: Span) -> dict[str, Any]:
         "attributes": {name: _value(name, value) for name, value in span.attributes.items()},
         "events": [{"name": e.name, "timestamp": e.timestamp, "attributes": _short(e.attributes)} for e in span.events],
     }
-
-
-def kind_of(span: Span) -> str:
-    """What a span is, for its colour."""
-    operation = span.attributes.get(names.OPERATION_NAME)
-    if span.name == names.REWARD:
-        return "reward"
-    if span.name == names.EXCEPTION or span.status_code == "ERROR":
-        return "error"
-    if operation == "execute_tool":
-        return "tool"
-    if names.REQUEST_MODEL in span.attributes or names.INPUT_MESSAGES in span.attributes:
-        return "model"
-    return "operation"
 
 
 def _value(name: str, value: Any) -> Any:

@@ -102,12 +102,12 @@ class JournaledStore(LightningStoreBase):
     def __repr__(self) -> str:
         return repr(self.store)
 
-    def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
-        return self._iter_spans(rollout_ids)
+    def iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
+        return self._iter_spans(rollout_ids, tokens)
 
-    async def _iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+    async def _iter_spans(self, rollout_ids: Sequence[str], tokens: bool) -> AsyncIterator[tuple[str, list[Span]]]:
         await self.flush()
-        async for each in self.store.iter_spans(rollout_ids):
+        async for each in self.store.iter_spans(rollout_ids, tokens):
             yield each
 
     # -- life ------------------------------------------------------------------------------------------------------

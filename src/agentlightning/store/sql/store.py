@@ -414,11 +414,15 @@ class SqlStore(SqlAdministration):
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
         return await self.read("newest_spans", lambda connection: read.newest_spans(connection, limit))
 
-    async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+    async def iter_spans(
+        self, rollout_ids: Sequence[str], tokens: bool = True
+    ) -> AsyncIterator[tuple[str, list[Span]]]:
         validation.check_texts(rollout_ids, "rollout_ids")
         for start in range(0, len(rollout_ids), ITER_BATCH):
             chunk = list(rollout_ids[start : start + ITER_BATCH])
-            found = await self.read("iter_spans", lambda connection, chunk=chunk: read.latest_spans(connection, chunk))
+            found = await self.read(
+                "iter_spans", lambda connection, chunk=chunk: read.latest_spans(connection, chunk, tokens=tokens)
+            )
             for rollout_id in chunk:
                 yield rollout_id, found[rollout_id]
 

@@ -6,7 +6,7 @@ import { Json, Loading, Pill, Range, RewardChip } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 import { CallHead, CallTokens, Inspector, Legend, ToolResults, move, versionsOf } from "./tokens.js";
 
-function Side({ run, row, title, stream, by, versions, clip, difference, chosen, choose, rows, pick }) {
+function Side({ run, row, title, stream, by, versions, clip, difference, chosen, choose, rows, pick, more }) {
   let counted = -1;
   return html`<section class="panel" tabindex="0" role="group" aria-label=${`${title}; arrow keys move from token to token`} onKeyDown=${(event) => move(event, stream, chosen, choose)}>
     <div class="head"><h2>${title}</h2><${RewardChip} value=${row.reward} /><div class="right"><select aria-label=${`${title}: rollout`} value=${row.rollout_id} onChange=${(event) => pick(event.target.value)}>
@@ -20,6 +20,7 @@ function Side({ run, row, title, stream, by, versions, clip, difference, chosen,
         ${call.error && html`<p class="error-text">${call.error}</p>`}
         <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${clip} chosen=${chosen} choose=${choose} differsAt=${here ? difference.token : -1} /><${ToolResults} call=${call} /></div>`;
     })}${!stream.length && html`<p class="empty">No model calls.</p>`}
+    ${more && html`<p class="muted">Only the first ${stream.length} calls are shown and compared. <${Link} to=${withQuery(runPath(run, "rollouts", row.rollout_id, "tokens"), { from: stream.length })}>Tokens of the later calls<//></p>`}
     <${Link} to=${runPath(run, "rollouts", row.rollout_id)}>Whole rollout<//></section>`;
 }
 
@@ -41,7 +42,7 @@ export function GroupPage({ parts: [run, rollout], query, path }) {
       <table><tbody>${data.versions.map((each) => html`<tr key=${`${each.version}${each.mode}`}><td>weights ${each.version ?? "–"}</td><td>${number(each.rollouts.length)} rollouts</td><td>${interval(each.reward)}</td><td><${Range} found=${each.reward} /></td></tr>`)}</tbody></table></div>
     <${Legend} by=${by} change=${(name) => change({ by: name })} stream=${data.streams.flat()} credit=${data.credit} ratios=${data.ratios} />
     <div class="cols">${data.streams.map((stream, side) => html`<${Side} key=${names[side]} run=${run} row=${rowOf(names[side])} title=${query.left || query.right ? (side ? "Right" : "Left") : side ? "Worst" : "Best"} stream=${stream} by=${by} versions=${versions} clip=${data.ratios.clip}
-      difference=${data.difference} rows=${data.rollouts} chosen=${chosen.side === side ? chosen.at : null} choose=${(at) => choose({ side, at })} pick=${(id) => change({ [side ? "right" : "left"]: id })} />`)}</div>
+      more=${data.more_calls[side]} difference=${data.difference} rows=${data.rollouts} chosen=${chosen.side === side ? chosen.at : null} choose=${(at) => choose({ side, at })} pick=${(id) => change({ [side ? "right" : "left"]: id })} />`)}</div>
     ${data.left_out > 0 && html`<p class="muted">${data.left_out} further rollouts of the group are not listed.</p>`}
     <${Inspector} stream=${data.streams[chosen.side]} chosen=${chosen.at} />`;
 }

@@ -14,9 +14,9 @@ export function WorkersPage({ parts: [run], path }) {
   const view = useView(path, 3000);
   if (!view.data) return html`<${RunTabs} run=${run} here="workers" /><${Loading} view=${view} />`;
   const { workers, now } = view.data;
-  return html`<${Page} run=${run} here="workers" title="Workers" path=${path} view=${view}><div class="panel tight" ...${scrolls}><table><thead><tr><th>Worker</th><th>State</th><th>Last heartbeat</th><th class="num">Open attempts</th><th>Now on</th><th>Last error</th><th>What it reports</th></tr></thead><tbody>
-    ${workers.map((each) => html`<tr key=${each.worker_id}><td class="mono">${each.worker_id}</td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${ago(each.last_heartbeat_time, now)}</td><td class="num">${each.open_attempts}</td><td>${each.current_rollout_id ? html`<${Link} class="mono" to=${runPath(run, "rollouts", each.current_rollout_id)}>${each.current_rollout_id}<//>` : "–"}</td>
-      <td class="task">${each.last_error ? html`<span class="error-text">${each.last_error.type}: ${each.last_error.message}</span>` : "–"}</td><td class="small muted mono">${JSON.stringify(each.stats)}</td></tr>`)}</tbody></table>${!workers.length && html`<p class="empty">No worker has reported here.</p>`}</div><//>`;
+  return html`<${Page} run=${run} here="workers" title="Workers" path=${path} view=${view}><div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Worker</th><th>State</th><th>Last heartbeat</th><th class="num">Open attempts</th><th>Now on</th><th>Last error</th><th>What it reports</th></tr></thead><tbody>
+    ${workers.map((each) => html`<tr key=${each.worker_id}><td class="mono whole">${each.worker_id}</td><td data-label="State"><${Pill} kind=${each.status} /></td><td class="nowrap" data-label="Last heartbeat">${ago(each.last_heartbeat_time, now)}</td><td class="num" data-label="Open attempts">${each.open_attempts}</td><td class="whole" data-label="Now on">${each.current_rollout_id ? html`<${Link} class="mono" to=${runPath(run, "rollouts", each.current_rollout_id)}>${each.current_rollout_id}<//>` : "–"}</td>
+      <td class="task" data-label="Last error">${each.last_error ? html`<span class="error-text">${each.last_error.type}: ${each.last_error.message}</span>` : "–"}</td><td class="small muted mono whole" data-label="What it reports">${JSON.stringify(each.stats)}</td></tr>`)}</tbody></table>${!workers.length && html`<p class="empty">No worker has reported here.</p>`}</div><//>`;
 }
 
 function Queues({ queues }) {

@@ -1,5 +1,6 @@
 // One rollout: attempts, conversation, spans as a timeline and a tree, rewards, raw JSON.
-import { post, useView } from "../api.js";
+import { post } from "../api.js";
+import { useRollout } from "../follow.js";
 import { duration, number, reward, time } from "../format.js";
 import { html, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, RewardChip, Stale, scrolls } from "../parts.js";
@@ -21,13 +22,13 @@ function Message({ message, note }) {
   return html`<div class=${`message ${ROLES.has(message.role) ? message.role : ""}`}><div class="who"><b>${message.role}</b>${note}</div><div class="body">${message.parts.map((part, place) => html`<${Part} key=${place} part=${part} />`)}${!message.parts.length && html`<span class="muted">empty</span>`}</div></div>`;
 }
 
-function Conversation({ run, rollout, stream, summary }) {
+function Conversation({ run, rollout, stream, summary, partial }) {
   return html`<div class="messages">${stream.map((call, index) => html`<div class="turn" key=${call.span_id}><${CallHead} call=${call} index=${index}><span>${duration(call.seconds)}</span>
       ${call.sampled_tokens > 0 && html`<${Link} to=${withQuery(runPath(run, "rollouts", rollout, "tokens"), { call: index })}>tokens<//>`}${call.starts && index > 0 && html`<${Pill}>new thread<//>`}<//>
     <div class="messages">${call.messages.map((message, place) => html`<${Message} key=${`q${place}`} message=${message} />`)}${call.answer.map((message, place) => html`<${Message} key=${`a${place}`} message=${message} note=${call.model} />`)}
       ${call.error && html`<p class="error-text">failed: ${call.error}</p>`}
       ${index === stream.length - 1 && call.tool_results.map((each, place) => html`<div key=${place} class=${`part tool_result ${each.failed ? "failed" : ""}`}><b>${each.failed ? "tool error" : "tool result"}</b><pre>${each.text}</pre></div>`)}</div></div>`)}
-    ${!stream.length && html`<p class="empty">No model calls are recorded.</p>`}${summary.reward !== null && html`<${RewardChip} value=${summary.reward} />`}</div>`;
+    ${!stream.length && html`<p class="empty">${summary.calls ? "None of these spans is a model call." : "No model calls are recorded."}</p>`}${!partial && summary.reward !== null && html`<${RewardChip} value=${summary.reward} />`}</div>`;
 }
 
 function depths(spans) {
@@ -42,7 +43,8 @@ function asTree(spans) {
   const below = new Map();
   for (const span of spans) {
     const parent = known.has(span.parent_id) && span.parent_id !== span.span_id ? span.parent_id : null;
-    below.set(parent, [...(below.get(parent) || []), span]);
+    if (!below.has(parent)) below.set(parent, []);
+    below.get(parent).push(span);
   }
   const found = [];
   const seen = new Set();
@@ -56,15 +58,31 @@ function asTree(spans) {
   return [...found, ...spans.filter((span) => !seen.has(span.span_id))];
 }
 
-function Spans({ spans, limit }) {
+const kindsText = (kinds) => Object.entries(kinds).map(([kind, count]) => `${number(count)} ${kind}`).join(", ");
+
+// All spans of an attempt over its time, those that are shown in another colour.
+function Overview({ data, from, until }) {
+  const { density, time: whole } = data;
+  const most = Math.max(...density, 1);
+  const width = 1000 / density.length;
+  const at = (value) => ((value - whole.start) / (whole.end - whole.start || 1)) * density.length;
+  return html`<figure class="overview"><svg viewBox="0 0 1000 36" preserveAspectRatio="none" role="img" aria-label=${`${number(data.spans_total)} spans over ${duration(whole.end - whole.start)}; shown are those from ${duration(from - whole.start)} to ${duration(until - whole.start)}`}>
+      ${density.map((count, place) => count > 0 && html`<rect key=${place} class=${place + 1 > at(from) && place <= at(until) ? "shown" : ""} x=${place * width} width=${width * 0.85} y=${36 - Math.max(3, (36 * count) / most)} height=${Math.max(3, (36 * count) / most)} />`)}</svg>
+    <figcaption class="muted small">The whole attempt. The bars below are over its time from ${duration(from - whole.start)} to ${duration(until - whole.start)}, where the spans shown so far are.</figcaption></figure>`;
+}
+
+function Spans({ data }) {
+  const { spans, kinds, spans_total: total } = data;
   const [open, setOpen] = useState(null);
   const [tree, setTree] = useState(true);
   if (!spans.length) return html`<p class="empty">No spans.</p>`;
-  const start = Math.min(...spans.map((span) => span.start_time));
-  const end = Math.max(...spans.map((span) => span.end_time ?? span.start_time), start + 1e-6);
+  const start = spans.reduce((least, span) => Math.min(least, span.start_time), Infinity);
+  const end = spans.reduce((most, span) => Math.max(most, span.end_time ?? span.start_time), start + 1e-6);
+  const seconds = Math.max(data.time.end ?? end, end) - Math.min(data.time.start ?? start, start);
   const x = (value) => (1000 * (value - start)) / (end - start);
   const level = depths(spans);
-  return html`<div class="legend-row"><button type="button" aria-pressed=${tree ? "true" : "false"} onClick=${() => setTree(true)}>Tree</button><button type="button" aria-pressed=${tree ? "false" : "true"} onClick=${() => setTree(false)}>In order</button><span class="muted small">${spans.length} spans over ${duration(end - start)}${limit ? `; only the first ${limit} are shown` : ""}</span></div>
+  return html`<div class="legend-row"><button type="button" aria-pressed=${tree ? "true" : "false"} onClick=${() => setTree(true)}>Tree</button><button type="button" aria-pressed=${tree ? "false" : "true"} onClick=${() => setTree(false)}>In order</button><span class="muted small">${number(total)} spans over ${duration(seconds)}${kinds ? `: ${kindsText(kinds)}` : ""}</span></div>
+    ${data.next !== null && data.density && html`<${Overview} data=${data} from=${start} until=${end} />`}
     <div class="timeline">${(tree ? asTree(spans) : spans).map((span) => {
       const width = Math.max(4, x(span.end_time ?? span.start_time) - x(span.start_time));
       const isOpen = open === span.span_id;
@@ -76,8 +94,8 @@ function Spans({ spans, limit }) {
 }
 
 function Attempts({ attempts, chosen, path, query }) {
-  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
-    ${attempts.map((each) => html`<tr key=${each.attempt_id}><td><${Link} to=${withQuery(path, { ...query, attempt: each.attempt_id })} aria-current=${each.attempt_id === chosen ? "true" : undefined}>${each.sequence_id}${each.attempt_id === chosen ? " (shown)" : ""}<//></td><td><${Pill} kind=${each.status} /></td><td class="nowrap">${time(each.start_time)}</td><td class="num">${each.end_time ? duration(each.end_time - each.start_time) : "–"}</td><td>${each.worker_id || "–"}</td></tr>`)}</tbody></table></div>
+  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
+    ${attempts.map((each) => html`<tr key=${each.attempt_id}><td data-label="Attempt"><${Link} to=${withQuery(path, { ...query, attempt: each.attempt_id })} aria-current=${each.attempt_id === chosen ? "true" : undefined}>${each.sequence_id}${each.attempt_id === chosen ? " (shown)" : ""}<//></td><td data-label="State"><${Pill} kind=${each.status} /></td><td class="nowrap" data-label="Started">${time(each.start_time)}</td><td class="num" data-label="Time">${each.end_time ? duration(each.end_time - each.start_time) : "–"}</td><td data-label="Worker">${each.worker_id || "–"}</td></tr>`)}</tbody></table></div>
     ${attempts.filter((each) => each.attempt_id === chosen && each.error).map((each) => html`<details key="e" open><summary class="error-text">${each.error.type}: ${each.error.message}</summary><pre class="error-text">${each.error.traceback}</pre></details>`)}
     ${attempts.filter((each) => each.attempt_id === chosen && each.output).map((each) => html`<details key="o"><summary>Output</summary><pre>${each.output}</pre></details>`)}</div>`;
 }
@@ -105,21 +123,36 @@ function Annotate({ run, rollout, done }) {
     <p class="muted small">Kept as a span: a score becomes the final reward, a label can be filtered by.</p></div>`;
 }
 
+// Says what of an attempt is not shown yet, and reads on.
+function More({ data, more }) {
+  const [busy, setBusy] = useState(false);
+  if (data.next === null) return null;
+  const left = data.spans_total - data.spans.length;
+  const go = () => {
+    setBusy(true);
+    more().finally(() => setBusy(false));
+  };
+  return html`<div class="more"><button type="button" disabled=${busy} onClick=${go}>${busy ? "Reading …" : `Show ${number(Math.min(300, left))} more spans`}</button>
+    <span class="muted small">${number(data.spans.length)} of ${number(data.spans_total)} spans are shown${data.calls_total === null ? "" : `, with ${number(data.stream.length)} of ${number(data.calls_total)} calls`}; the totals above are those of all.</span></div>`;
+}
+
 export function RolloutPage({ parts: [run, rollout], query, path }) {
   const address = withQuery(path, { attempt: query.attempt });
-  const view = useView(address);
+  const view = useRollout(path, query.attempt);
   if (!view.data) return html`<${Loading} view=${view} />`;
   const { data } = view;
   const tab = query.tab || "chat";
-  const tabs = [["chat", "Conversation"], ["spans", `Spans (${data.spans.length})`], ["raw", "Raw JSON"]];
+  const tabs = [["chat", "Conversation"], ["spans", `Spans (${number(data.spans_total)})`], ["raw", "Raw JSON"]];
+  const counted = (value) => (data.summary.spans_read ? value : html`<span class="muted">counting …</span>`);
   return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Pill} kind=${data.rollout.status} /><div class="right">
       <${Link} class="button" to=${runPath(run, "rollouts", rollout, "tokens")}>Tokens<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${address} name="rollout.json" /></div></div>
-    <div class="panel"><dl class="facts"><${Fact} name="Reward">${reward(data.summary.reward)}<//><${Fact} name="Mode, queue">${data.rollout.mode || "–"}, ${data.rollout.queue}<//><${Fact} name="Started">${time(data.rollout.start_time)}<//><${Fact} name="Calls" note=${`${data.summary.tool_errors} of ${data.summary.tool_calls} tool calls failed`}>${data.summary.calls}<//>
-      <${Fact} name="Tokens" note=${`${number(data.summary.prompt_tokens)} in prompts`}>${number(data.summary.sampled_tokens)} sampled<//><${Fact} name="Learned from in">${data.step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", data.step)}>step ${data.step}<//>`}<//>
-      <${Fact} name="Labels">${data.summary.labels.join(", ") || "–"}<//></dl>
+    <div class="panel"><dl class="facts"><${Fact} name="Reward">${counted(reward(data.summary.reward))}<//><${Fact} name="Mode, queue">${data.rollout.mode || "–"}, ${data.rollout.queue}<//><${Fact} name="Started">${time(data.rollout.start_time)}<//><${Fact} name="Calls" note=${data.summary.spans_read && `${number(data.summary.tool_errors)} of ${number(data.summary.tool_calls)} tool calls failed`}>${counted(number(data.summary.calls))}<//>
+      <${Fact} name="Tokens" note=${data.summary.spans_read && `${number(data.summary.prompt_tokens)} in prompts`}>${counted(`${number(data.summary.sampled_tokens)} sampled`)}<//><${Fact} name="Learned from in">${data.step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", data.step)}>step ${data.step}<//>`}<//>
+      <${Fact} name="Labels">${counted(data.summary.labels.join(", ") || "–")}<//></dl>
       <details><summary>Task</summary><pre>${data.rollout.task}</pre></details></div>
     <${Attempts} attempts=${data.attempts} chosen=${data.attempt} path=${path} query=${query} />
     ${data.writable && html`<${Annotate} run=${run} rollout=${rollout} done=${view.reload} />`}
     <nav class="tabs" aria-label="Views of this rollout">${tabs.map(([name, title]) => html`<${Link} key=${name} to=${withQuery(path, { ...query, tab: name })} aria-current=${tab === name ? "page" : undefined}>${title}<//>`)}</nav>
-    <div class="panel">${tab === "chat" ? html`<${Conversation} run=${run} rollout=${rollout} stream=${data.stream} summary=${data.summary} />` : tab === "spans" ? html`<${Spans} spans=${data.spans} limit=${data.spans_limit} />` : html`<pre>${JSON.stringify({ rollout: data.rollout, attempts: data.attempts, spans: data.spans }, null, 2)}</pre>`}</div>`;
+    <div class="panel">${tab === "chat" ? html`<${Conversation} run=${run} rollout=${rollout} stream=${data.stream} summary=${data.summary} partial=${data.next !== null} />` : tab === "spans" ? html`<${Spans} data=${data} />` : html`<pre>${JSON.stringify({ rollout: data.rollout, attempts: data.attempts, spans: data.spans }, null, 2)}</pre>`}
+      <${More} data=${data} more=${view.more} /></div>`;
 }

@@ -100,13 +100,13 @@ function Alternatives({ tokens, at }) {
     <span class="mono">${JSON.stringify(text ?? id)}</span> ${percent(Math.exp(logprob))}${id === tokens.ids[at] ? " sampled" : ""}</li>`)}</ul>`;
 }
 
-export function Inspector({ stream, chosen }) {
+export function Inspector({ stream, chosen, first = 0 }) {
   const call = chosen && stream[chosen.call];
   if (!call?.tokens) return html`<div class="inspector muted">Point at a token, or move with the arrow keys.</div>`;
   const { tokens } = call;
   const at = chosen.token;
   const logprob = tokens.logprobs?.[at];
-  return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
+  return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${first + chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
     <span>log-probability ${number(logprob)}${logprob === undefined || logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}</span>
     <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>ratio ${tokens.log_ratios ? number(Math.exp(tokens.log_ratios[at])) : "not recorded"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span><${Alternatives} tokens=${tokens} at=${at} /></div>`;
 }
@@ -133,26 +133,37 @@ export function move(event, stream, chosen, choose) {
   }
 }
 
+// Which calls of the rollout are shown, and the way to the others.
+function Pages({ data: { stream, first_call: first, calls_total: total, next }, go }) {
+  if (!first && next === null) return null;
+  return html`<nav class="more" aria-label="Calls of this rollout"><button type="button" disabled=${!first} onClick=${() => go(Math.max(0, first - 20))}>← Earlier calls</button><button type="button" disabled=${next === null} onClick=${() => go(next)}>Later calls →</button>
+    <span class="muted small">Calls ${number(first + 1)} to ${number(first + stream.length)}${total === null ? "" : ` of ${number(total)}`} are shown.</span></nav>`;
+}
+
 export function TokensPage({ parts: [run, rollout], query, path }) {
-  const view = useView(path);
-  const [chosen, choose] = useState(query.call ? { call: Number(query.call), token: Number(query.token || 0) } : null);
+  const address = withQuery(path, { from: query.from, call: query.call });
+  const view = useView(address);
+  const [chosen, choose] = useState(null);
   const target = useRef(null);
   const by = query.by || "advantage";
   useEffect(() => target.current?.scrollIntoView({ block: "center" }), [view.data]);
   if (!view.data) return html`<${Loading} view=${view} />`;
-  const { stream, credit, ratios, summary, step } = view.data;
+  const { stream, credit, ratios, summary, step, first_call: first } = view.data;
   const versions = versionsOf(stream);
+  const wanted = query.call === undefined || query.from !== undefined ? null : Number(query.call) - first;
+  const shown = chosen || (wanted === null ? null : { call: wanted, token: Number(query.token || 0) });
   return html`<div class="head"><h1>Tokens</h1><span class="muted mono">${rollout}</span><div class="right">
       <${Link} class="button" to=${runPath(run, "rollouts", rollout)}>Conversation<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${path} name="tokens.json" /></div></div>
     <div class="panel"><dl class="facts"><${Fact} name="Reward">${reward(summary.reward)}<//><${Fact} name="Credit rule">${credit.rule || "–"}<//>
       <${Fact} name="Learned from in">${step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", step)}>step ${step}<//>`}<//><${Fact} name="Versions of weights">${versions.join(", ") || "–"}<//></dl><pre>${summary.task}</pre></div>
     ${!view.data.has_texts && html`<div class="notice">The run has no tokenizer.json that can be read: tokens are shown as their ids.</div>`}
     <${Legend} by=${by} change=${(name) => navigate(withQuery(path, { ...query, by: name }), { replace: true })} stream=${stream} credit=${credit} ratios=${ratios} />
-    <div class="panel" tabindex="0" role="group" aria-label="Tokens; arrow keys move" onKeyDown=${(event) => move(event, stream, chosen, choose)}>
-      ${stream.map((call, index) => html`<section class="turn" key=${call.span_id} ref=${Number(query.call) === index && query.call ? target : undefined}><${CallHead} call=${call} index=${index} />
+    <div class="panel" tabindex="0" role="group" aria-label="Tokens; arrow keys move" onKeyDown=${(event) => move(event, stream, shown, choose)}>
+      ${stream.map((call, index) => html`<section class="turn" key=${call.span_id} ref=${wanted === index ? target : undefined}><${CallHead} call=${call} index=${first + index} />
         ${call.error && html`<p class="error-text">${call.error}</p>`}
-        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${ratios.clip} chosen=${chosen} choose=${choose} />
+        <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${ratios.clip} chosen=${shown} choose=${choose} />
         <${ToolResults} call=${call} /></section>`)}
-      ${!stream.length && html`<p class="empty">This rollout made no model calls.</p>`}</div>
-    <${Inspector} stream=${stream} chosen=${chosen} />`;
+      ${!stream.length && html`<p class="empty">${first ? "There are no calls from here on." : "This rollout made no model calls."}</p>`}</div>
+    <${Pages} data=${view.data} go=${(from) => { choose(null); navigate(withQuery(path, { by: query.by, from })); }} />
+    <${Inspector} stream=${stream} chosen=${shown} first=${first} />`;
 }

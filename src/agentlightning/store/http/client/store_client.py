@@ -152,10 +152,12 @@ class LightningStoreClient(ForwardingStore):
         results: list[int | Span] = await self._send("add_many_spans", {"spans": fields})
         return [stored_span(*each) for each in zip(spans, ids, results, strict=True)]
 
-    async def iter_spans(self, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[str, list[Span]]]:
+    async def iter_spans(
+        self, rollout_ids: Sequence[str], tokens: bool = True
+    ) -> AsyncIterator[tuple[str, list[Span]]]:
         for start in range(0, len(rollout_ids), ROLLOUTS_PER_READ):
             ids = rollout_ids[start : start + ROLLOUTS_PER_READ]
-            lists = await asyncio.gather(*(self.query_spans(rollout_id, "latest") for rollout_id in ids))
+            lists = await asyncio.gather(*(self.query_spans(each, "latest", tokens=tokens) for each in ids))
             for rollout_id, spans in zip(ids, lists, strict=True):
                 yield rollout_id, spans
 

@@ -269,7 +269,7 @@ def newest_spans(connection: Connection, limit: int) -> list[Span]:
     return found[:limit]
 
 
-def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, list[Span]]:
+def latest_spans(connection: Connection, rollout_ids: list[str], *, tokens: bool = True) -> dict[str, list[Span]]:
     """The spans of the latest attempt of each rollout, by rollout."""
     spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
     owners = {
@@ -283,7 +283,9 @@ def latest_spans(connection: Connection, rollout_ids: list[str]) -> dict[str, li
         rollout_id, attempt_id = owners[key]
         positions = [
             ((span.sequence_id, row[0], index), span)
-            for row, found in zip(rows, unpack_rows(connection, rows, rollout_id, attempt_id), strict=True)
+            for row, found in zip(
+                rows, unpack_rows(connection, rows, rollout_id, attempt_id, tokens=tokens), strict=True
+            )
             for index, span in enumerate(found)
         ]
         positions.sort(key=lambda each: each[0])
