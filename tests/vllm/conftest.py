@@ -78,10 +78,11 @@ def server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFacto
         yield url
 
 
-@pytest.fixture
-def fresh_server(vllm: str, models: list[Path], tmp_path: Path) -> Iterator[str]:
-    """The same, of one test."""
-    with serving(vllm, models[0], tmp_path / "vllm.log") as url:
+@pytest.fixture(scope="module")
+def fresh_server(vllm: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same, of one module: with the weights of the first model, and before any structured output. vLLM constrains
+    all answers with the back end that the first of them needed."""
+    with serving(vllm, models[0], tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
         yield url
 
 

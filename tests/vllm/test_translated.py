@@ -31,12 +31,12 @@ async def environment(server: str) -> AsyncIterator[dict[str, str]]:
     await store.close()
 
 
-async def test_tool_calls_stream_while_they_are_generated(server: str) -> None:
+async def test_tool_calls_stream_while_they_are_generated(fresh_server: str) -> None:
     """A model that knows nothing writes no object."""
     choice = {"type": "tool", "name": "add"}
     asked = {"model": "tiny", "max_tokens": 60, "messages": HI, "tools": [TOOL], "tool_choice": choice}
     flat = {"type": "function", "name": "add", "parameters": NUMBER}
-    async with environment(server) as there:
+    async with environment(fresh_server) as there:
         base, key = there["OPENAI_BASE_URL"], there["OPENAI_API_KEY"]
         async with AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as client:
             named = {"type": "function", "name": "add"}
@@ -57,8 +57,8 @@ async def test_tool_calls_stream_while_they_are_generated(server: str) -> None:
     assert (use.name, use.input["_raw_arguments"]) == ("add", call.arguments)
 
 
-async def test_log_probabilities_and_stop_strings_reach_a_response_and_a_message(server: str) -> None:
-    async with environment(server) as there:
+async def test_log_probabilities_and_stop_strings_reach_a_response_and_a_message(fresh_server: str) -> None:
+    async with environment(fresh_server) as there:
         base, key = there["OPENAI_BASE_URL"], there["OPENAI_API_KEY"]
         async with AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as client:
             asked = {"model": "tiny", "input": "What is 12 + 30?", "max_output_tokens": 6, "temperature": 0}
