@@ -84,6 +84,16 @@ def test_failures_are_counted_by_cause_with_an_example(invoke, tmp_path):
     record = json.loads(invoke("doctor", str(path), "--json").stdout)
     assert [(each["cause"], each["count"]) for each in record["failures"]] == [("ValueError", 2), ("TimeoutError", 1)]
     assert record["failures"][1]["example"] == "r1-train-2: bad 2"
+    assert record["healthy"], "some rollouts may fail"
+
+
+def test_a_run_whose_rollouts_failed_before_its_first_step_is_in_trouble(invoke, tmp_path):
+    path = make_run(tmp_path / "run", [])
+    asyncio.run(fail_some(path / "store.db"))
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1
+    assert "2  ValueError" in done.output
+    assert "no sign of trouble" not in done.output
 
 
 def test_what_cannot_be_examined_is_said(invoke, tmp_path):

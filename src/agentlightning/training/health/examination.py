@@ -56,7 +56,8 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        return not (self.signs or self.warnings or self.damaged_lines)
+        failed_before_a_step = self.failures and not self.steps and self.status != "running"
+        return not (self.signs or self.warnings or self.damaged_lines or failed_before_a_step)
 
 
 def examine(run_dir: Path) -> Examination:
