@@ -6,13 +6,14 @@ server took to answer, how long after its answer the first row, curve or token w
 memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
 and renderer process).
 
-`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open (Live,
-which asks every two seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
+`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open (`--page`:
+Live, the table of rollouts, or the page of the one rollout that all calls belong to; they ask every two or three
+seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
 prints the ratio of the rates, and of the server's CPU time for each call; and the CPU time of the browser, with which
 the server shares the machine here. Limit: at most 3% slower.
 
     python benchmarks/dashboard.py pages [--rollouts 1000000] [--small 10000] [--store FILE] [--steps 400] [--check]
-    python benchmarks/dashboard.py load [--rounds 8] [--seconds 5] [--check] [--json]
+    python benchmarks/dashboard.py load [--page live] [--rounds 8] [--seconds 5] [--check] [--json]
 
 Needs playwright (pip install playwright) and a Chromium of the system (apt-get install chromium).
 """
@@ -361,6 +362,8 @@ def load(options: argparse.Namespace) -> int:
     ):
         server = re.match(r"http://[^/]+", arm.url)[0]  # type: ignore[index]
         page, process = browser.new_page(), psutil.Process(arm.pid)
+        rollout = re.search(r"/rollout/([^/]+)/", arm.url)[1]  # type: ignore[index]
+        path = {"live": "live", "rollouts": "rollouts", "rollout": f"rollouts/{rollout}?tab=spans"}[options.page]
         jobs = {
             "gateway": lambda: in_thread(calls(arm.url, 16, options.seconds)),
             "store": lambda: in_thread(cycles(server, 64, options.seconds)),
@@ -369,7 +372,7 @@ def load(options: argparse.Namespace) -> int:
             for job, run in jobs.items():
                 row: dict[str, float] = {}
                 for state in ("closed", "open") if turn % 2 else ("open", "closed"):
-                    page.goto(f"{server}/dashboard/runs/store/live" if state == "open" else "about:blank")
+                    page.goto(f"{server}/dashboard/runs/store/{path}" if state == "open" else "about:blank")
                     if state == "open":
                         page.wait_for_selector("main table")
                     settle(process)
@@ -430,6 +433,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400, help="of the made-up run whose pages are timed")
     parser.add_argument("--rounds", type=int, default=8, help="how often open and closed take turns")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument(
+        "--page", choices=("live", "rollouts", "rollout"), default="live", help="that is open in `load`"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -185,6 +185,24 @@ async def test_totals_that_take_long_are_asked_for_again_and_the_first_spans_are
     assert (again["calls_total"], again["summary"]["calls"], again["mark"] != found["mark"]) == (40, 40, True)
 
 
+async def test_totals_of_an_attempt_that_grows_take_a_share_of_the_time_and_those_of_a_finished_one_are_right(
+    page: Page,
+):
+    await page.turn(3)
+    first = await page.get()
+    run = await page.data.run("store")
+    index = await run.attempts.of(page.ids, 9)
+    assert index is not None
+    index._totals_until = float("inf")
+    await page.turn(1)
+    again = await page.get(mark=first["mark"], start=9)
+    assert (again["spans_total"], again["calls_total"], again["summary"]["calls"]) == (12, 4, 3)
+    assert again["mark"].endswith("-counting"), "so that the page asks again"
+    await page.store.update_attempt(*page.ids, status="succeeded")
+    ended = await page.get(mark=again["mark"], start=12)
+    assert (ended["summary"]["calls"], ended["mark"].endswith("-counting")) == (4, False)
+
+
 async def test_tokens_are_sent_for_some_calls_at_a_time(page: Page):
     await page.turn(50)
     first = await page.get("/tokens")

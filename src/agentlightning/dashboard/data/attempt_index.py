@@ -7,10 +7,11 @@ the background, and later only what was added. The number of spans, which the st
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,8 @@ from msgspec.structs import replace
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import is_call
+from agentlightning.dashboard.data.summary import RolloutSummary, summarize
+from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
@@ -25,7 +28,10 @@ CHUNK: Final = 10_000
 """Spans that are read at once."""
 BUCKETS: Final = 100
 REMEMBERED: Final = 8
-"""Attempts whose index is kept."""
+MOST_REMEMBERED: Final = 300_000
+"""Attempts whose index is kept, and spans of all of them; that of the last one is kept however large it is."""
+REST: Final = 20
+"""Totals of an attempt that grows are computed again after so many times the time that they took."""
 CONTEXT_SPANS: Final = 500
 """Spans before a page that are read again at most, so that its calls are shown as what they continue."""
 LARGE: Final = frozenset({names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOP_LOGPROBS, names.KEPT_SETS})
@@ -70,14 +76,14 @@ class AttemptIndex:
     starts: array[float] = field(default_factory=lambda: array("d"))
     kept: list[Span] = field(default_factory=list[Span])
     """The spans that a summary is made of: calls without their messages, tools, rewards, feedback."""
-    summaries: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """What was computed of them, by what it depends on."""
+    _totals: tuple[Any, RolloutSummary, list[int]] | None = None
+    """What was computed of them last, after what it depends on."""
+    _totals_until: float = 0.0
     _longest: tuple[int, int] = -1, -1
     """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
 
     def add(self, spans: Sequence[Span]) -> None:
         """Add the spans that follow."""
-        self.summaries.clear()
         for span in spans:
             self.kinds[kind_of(span)] += 1
             end = span.start_time if span.end_time is None else span.end_time
@@ -103,15 +109,27 @@ class AttemptIndex:
         else:
             self.kept.append(_without_messages(span))
 
-    @property
-    def density(self) -> list[int]:
-        """How many spans start in each of BUCKETS equal parts of the time from `start` to `end`."""
-        if "density" not in self.summaries:
-            low, high = self.start or 0.0, self.end or 0.0
-            scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
-            found = Counter(int((each - low) * scale) for each in self.starts)
-            self.summaries["density"] = [found[bucket] for bucket in range(BUCKETS)]
-        return self.summaries["density"]
+    def totals(
+        self, rollout: Rollout, attempt: Attempt | None, weights: Mapping[str, float] | None
+    ) -> tuple[RolloutSummary, list[int], bool]:
+        """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
+        whether both are up to date: while spans are added, they take at most a share of the time."""
+        state = rollout.status, rollout.end_time, attempt and (attempt.status, attempt.end_time)
+        known, began = self._totals, time.monotonic()
+        if known is not None and known[0] == (state, len(self.ids)):
+            return known[1], known[2], True
+        if known is not None and known[0][0] == state and began < self._totals_until:
+            return known[1], known[2], False
+        summary, density = summarize(rollout, attempt, self.kept, weights), self._density()
+        self._totals = (state, len(self.ids)), summary, density
+        self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
+        return summary, density, True
+
+    def _density(self) -> list[int]:
+        low, high = self.start or 0.0, self.end or 0.0
+        scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
+        found = Counter(int((each - low) * scale) for each in self.starts)
+        return [found[bucket] for bucket in range(BUCKETS)]
 
     def calls_before(self, place: int) -> int:
         """The number of calls before a place."""
@@ -171,8 +189,11 @@ class AttemptIndexes:
         if task.cancelled() or task.exception() is not None:
             return  # whoever waits for it has the error
         self._known[key] = task.result()
-        while len(self._known) > REMEMBERED:
+        while len(self._known) > REMEMBERED or (len(self._known) > 1 and self._size() > MOST_REMEMBERED):
             self._known.popitem(last=False)
+
+    def _size(self) -> int:
+        return sum(len(each.ids) for each in self._known.values())
 
     async def _read(self, key: Key, count: int) -> AttemptIndex:
         index = self._known.get(key)

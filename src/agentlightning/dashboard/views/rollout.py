@@ -63,13 +63,14 @@ async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
     index = await _index(run, attempt, count, SECONDS)
     if index is None and query.text("mark") == f"{mark}-counting":
         return {"mark": f"{mark}-counting", "unchanged": True}
+    summary, density, is_current = _totals(run, rollout, attempt, index)
     start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
     page = await _spans(run, attempt, count, start, limit)
     last = start + len(page.spans)
     return {
-        "mark": mark if index is not None else f"{mark}-counting",
+        "mark": mark if is_current else f"{mark}-counting",
         "rollout": rollout_json(rollout),
-        "summary": asdict(_summary(run, rollout, attempt, index)),
+        "summary": asdict(summary),
         "attempts": [attempt_json(each) for each in attempts],
         "attempt": None if attempt is None else attempt.attempt_id,
         "spans": [span_json(span) for span in page.spans],
@@ -78,7 +79,7 @@ async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
         "next": last if last < count else None,
         "calls_total": None if index is None else len(index.calls),
         "kinds": None if index is None else index.kinds,
-        "density": None if index is None else index.density,
+        "density": density,
         "time": _time(attempt, page.spans, index),
         "stream": page.stream,
         "context": page.context,
@@ -136,14 +137,14 @@ async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: flo
     return await run.attempts.of((attempt.rollout_id, attempt.attempt_id), count, seconds)
 
 
-def _summary(run: RunData, rollout: Rollout, attempt: Attempt | None, index: AttemptIndex | None) -> RolloutSummary:
-    """That of an attempt; where its spans are still being read, without what they say."""
+def _totals(
+    run: RunData, rollout: Rollout, attempt: Attempt | None, index: AttemptIndex | None
+) -> tuple[RolloutSummary, list[int] | None, bool]:
+    """Those of an attempt, and whether they are up to date; where its spans are still being read, without what they
+    say."""
     if index is None:
-        return replace(summarize(rollout, attempt, []), spans_read=False)
-    key = (rollout.status, rollout.end_time, None if attempt is None else (attempt.status, attempt.end_time))
-    if key not in index.summaries:
-        index.summaries[key] = summarize(rollout, attempt, index.kept, run.weights)
-    return cast("RolloutSummary", index.summaries[key])
+        return replace(summarize(rollout, attempt, []), spans_read=False), None, False
+    return index.totals(rollout, attempt, run.weights)
 
 
 def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | None) -> dict[str, float | None]:
@@ -253,7 +254,7 @@ async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: Ca
         spans = await run.store.query_spans(*key, after=begin.after, limit=begin.context + end - place)
     stream = stream_of(spans, credit, run.texts, ratios)[skip:]
     total = None if index is None else len(index.calls)
-    return _Calls(_summary(run, rollout, attempt, index), stream, more, total)
+    return _Calls(_totals(run, rollout, attempt, index)[0], stream, more, total)
 
 
 async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
