@@ -6,9 +6,9 @@ server took to answer, how long after its answer the first row, curve or token w
 memory after fifty pages of the table. Limits: the first row within 300 ms of the answer, the page below 200 MB (heap
 and renderer process).
 
-`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open (`--page`:
-Live, the table of rollouts, or the page of the one rollout that all calls belong to; they ask every two or three
-seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
+`python benchmarks/dashboard.py load` drives a server, which has store and gateway, while a page of it is open
+(`--page`: Live, the table of rollouts, or the page of the one rollout that all calls belong to; they ask every two or
+three seconds) and while none is, in turn: calls of the gateway, then cycles of the store over HTTP. It
 prints the ratio of the rates, and of the server's CPU time for each call; and the CPU time of the browser, with which
 the server shares the machine here. Limit: at most 3% slower.
 
