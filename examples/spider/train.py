@@ -53,5 +53,7 @@ def main(arguments: list[str] | None = None) -> agl.TrainingResult:
 if __name__ == "__main__":
     result = main()
     for mode, gain in result.held_out.items():
-        print(f"{mode}: {gain.before:.2f} -> {gain.after:.2f}, gain {gain.gain:+.2f}, 95% interval {gain.interval}")
+        low, high = gain.interval
+        shown = f"gain {gain.gain:+.2f}, 95% interval {low:.2f} to {high:.2f}"
+        print(f"{mode}: {gain.before:.2f} -> {gain.after:.2f}, {shown}")
     print(f"{result.seconds:.0f} s; curve: {result.curve}")

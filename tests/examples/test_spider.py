@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -278,7 +279,8 @@ def test_the_agents_run_in_langgraph_as_they_are_and_their_calls_have_their_name
     command = [sys.executable, HERE / "train.py", "--run-dir", tmp_path / "run", *small]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "greedy:" in ran.stdout
+    printed = r"greedy: \d\.\d\d -> \d\.\d\d, gain .*, 95% interval -?\d\.\d\d to \d\.\d\d\n"
+    assert re.search(printed, ran.stdout), ran.stdout
     [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (step["failed"], step["rejected"]) == (0, 0), ran.stderr[-2000:]
     assert step["calls_per_rollout"] >= 2
