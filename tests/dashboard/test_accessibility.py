@@ -10,7 +10,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.dashboard.browsing import Window, pages
+from tests.dashboard.browsing import Served, Window, pages
+from tests.dashboard.test_open_rollouts import Hub, call
+
+from agentlightning.store import LightningStore
 
 pytestmark = pytest.mark.slow
 PLACES = (os.environ.get("AGL_AXE", ""), str(Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"))
@@ -30,6 +33,19 @@ def axe() -> str:
     pytest.skip("axe-core is not installed: npm install axe-core, or set AGL_AXE to its axe.min.js")
 
 
+@pytest.fixture
+def hub(tmp_path: Path) -> Hub:
+    return Hub(tmp_path / "hub.db")
+
+
+@pytest.fixture
+def long_attempt(hub: Hub) -> str:
+    """A rollout that runs, with more spans than a page shows."""
+    ids = hub.start()
+    hub.write(lambda store: store.add_many_spans([each for n in range(200) for each in call(ids, n)]))
+    return ids[0]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (1400, "dark"), (400, "light")])
 def test_axe_finds_nothing_on_any_page(browser, served, axe, width, theme):
@@ -39,4 +55,20 @@ def test_axe_finds_nothing_on_any_page(browser, served, axe, width, theme):
         page = window.open(path)
         page.evaluate(axe)
         found += [(path, *each) for each in page.evaluate(RUN_AXE)]
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (1400, "dark"), (400, "light")])
+def test_axe_finds_nothing_on_the_pages_of_a_long_attempt_that_runs(browser, hub, long_attempt, axe, width, theme):
+    store = LightningStore(hub.path)
+    found = []
+    with Served(store=store) as served:
+        window = Window(browser, served, width=width, theme=theme)
+        own = f"/runs/store/rollouts/{long_attempt}"
+        for path in (own, f"{own}?tab=spans", f"{own}/tokens?call=100", f"{own}/group", "/runs/store/live"):
+            page = window.open(path)
+            page.evaluate(axe)
+            found += [(path, *each) for each in page.evaluate(RUN_AXE)]
+        assert window.problems == []
+    hub.run(store.close)
     assert not found, "\n".join(map(str, found))

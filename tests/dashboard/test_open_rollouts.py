@@ -24,12 +24,12 @@ class Hub:
     """A database and its dashboard. Tests write to it as runners do: from elsewhere."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._pool = ThreadPoolExecutor(1)  # the browser has an event loop in the thread of the test
 
     def write(self, work: Callable[[LightningStore], Awaitable[Any]]) -> Any:
         async def run() -> Any:
-            store = LightningStore(self._path)
+            store = LightningStore(self.path)
             try:
                 return await work(store)
             finally:

@@ -20,7 +20,7 @@ function Side({ run, row, title, stream, by, versions, clip, difference, chosen,
         ${call.error && html`<p class="error-text">${call.error}</p>`}
         <${CallTokens} call=${call} index=${index} by=${by} versions=${versions} clip=${clip} chosen=${chosen} choose=${choose} differsAt=${here ? difference.token : -1} /><${ToolResults} call=${call} /></div>`;
     })}${!stream.length && html`<p class="empty">No model calls.</p>`}
-    ${more && html`<p class="muted">Only the first ${stream.length} calls are shown and compared. <${Link} to=${withQuery(runPath(run, "rollouts", row.rollout_id, "tokens"), { from: stream.length })}>Tokens of the later calls<//></p>`}
+    ${more && html`<p class="muted">Only the first ${stream.length} calls are shown and compared.</p><${Link} class="button" to=${withQuery(runPath(run, "rollouts", row.rollout_id, "tokens"), { from: stream.length })}>Tokens of the later calls<//> `}
     <${Link} to=${runPath(run, "rollouts", row.rollout_id)}>Whole rollout<//></section>`;
 }
 

@@ -33,7 +33,7 @@ const Table = ({ run, rows }) => html`<div class="panel tight" ...${scrolls}><ta
 
 // What runs: by its attempt. Its spans are not read, as a long attempt has very many.
 const Running = ({ run, rows, now }) => html`<div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Rollout</th><th>State</th><th>Task</th><th>Queue</th><th>Worker</th><th class="num">Attempt</th><th class="num">Runs for</th></tr></thead><tbody>
-  ${rows.map((row) => html`<tr key=${row.rollout_id}><td class="nowrap whole"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//></td><td data-label="State"><${Pill} kind=${row.status} /></td><td class="task">${row.task}</td>
+  ${rows.map((row) => html`<tr key=${row.rollout_id}><td class="nowrap whole"><${Link} class="mono" to=${runPath(run, "rollouts", row.rollout_id)} title=${row.rollout_id}>${shortId(row.rollout_id)}<//></td><td><${Pill} kind=${row.status} /></td><td class="task">${row.task}</td>
     <td class="mono" data-label="Queue">${row.queue}</td><td class="mono" data-label="Worker">${row.worker || "–"}</td><td class="num" data-label="Attempt">${row.attempts}</td><td class="num" data-label="Runs for">${row.attempt_start ? duration(Math.max(0, now - row.attempt_start)) : "–"}</td></tr>`)}</tbody></table>${!rows.length && html`<p class="empty">None.</p>`}</div>`;
 
 // The model calls that ended last.

@@ -107,7 +107,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id]);
   const every = data && chosen.length === data.rows.length && chosen.length > 0;
   const head = { query, apply, sorts: data ? data.sorts : [] };
-  return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}<button type="button" class=${news.newer ? "" : "unseen"} onClick=${view.reload}>${number(news.newer)}${news.more ? " or more" : ""} newer: show</button>
+  return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}<button type="button" class=${news.newer ? "newer" : "newer unseen"} onClick=${view.reload}>${number(news.newer)}${news.more ? "+" : ""} newer: show</button>
       <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${news.error ? { ...view, error: news.error } : view} />

@@ -57,7 +57,7 @@ export function CallTokens({ call, index, by, versions, clip, chosen, choose, di
   if (call.left_out) return html`<p class="muted">${number(call.sampled_tokens)} tokens are not shown: the rollout has too many.</p>`;
   if (!tokens && !prompt?.ids.length) return html`<p class="muted">No tokens are recorded for this call.</p>`;
   const shown = Math.min(tokens?.ids.length ?? 0, MOST_SHOWN);
-  const given = prompt?.texts ? prompt.texts.join("") : (prompt?.ids || []).join(" ");
+  const given = prompt?.texts ? prompt.texts.join("") : (prompt?.ids || []).map((id) => `${id} `).join("");
   return html`<div class="tokens">${given && html`<span class="t given">${visible(given)}</span>`}${Array.from({ length: shown }, (_, place) => {
     const isChosen = chosen && chosen.call === index && chosen.token === place;
     const text = textOf(tokens, place);
@@ -106,7 +106,7 @@ export function Inspector({ stream, chosen, first = 0 }) {
   const { tokens } = call;
   const at = chosen.token;
   const logprob = tokens.logprobs?.[at];
-  return html`<div class="inspector" aria-live="polite"><b class="mono">${JSON.stringify(tokens.texts?.[at] ?? "")}</b><span>id ${tokens.ids[at]}</span><span>call ${first + chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
+  return html`<div class="inspector" aria-live="polite">${tokens.texts && html`<b class="mono">${JSON.stringify(tokens.texts[at])}</b>`}<span>id ${tokens.ids[at]}</span><span>call ${first + chosen.call + 1}, token ${at + 1} of ${tokens.ids.length}</span>
     <span>log-probability ${number(logprob)}${logprob === undefined || logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}</span>
     <span>advantage ${tokens.advantages ? signed(tokens.advantages[at]) : "none"}</span><span>weight ${tokens.weights ? number(tokens.weights[at], 5) : "none"}</span><span>ratio ${tokens.log_ratios ? number(Math.exp(tokens.log_ratios[at])) : "not recorded"}</span><span>weights version ${tokens.versions?.[at] ?? "–"}</span><${Alternatives} tokens=${tokens} at=${at} /></div>`;
 }
@@ -146,7 +146,7 @@ export function TokensPage({ parts: [run, rollout], query, path }) {
   const [chosen, choose] = useState(null);
   const target = useRef(null);
   const by = query.by || "advantage";
-  useEffect(() => target.current?.scrollIntoView({ block: "center" }), [view.data]);
+  useEffect(() => target.current?.scrollIntoView({ block: "start" }), [view.data]);
   if (!view.data) return html`<${Loading} view=${view} />`;
   const { stream, credit, ratios, summary, step, first_call: first } = view.data;
   const versions = versionsOf(stream);
