@@ -87,7 +87,8 @@ def _message(role: str, text: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
+async def page(monkeypatch) -> AsyncIterator[Page]:
+    monkeypatch.setattr(attempt_index, "REST", 0)
     page = Page()
     await page.start()
     yield page
