@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from agentlightning.config import TrainConfig
+from agentlightning.errors import DatasetError
 from agentlightning.training.health.milestones import starting_warnings
 from agentlightning.training.persistence.tasks import load_tasks
 
@@ -19,3 +22,15 @@ def test_parts_that_are_split_off_share_nothing() -> None:
     tasks = load_tasks(TrainConfig(), [{"n": n % 20} for n in range(60)], None, None)
     assert tasks.shared() == []
     assert starting_warnings(random_weights=False, shared=tasks.shared()) == {}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "count"),
+    [
+        (["Ada"], r"splitting 1 task; give more"),
+        (["Ada", "Bob"] * 30, r"60 tasks, of which 2 differ \(equal tasks stay in one part\)"),
+    ],
+)
+def test_too_few_tasks_to_split_are_counted(tasks: list[str], count: str) -> None:
+    with pytest.raises(DatasetError, match=count):
+        load_tasks(TrainConfig(), tasks, None, None)

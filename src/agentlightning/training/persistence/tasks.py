@@ -54,6 +54,7 @@ def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
         "validation": 0.0 if tasks.validation else config.data.validation_share,
         "held_out": 0.0 if tasks.held_out else config.data.held_out_share,
     }
+    given = tasks.train
     if any(shares.values()):
         rest = 1.0 - sum(shares.values())
         parts = split(tasks.train, [rest, *shares.values()], config.run.seed)
@@ -63,10 +64,16 @@ def _split_off(tasks: Tasks, config: TrainConfig) -> Tasks:
     for part in ("train", "held_out"):
         if not getattr(tasks, part):
             raise DatasetError(
-                f"no {part} task is left after splitting; give more tasks, a file of its own (data.{part}),"
-                " or smaller data.validation_share and data.held_out_share"
+                f"no {part} task is left after splitting {_counted(given)}; give more tasks, a file of its own"
+                f" (data.{part}), or other shares (data.validation_share, data.held_out_share)"
             )
     return tasks
+
+
+def _counted(tasks: Sequence[Any]) -> str:
+    different = len({task_key(task) for task in tasks})
+    same = "" if different == len(tasks) else f", of which {different} differ (equal tasks stay in one part)"
+    return f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}{same}"
 
 
 def check_disjoint(tasks: Tasks) -> None:
