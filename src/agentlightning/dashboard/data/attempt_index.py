@@ -109,7 +109,7 @@ class AttemptIndex:
         else:
             self.kept.append(_without_messages(span))
 
-    def totals(
+    async def totals(
         self, rollout: Rollout, attempt: Attempt | None, weights: Mapping[str, float] | None
     ) -> tuple[RolloutSummary, list[int], bool]:
         """The summary of the attempt, how many of its spans start in each of BUCKETS equal parts of its time, and
@@ -120,15 +120,18 @@ class AttemptIndex:
             return known[1], known[2], True
         if known is not None and known[0][0] == state and began < self._totals_until:
             return known[1], known[2], False
-        summary, density = summarize(rollout, attempt, self.kept, weights), self._density()
-        self._totals = (state, len(self.ids)), summary, density
+        count = len(self.ids)
+        summary, density = await asyncio.to_thread(
+            lambda: (summarize(rollout, attempt, list(self.kept), weights), self._density())
+        )
+        self._totals = (state, count), summary, density
         self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
         return summary, density, True
 
     def _density(self) -> list[int]:
         low, high = self.start or 0.0, self.end or 0.0
         scale = (BUCKETS - 1e-9) / (high - low) if high > low else 0.0
-        found = Counter(int((each - low) * scale) for each in self.starts)
+        found = Counter(int((each - low) * scale) for each in tuple(self.starts))
         return [found[bucket] for bucket in range(BUCKETS)]
 
     def calls_before(self, place: int) -> int:
@@ -209,7 +212,7 @@ class AttemptIndexes:
         while True:
             after = index.ids[-1] if index.ids else None
             spans = await self._store.query_spans(*key, after=after, limit=CHUNK, tokens=False)
-            index.add(spans)
+            await asyncio.to_thread(index.add, spans)  # the gateway of the same server is not to wait
             if len(spans) < CHUNK:
                 return
 

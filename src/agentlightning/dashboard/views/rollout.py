@@ -63,7 +63,7 @@ async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
     index = await _index(run, attempt, count, SECONDS)
     if index is None and query.text("mark") == f"{mark}-counting":
         return {"mark": f"{mark}-counting", "unchanged": True}
-    summary, density, is_current = _totals(run, rollout, attempt, index)
+    summary, density, is_current = await _totals(run, rollout, attempt, index)
     start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
     page = await _spans(run, attempt, count, start, limit)
     last = start + len(page.spans)
@@ -137,14 +137,14 @@ async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: flo
     return await run.attempts.of((attempt.rollout_id, attempt.attempt_id), count, seconds)
 
 
-def _totals(
+async def _totals(
     run: RunData, rollout: Rollout, attempt: Attempt | None, index: AttemptIndex | None
 ) -> tuple[RolloutSummary, list[int] | None, bool]:
     """Those of an attempt, and whether they are up to date; where its spans are still being read, without what they
     say."""
     if index is None:
         return replace(summarize(rollout, attempt, []), spans_read=False), None, False
-    return index.totals(rollout, attempt, run.weights)
+    return await index.totals(rollout, attempt, run.weights)
 
 
 def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | None) -> dict[str, float | None]:
@@ -254,7 +254,8 @@ async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: Ca
         spans = await run.store.query_spans(*key, after=begin.after, limit=begin.context + end - place)
     stream = stream_of(spans, credit, run.texts, ratios)[skip:]
     total = None if index is None else len(index.calls)
-    return _Calls(_totals(run, rollout, attempt, index)[0], stream, more, total)
+    summary, _, _ = await _totals(run, rollout, attempt, index)
+    return _Calls(summary, stream, more, total)
 
 
 async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
