@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.dashboard.browsing import TOKEN, Served, Window
+from tests.dashboard.every_page import ONLY_JSON
 from tests.dashboard.hostile import CALLS, CODE, PAYLOADS, rollout_id, write_run
 
 from agentlightning.dashboard.app import VIEWS
@@ -78,10 +79,13 @@ def test_each_payload_in_the_fields_of_a_rollout_is_shown_as_the_text_that_it_is
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", ["", "?tab=spans", "?tab=raw", "/tokens", "/group"])
-def test_each_payload_in_the_fields_of_a_call_is_shown_as_the_text_that_it_is(window: Watched, page: str):
+@pytest.mark.parametrize(
+    "pages", [("",), ("?tab=spans",), ("?tab=raw",), ("/tokens", "/tokens?from=20"), ("/group",)], ids="".join
+)
+def test_each_payload_in_the_fields_of_a_call_is_shown_as_the_text_that_it_is(window: Watched, pages: tuple[str, ...]):
     for number in range(len(PAYLOADS) // CALLS):
-        assert window.look(f"{RUN}/rollouts/{rollout_id(number)}{page}") >= (CALLS if page != "/group" else 1)
+        shown = sum(window.look(f"{RUN}/rollouts/{rollout_id(number)}{page}") for page in pages)
+        assert shown >= (CALLS if pages != ("/group",) else 1)
 
 
 @pytest.mark.timeout(300)
@@ -101,6 +105,8 @@ def test_without_the_token_no_view_answers_and_no_page_shows_anything(browser, h
         answer = window.page.request.get(f"{hostile.url}/api{path}")
         assert answer.status == 401, path
         assert "hostile" not in answer.text()
+        if view in ONLY_JSON:
+            continue
         page = window.open(path, "input[type=password]")
         assert "onerror" not in page.content()
         assert page.locator("table, pre, .panel:not(.login)").count() == 0, path
