@@ -21,6 +21,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.training.report.cost import cost_of_steps
 from agentlightning.training.sources.group_rewards import transcript_of
+from agentlightning.training.tracking.samples import said
 
 MOST_SHOWN: Final = 1500
 """Characters of a task, an output or a message that are shown."""
@@ -220,19 +221,10 @@ async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
     if attempt is None:
         return "(this rollout is no longer in the store)"
     spans = await store.query_spans(rollout_id, attempt.attempt_id)
-    lines = [f"{each.get('role', '?')}: {_shortened(_said(each))}" for each in transcript_of(spans)]
+    messages = [(each.get("role", "?"), said(each, "\n")) for each in transcript_of(spans)]
+    lines = [f"{role}: {_shortened(text)}" for role, text in messages]
     output = attempt.metadata.get("output")
     return "\n".join([*lines, *([f"result: {_shortened(_text(output))}"] if output is not None else [])]) or "(nothing)"
-
-
-def _said(message: Mapping[str, Any]) -> str:
-    parts = [part for part in message.get("parts") or () if isinstance(part, Mapping)]
-    return "\n".join(
-        str(part.get("content"))
-        if "content" in part
-        else _text({key: value for key, value in part.items() if key != "type"})
-        for part in parts
-    )
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -41,14 +41,26 @@ async def validation_transcripts(
 
 def text_of(value: Any) -> str:
     """A task or an output as text."""
-    text = value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
-    return text[:MOST_TEXT]
+    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
 
 
-def said(message: Mapping[str, Any]) -> str:
-    """What a message says: its texts, and other parts as JSON."""
-    parts = [part for part in message.get("parts") or () if isinstance(part, Mapping)]
-    return " ".join(
-        str(part["content"]) if "content" in part else text_of({k: v for k, v in part.items() if k != "type"})
-        for part in parts
-    )
+def _json(value: Any) -> str:
+    return orjson.dumps(value, default=repr).decode()
+
+
+def said(message: Mapping[str, Any], between: str = " ") -> str:
+    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
+    return between.join(_part(part) for part in message.get("parts") or () if isinstance(part, Mapping))
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    if part.get("type") == "tool_call":
+        given = part.get("arguments")
+        if isinstance(given, Mapping):
+            given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
+        return f"{part.get('name')}({'' if given is None else text_of(given)})"
+    if part.get("type") == "tool_call_response":
+        return text_of(part.get("response"))
+    if "content" in part:
+        return str(part["content"])
+    return text_of({name: value for name, value in part.items() if name != "type"})
