@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -105,7 +104,7 @@ def test_a_triage_agent_learns_whom_to_hand_over_to(hands_over: str, tmp_path: P
     for rollout, spans in trained(tmp_path):
         first, *others = calls(spans)
         speakers = [span.attributes[names.AGENT_NAME] for span in (first, *others)]
-        chosen = re.findall(r"transfer_to_(\w+)", first.attributes[names.OUTPUT_MESSAGES])[:1]
+        chosen = handed_over(first)[:1]
         assert speakers == ["triage", *chosen], "the SDK makes of the tool call that the specialist answers"
         right = chosen == [rollout.input["specialist"]]
         assert agl.find_final_reward(spans) == float(right)
@@ -115,13 +114,25 @@ def test_a_triage_agent_learns_whom_to_hand_over_to(hands_over: str, tmp_path: P
     assert sum(step["calls_frozen"] for step in steps) == frozen
 
 
+def handed_over(span: agl.Span) -> list[str]:
+    """Whom the tool calls of an answer name."""
+    (message,) = json.loads(span.attributes[names.OUTPUT_MESSAGES])
+    called = [part["name"] for part in message["parts"] if part["type"] == "tool_call"]
+    return [name.removeprefix("transfer_to_") for name in called]
+
+
 def trained(folder: Path) -> list[tuple[agl.Rollout, list[agl.Span]]]:
-    """The rollouts that a run learned from, with their spans."""
+    """The rollouts that a run learned from, with the spans of the last attempt: an earlier one may have failed."""
+
+    async def spans_of(store: agl.LightningStore, rollout_id: str) -> list[agl.Span]:
+        attempt = await store.get_latest_attempt(rollout_id)
+        assert attempt is not None
+        return list(await store.query_spans(rollout_id, attempt.attempt_id))
 
     async def read() -> list[tuple[agl.Rollout, list[agl.Span]]]:
         store = agl.LightningStore(str(folder / "run" / "store.db"))
         found = await store.query_rollouts(status_in=["succeeded"], mode_in=["train"])
-        result = [(each, list(await store.query_spans(each.rollout_id))) for each in found]
+        result = [(each, await spans_of(store, each.rollout_id)) for each in found]
         await store.close()
         return result
 
