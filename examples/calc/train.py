@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calcx", type=Path, help="problems in the format of Calc-X: .jsonl or .parquet")
     parser.add_argument("--model", help="a model that transformers loads; needed with --calcx")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--lr", type=float, help="default: 3e-4 for the tiny model, else by the size of the model")
     parser.add_argument("--credit", default="group_relative", help="the credit rule")
     parser.add_argument("--seed", type=int, default=0)
