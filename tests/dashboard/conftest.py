@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,19 @@ from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.demo.runs import write_demo
+from agentlightning.store.instrumented import CallRecord
 
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"
+
+
+class Asked(Counter[str]):
+    """Counts the calls of a store by method."""
+
+    def on_start(self, method: str) -> None:
+        self[method] += 1
+
+    def on_end(self, call: CallRecord) -> None:
+        pass
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from tests.dashboard.conftest import client_of
+from tests.dashboard.conftest import Asked, client_of
 
 from agentlightning import span as names
 from agentlightning.dashboard.data import attempt_index
@@ -19,17 +18,7 @@ from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.views import rollout as rollout_view
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-from agentlightning.store.instrumented import CallRecord, instrument
-
-
-class Asked(Counter[str]):
-    """Counts the calls of a store by method."""
-
-    def on_start(self, method: str) -> None:
-        self[method] += 1
-
-    def on_end(self, call: CallRecord) -> None:
-        pass
+from agentlightning.store.instrumented import instrument
 
 
 class Page:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from tests.dashboard.conftest import Asked
 
 from agentlightning import span as names
 from agentlightning.dashboard.data import live
@@ -14,19 +14,9 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-from agentlightning.store.instrumented import CallRecord, instrument
+from agentlightning.store.instrumented import instrument
 
 SPANS = {"newest_spans", "query_spans", "iter_spans", "read_records"}
-
-
-class Asked(Counter[str]):
-    """Counts the calls of a store by method."""
-
-    def on_start(self, method: str) -> None:
-        self[method] += 1
-
-    def on_end(self, call: CallRecord) -> None:
-        pass
 
 
 class Watched:

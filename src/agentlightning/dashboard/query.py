@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from agentlightning.errors import ConfigError
 
@@ -59,3 +60,8 @@ class Query:
     def names(self, name: str) -> list[str]:
         """Several values, separated by commas."""
         return [each for each in (self.text(name) or "").split(",") if each]
+
+
+def mark_of(*shown: object) -> str:
+    """A short text that differs where any of these does, by which a page that asks again learns of changes."""
+    return blake2b(repr(shown).encode(), digest_size=8).hexdigest()

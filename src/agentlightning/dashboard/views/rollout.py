@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from typing import Any, Final, cast
 
 from agentlightning import span as names
@@ -16,7 +15,7 @@ from agentlightning.dashboard.data.run_data import DashboardData, RunData
 from agentlightning.dashboard.data.streams import first_difference, stream_of
 from agentlightning.dashboard.data.summary import RolloutSummary, group_of, summarize
 from agentlightning.dashboard.data.text import as_text, limited
-from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.errors import NotFoundError
 from agentlightning.policy.losses import PPOLoss
@@ -126,8 +125,7 @@ async def _spans(run: RunData, attempt: Attempt | None, count: int, start: int, 
 def _mark(rollout: Rollout, attempts: Sequence[Attempt], attempt: Attempt | None, count: int) -> str:
     """A text that changes with all that a page of a rollout shows."""
     states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
-    shown = [rollout.status, rollout.end_time, states, attempt and attempt.attempt_id, count]
-    return blake2b(repr(shown).encode(), digest_size=8).hexdigest()
+    return mark_of(rollout.status, rollout.end_time, states, attempt and attempt.attempt_id, count)
 
 
 async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from hashlib import blake2b
 from typing import Any, Final
 
 from agentlightning.dashboard.data.run_data import DashboardData, RunData
@@ -19,7 +18,7 @@ from agentlightning.dashboard.data.selection import (
 )
 from agentlightning.dashboard.data.summary import RolloutSummary
 from agentlightning.dashboard.data.text import as_text, limited
-from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.runs import measured, warnings_of
 from agentlightning.errors import NotFoundError
 from agentlightning.task import task_key
@@ -57,7 +56,7 @@ async def show_changes(data: DashboardData, query: Query) -> dict[str, Any]:
     answer, whether anything in the store is different now."""
     run = await data.run(query.part("run"))
     statistics = await run.store.statistics()
-    mark = blake2b(repr(sorted(statistics.items())).encode(), digest_size=8).hexdigest()
+    mark = mark_of(sorted(statistics.items()))
     if query.text("mark") == mark:
         return {"mark": mark, "unchanged": True}
     rows = await run.summaries.of(await run.by_ids(query.names("rows")[:MOST_ROWS]), open_spans=False)

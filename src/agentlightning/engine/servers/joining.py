@@ -8,7 +8,7 @@
     POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive
     POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
 
-Every answer is a `JoinStatus`, and every request after the first may be repeated. An error is `{"error": message}`: 401
+Every answer is a `JoinStatus`, and every request but the join may be repeated. An error is `{"error": message}`: 401
 for the token, 404 if the run has not joined, 409 if the name or the model servers belong to another run, 422 for what
 the gateway lacks.
 """
