@@ -173,6 +173,14 @@ def test_failed_rollouts_count_as_chosen(tmp_path, failed, score):
     assert (evaluation.score, evaluation.failed) == (score, 2)
 
 
+def test_the_bounds_of_rewards_reach_the_interval():
+    tasks = [{"n": n} for n in range(16)]
+    evaluation = agl.evaluate(lambda task: 0.0, tasks, bounds=(0, 100))
+    assert evaluation.interval[1] > 10 > agl.evaluate(lambda task: 0.0, tasks).interval[1]
+    with pytest.raises(ConfigError, match=r"bounds=\(100, 0\) are not the lowest and the highest reward possible"):
+        agl.evaluate(lambda task: 0.0, tasks, bounds=(100, 0))
+
+
 def test_a_cache_runs_nothing_twice_and_what_failed_again(tmp_path):
     log, tasks = logged(tmp_path, [{"n": 0}, {"n": 1}, {"n": 2, "fails": True}])
     once = RunnerConfig(max_attempts=1)

@@ -14,6 +14,7 @@ from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.evaluation.comparison import check_failed_as
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.intervals import check_bounds
 from agentlightning.evaluation.slices import slice_members
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
@@ -42,6 +43,7 @@ def evaluate(
     reward_weights: Mapping[str, float] | None = None,
     repeats: int = 1,
     failed: Literal["lowest", "exclude"] | float = "lowest",
+    bounds: tuple[float, float] | None = None,
     slices: str | Sequence[str] = (),
     compare: Evaluation | str | Path | None = None,
     cache: str | Path | None = None,
@@ -56,7 +58,8 @@ def evaluate(
     agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `limit`: only the
     first tasks. `reward_weights`: weights of the named dimensions of a reward. `repeats`: rollouts of each task. A
     rollout that fails is part of the result; `failed` says how it counts in the score: as the lowest reward, as a given
-    one, or not at all ("exclude").
+    one, or not at all ("exclude"). `bounds`: the lowest and highest reward possible, where they are not 0 and 1: the
+    intervals are for rewards between them.
 
     `slices`: fields of tasks, by whose values the result is divided (`Evaluation.slices`). `compare`: an earlier
     evaluation of these tasks, or its file; the result has a `comparison`. `cache`: a directory in which rollouts are
@@ -82,6 +85,7 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} leaves no task; use at least 1, or None for all")
     check_failed_as(failed)
+    check_bounds(bounds)
     if model is not None:
         opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
@@ -98,7 +102,7 @@ def evaluate(
         )
     job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config)
     measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
-    result = replace(measured, failed_as=failed, tasks=keys, members=members)
+    result = replace(measured, failed_as=failed, bounds=bounds, tasks=keys, members=members)
     _ = result.mean
     return result if before is None else replace(result, comparison=result.compare(before))
 

@@ -65,6 +65,12 @@ def test_what_people_read_names_the_gain(job: list[str]) -> None:
     assert "pass@2 1.000   pass^2 1.000" in done.output
 
 
+def test_bounds_reach_the_interval_and_the_file(job: list[str]) -> None:
+    found = run("--agent", "agent.py:solve", *job, "--bounds", "0", "100", "--out", "first.json")
+    assert found["interval"][1] > 10
+    assert json.loads(Path("first.json").read_text())["bounds"] == [0, 100]
+
+
 def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     found = run("--agent", "agent.py:solve", *job, "--trained-on", "tasks.jsonl", status=2)
     assert "10 evaluation tasks are training tasks, too: rows 1 (= 1), 2 (= 2)" in found["error"]["message"]
@@ -74,6 +80,7 @@ def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     ("arguments", "complaint"),
     [
         (["--failed", "highest"], "failed='highest' is not"),
+        (["--bounds", "1", "0"], "bounds=(1.0, 0.0) are not the lowest and the highest"),
         (["--slice", "colour"], "no task has a field 'colour' to slice by"),
         (["--compare", "missing.json"], "no evaluation can be read from missing.json"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +211,43 @@ def test_the_file_of_an_evaluation_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written to .*file"):
         Evaluation((1.0,)).save(tmp_path / "file" / "below.json")
+
+
+BOUNDED = {
+    "no task solved": (0.0,) * 16,
+    "one task solved": (100.0, *(0.0,) * 15),
+    "nearly all": (0.0, *(100.0,) * 15),
+    "all": (100.0,) * 16,
+}
+
+
+@pytest.mark.parametrize("rewards", BOUNDED.values(), ids=BOUNDED)
+def test_the_bounds_of_rewards_make_the_interval_what_it_is_between_0_and_1(rewards: tuple[float, ...]) -> None:
+    scaled = Evaluation(rewards, bounds=(0, 100))
+    unit = Evaluation(tuple(reward / 100 for reward in rewards))
+    assert scaled.interval == pytest.approx([100 * limit for limit in unit.interval])
+    assert "bounds" not in str(scaled)
+
+
+def test_where_nobody_gave_the_bounds_of_rewards_it_says_which_it_took() -> None:
+    assert "for rewards from 0 to 40, as seen: give bounds" in str(Evaluation((0.0, 40.0)))
+    assert "bounds" not in str(Evaluation((0.0, 1.0)))
+
+
+def test_a_reward_out_of_the_given_bounds_is_counted_and_named() -> None:
+    result = Evaluation((0.0, 120.0), bounds=(0, 100))
+    assert result.mean == 60
+    assert "rewards from 0 to 120 are out of the given bounds" in str(result)
+
+
+def test_bounds_survive_a_file_and_count_in_comparisons(tmp_path: Path) -> None:
+    before, after = Evaluation((0.0,) * 8, bounds=(0, 100)), Evaluation((0.0,) * 8, bounds=(0, 100))
+    after.save(tmp_path / "after.json")
+    assert Evaluation.load(tmp_path / "after.json").bounds == (0, 100)
+    assert after.compare(before).interval[1] > 1
+
+
+@pytest.mark.parametrize("bounds", [(1, 0), (0, 0), (0, math.inf), (math.nan, 1)])
+def test_bounds_that_are_none_are_refused(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="are not the lowest and the highest reward"):
+        Evaluation((0.5,), bounds=bounds)

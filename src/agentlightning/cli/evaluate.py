@@ -30,6 +30,9 @@ def evaluate(
     failed: Annotated[
         str, typer.Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
     ] = "lowest",
+    bounds: Annotated[
+        tuple[float, float] | None, typer.Option(help="The lowest and the highest reward possible, if not 0 and 1.")
+    ] = None,
     slices: Annotated[
         list[str] | None, typer.Option("--slice", help="Also show the result by this field of tasks; repeatable.")
     ] = None,
@@ -78,6 +81,7 @@ def evaluate(
             reward_weights=weights,
             repeats=2 * repeats if aa else repeats,
             failed=_failed(failed),
+            bounds=bounds,
             slices=slices or (),
             compare=compare,
             cache=cache,

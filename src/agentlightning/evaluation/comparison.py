@@ -2,7 +2,8 @@
 
 The task is the unit: rollouts of one task are averaged first, since they are not independent of each other. A rollout
 without a reward counts as the caller chooses: as the lowest reward, as a given one, or not at all. The lowest decides
-who is ahead, and the interval still covers every reward that the rollout could have had: a crash is no measurement.
+who is ahead, and interval and p-value still cover every reward that the rollout could have had: a crash is no
+measurement.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.intervals import Interval, bounded_interval, reward_bounds
-from agentlightning.evaluation.permutation import sign_flip_p_value
+from agentlightning.evaluation.intervals import Interval, paired_test, widened
 
 FailedAs = Literal["lowest", "exclude"] | float
 """How a rollout without a reward counts where one number must decide."""
@@ -39,7 +39,7 @@ class Comparison:
     interval: tuple[float, float]
     """Confidence interval of the gain, at 1 - alpha."""
     p_value: float
-    """Two-sided, by sign flips of the differences."""
+    """Two-sided, by sign flips of the differences; the largest that rewards which are missing could have made it."""
     tasks: int
     """Tasks that were compared."""
     better: int
@@ -54,9 +54,8 @@ class Comparison:
 
     @property
     def significant(self) -> bool:
-        """Whether a difference is shown: the p-value is below alpha, and the interval excludes 0."""
-        low, high = self.interval
-        return self.p_value < self.alpha and not low <= 0 <= high
+        """Whether a difference is shown: the p-value is below alpha, which is where the interval excludes 0."""
+        return self.p_value < self.alpha
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -76,24 +75,25 @@ def compare_tasks(
     failed_as: FailedAs = "lowest",
     alpha: float = 0.05,
     unpaired: int = 0,
+    bounds: Interval | None = None,
 ) -> Comparison:
     """Compare the rollouts of tasks, in the same order. Raises RewardError where no task can be compared."""
     if not 0 < alpha < 1:
         raise ConfigError(f"alpha={alpha} is not between 0 and 1; 0.05 is usual")
-    pairs, (low, high), filler = usable_pairs(before, after, failed_as)
+    pairs, (low, high), filler = usable_pairs(before, after, failed_as, bounds)
     scored = [(task_mean(b, filler), task_mean(a, filler)) for b, a in pairs]
     differences = [a - b for b, a in scored]
     least = most = differences
     if failed_as == "lowest":
         least = [task_mean(a, low) - task_mean(b, high) for b, a in pairs]
         most = [task_mean(a, high) - task_mean(b, low) for b, a in pairs]
-    span = high - low
+    interval, p_value = paired_test(least, most, high - low, 1 - alpha)
     return Comparison(
         before=mean([b for b, _ in scored]),
         after=mean([a for _, a in scored]),
         gain=mean(differences),
-        interval=_paired_interval(least, most, span, 1 - alpha),
-        p_value=sign_flip_p_value(differences),
+        interval=interval,
+        p_value=p_value,
         tasks=len(pairs),
         better=sum(each > 0 for each in differences),
         worse=sum(each < 0 for each in differences),
@@ -105,7 +105,7 @@ def compare_tasks(
 
 
 def usable_pairs(
-    before: Sequence[Rewards], after: Sequence[Rewards], failed_as: FailedAs
+    before: Sequence[Rewards], after: Sequence[Rewards], failed_as: FailedAs, bounds: Interval | None = None
 ) -> tuple[list[tuple[Rewards, Rewards]], Interval, float]:
     """The tasks that can be compared, the bounds of rewards, and what counts for a reward that is missing."""
     pairs: list[tuple[Rewards, Rewards]] = list(zip(before, after, strict=True))
@@ -115,15 +115,8 @@ def usable_pairs(
     rewards = [reward for pair in pairs for each in pair for reward in known(each)]
     if not rewards:
         raise RewardError("no task has a reward both before and after; nothing can be compared")
-    low, high = reward_bounds([*rewards, *given])
+    low, high = widened(bounds, [*rewards, *given])
     return pairs, (low, high), given[0] if given else low
-
-
-def _paired_interval(least: Sequence[float], most: Sequence[float], span: float, confidence: float) -> Interval:
-    return (
-        bounded_interval(least, -span, span, confidence)[0],
-        bounded_interval(most, -span, span, confidence)[1],
-    )
 
 
 def check_failed_as(failed_as: FailedAs) -> None:

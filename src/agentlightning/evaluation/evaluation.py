@@ -29,7 +29,7 @@ from agentlightning.evaluation.comparison import (
     task_mean,
 )
 from agentlightning.evaluation.evaluation_file import read_record, write_record
-from agentlightning.evaluation.intervals import Gain, mean_interval, paired_gain, reward_bounds
+from agentlightning.evaluation.intervals import Gain, check_bounds, mean_interval, paired_gain, widened
 from agentlightning.evaluation.null_test import NullTest, null_test
 from agentlightning.evaluation.pass_at_k import pass_at_k, pass_hat_k
 
@@ -68,9 +68,13 @@ class Evaluation:
     """Rollouts that were not run, because the cache had them."""
     comparison: Comparison | None = None
     """With the evaluation that `agl.evaluate(compare=...)` was given."""
+    bounds: tuple[float, float] | None = None
+    """The lowest and highest reward possible. None: 0 and 1 if all rewards lie in between, else those seen, which makes
+    intervals too narrow where the extremes are rare."""
 
     def __post_init__(self) -> None:
         check_failed_as(self.failed_as)
+        check_bounds(self.bounds)
 
     @classmethod
     def of_rollouts(cls, rollouts: Sequence[Rewards], **fields: Any) -> Evaluation:
@@ -110,8 +114,8 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The mean with rollouts without a reward counted as `failed_as` says. The lowest possible reward is 0 if
-        rewards lie between 0 and 1, else the lowest one seen. Equals `mean` if every rollout has a reward. Raises
+        """The mean with rollouts without a reward counted as `failed_as` says. The lowest possible reward is that of
+        `bounds`, else 0 if rewards lie between 0 and 1, else the lowest one seen. Equals `mean` if every rollout has a reward. Raises
         RewardError if none has."""
         return comparable_scores([self])[0] if self.missing_rollouts and self.known else self.mean
 
@@ -119,12 +123,11 @@ class Evaluation:
     def interval(self) -> tuple[float, float]:
         """95% confidence interval of the mean over all tasks, for any rewards that rollouts without one could have had;
         of the score, where `failed_as` says how these count."""
-        if self.failed_as == "exclude" or not self.known:
-            return mean_interval(self.known)
-        rewards = [reward for each in self._rollouts for reward in known(each)]
+        bounds = low, high = widened(self.bounds, self._known_rollouts, self.failed_as)
+        if self.failed_as == "exclude":
+            return mean_interval(self.known, bounds=bounds)
         if not isinstance(self.failed_as, str):
-            return mean_interval([task_mean(each, self.failed_as) for each in self._rollouts])
-        bounds = low, high = reward_bounds(rewards)
+            return mean_interval([task_mean(each, self.failed_as) for each in self._rollouts], bounds=bounds)
         return (
             mean_interval([task_mean(each, low) for each in self._rollouts], bounds=bounds)[0],
             mean_interval([task_mean(each, high) for each in self._rollouts], bounds=bounds)[1],
@@ -163,10 +166,10 @@ class Evaluation:
         positions, unpaired = _pair(before, self)
         first = [before._rollouts[b] for b, _ in positions]
         second = [self._rollouts[a] for _, a in positions]
-        return compare_tasks(first, second, self.failed_as, alpha, unpaired)
+        return compare_tasks(first, second, self.failed_as, alpha, unpaired, self.bounds)
 
     def beats(self, before: Evaluation, alpha: float = 0.05) -> bool:
-        """Whether a gain over `before` is shown: the p-value is below alpha and the interval of the gain above 0."""
+        """Whether a gain over `before` is shown: the p-value is below alpha, and the interval of the gain above 0."""
         found = self.compare(before, alpha)
         return found.gain > 0 and found.significant
 
@@ -183,6 +186,7 @@ class Evaluation:
             rewards=tuple(self.rewards[each] for each in positions),
             rollouts=tuple(self._rollouts[each] for each in positions),
             failed_as=self.failed_as,
+            bounds=self.bounds,
             tasks=tuple(self.tasks[each] for each in positions) if self.tasks else (),
         )
 
@@ -191,7 +195,8 @@ class Evaluation:
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file, for `load` and `agl.evaluate(compare=path)`."""
         record = {
-            name: getattr(self, name) for name in ("seconds", "reasons", "failed_as", "tasks", "members", "cached")
+            name: getattr(self, name)
+            for name in ("seconds", "reasons", "failed_as", "tasks", "members", "cached", "bounds")
         }
         write_record(Path(path), {"rollouts": self._rollouts, **record})
 
@@ -241,24 +246,37 @@ class Evaluation:
     def __str__(self) -> str:
         low, high = self.interval
         each = f", {self.repeats} rollouts each" if self.repeats > 1 else ""
+        scale = self._scale
         if not self.missing_rollouts:
-            return f"{self.mean:.3f} (95% interval {low:.3f} to {high:.3f}, {len(self.known)} tasks{each})"
+            return f"{self.mean:.3f} (95% interval {low:.3f} to {high:.3f}, {len(self.known)} tasks{each}{scale})"
         why = describe_reasons(self.reasons) or f"{self.missing_rollouts} missing"
         those = {"lowest": "those at the lowest reward", "exclude": "those left out"}
         counted = those.get(str(self.failed_as), f"those at {self.failed_as}")
         return (
             f"{self.mean:.3f} on {len(self.known)} of {len(self.rewards)} tasks{each}, {why}; {self.score:.3f} with"
-            f" {counted} (95% interval {low:.3f} to {high:.3f})"
+            f" {counted} (95% interval {low:.3f} to {high:.3f}{scale})"
         )
+
+    @property
+    def _known_rollouts(self) -> list[float]:
+        return [reward for each in self._rollouts for reward in known(each)]
+
+    @property
+    def _scale(self) -> str:
+        """What the interval takes for the range of rewards, where nobody has said it or it was wrong."""
+        low, high = widened(self.bounds, self._known_rollouts, self.failed_as)
+        if self.bounds is None:
+            return "" if (low, high) == (0.0, 1.0) else f"; for rewards from {low:g} to {high:g}, as seen: give bounds"
+        return "" if (low, high) == self.bounds else f"; rewards from {low:g} to {high:g} are out of the given bounds"
 
 
 def comparable_scores(evaluations: Sequence[Evaluation]) -> list[float]:
     """The score of each, where the lowest reward is that of all of them: 0 if all rewards lie between 0 and 1, else the
     lowest one seen. -inf for one without tasks, and for all if there is no reward."""
-    rewards = [x for each in evaluations for rollouts in each._rollouts for x in known(rollouts)]  # pyright: ignore[reportPrivateUsage]
+    rewards = [x for each in evaluations for x in each._known_rollouts]  # pyright: ignore[reportPrivateUsage]
     if not rewards:
         return [-math.inf] * len(evaluations)
-    low, _ = reward_bounds(rewards)
+    low, _ = widened(evaluations[0].bounds, rewards)
     return [_score(each, low) for each in evaluations]
 
 

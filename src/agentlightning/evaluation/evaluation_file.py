@@ -30,6 +30,7 @@ class EvaluationRecord(BaseModel):
     tasks: tuple[str, ...] = ()
     members: Members = {}
     cached: int = 0
+    bounds: tuple[float, float] | None = None
 
 
 def write_record(path: Path, fields: Mapping[str, Any]) -> None:

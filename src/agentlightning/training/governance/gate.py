@@ -1,8 +1,8 @@
 """The promotion gate: a version of weights or prompts is promoted only if it does not lose on a guard set of tasks.
 
 Every `gate.every` steps the present version runs the guard set. It is compared, task by task, with the promoted version
-and with the one that the run started from, so that many small losses do not add up unseen. It loses where the interval
-of the mean difference lies below -margin; a task without a reward counts as the lowest reward. A version that loses is
+and with the one that the run started from, so that many small losses do not add up unseen. It loses where the sign-flip
+test rejects a mean difference of -margin or more, which is where its interval lies below; a task without a reward counts as the lowest reward. A version that loses is
 replaced by the promoted one. The result of the run is the promoted version.
 """
 
@@ -71,14 +71,14 @@ class GuardSet:
         return [found.get(ids.get(plan.group, "")) for plan in plans]
 
 
-def difference(before: Scores, after: Scores, confidence: float) -> Gain:
+def difference(before: Scores, after: Scores, confidence: float, margin: float = 0.0) -> Gain:
     """The paired difference where a task without a reward counts as the lowest. Raises RewardError if none has one."""
     known = [score for score in (*before, *after) if score is not None]
     if not known:
         raise RewardError("no task of the guard set has a reward; check the reward of the gate (gate.reward)")
     low = min(0.0, *known) if max(known) <= 1 else min(known)
     filled = [[low if score is None else score for score in scores] for scores in (before, after)]
-    return paired_gain(*filled, confidence=confidence)
+    return paired_gain(*filled, confidence=confidence, null=-margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ class PromotionGate:
         scores = await self._measure()
         state.judged_step = state.step
         gains = {
-            name: difference(state.guard_scores[name], scores, self.config.confidence) for name in ("promoted", "start")
+            name: difference(state.guard_scores[name], scores, self.config.confidence, self.config.margin)
+            for name in ("promoted", "start")
         }
         lost = [name for name, gain in gains.items() if gain.interval[1] < -self.config.margin]
         gain = gains["promoted"]

@@ -1,0 +1,86 @@
+"""Promises about the promotion gate's decisions: a version that loses is not promoted, and one that gains is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from agentlightning.config import GateConfig
+from agentlightning.training.governance.audit import AuditRecord
+from agentlightning.training.governance.gate import PromotionGate
+from agentlightning.training.persistence.run_dir import RunState
+
+START = [0.4 + 0.03 * place for place in range(16)]
+
+
+@dataclass
+class Parts:
+    """The parts of a run that the gate acts on: it measures, writes a checkpoint, returns to one and records."""
+
+    scores: list[list[float | None]]
+    learner: None = None
+    returned: list[str] = field(default_factory=list[str])
+    records: list[AuditRecord] = field(default_factory=list[AuditRecord])
+    algorithm: str = "test"
+
+    async def measure(self, name: str) -> list[float | None]:
+        return self.scores.pop(0)
+
+    async def write(self, step: int) -> str:
+        return f"step-{step}"
+
+    async def rollback(self, directory: str) -> None:
+        self.returned.append(directory)
+
+    async def decided(self, record: AuditRecord) -> None:
+        self.records.append(record)
+
+
+async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, RunState]:
+    parts: Any = Parts([list(start), list(later)])
+    state = RunState("run")
+    gate = PromotionGate(GateConfig(**config), state, parts, parts, parts)
+    await gate.begin()
+    state.step = 10
+    return (await gate.decide()).promoted, parts, state
+
+
+LOSSES: dict[str, tuple[list[float], list[float | None], float]] = {
+    "0.15 on each of 16 tasks": (START, [score - 0.15 for score in START], 0.0),
+    "a little on each of 16 tasks": (START, [score - 0.01 for score in START], 0.0),
+    "graded losses on each": (START, [score - 0.02 - 0.01 * (place % 5) for place, score in enumerate(START)], 0.0),
+    "12 of 64 solved tasks": ([1.0] * 64, [0.0] * 12 + [1.0] * 52, 0.0),
+    "more than the margin": (START, [score - 0.15 for score in START], 0.05),
+    "on another scale": ([100.0 * score for score in START], [100 * score - 3 for score in START], 0.0),
+    "every second task crashes": ([1.0] * 16, [None, 1.0] * 8, 0.0),
+}
+
+
+@pytest.mark.parametrize(("start", "later", "margin"), LOSSES.values(), ids=LOSSES)
+async def test_a_version_that_loses_is_replaced(start: Any, later: Any, margin: float) -> None:
+    promoted, parts, state = await decided(start, later, margin=margin)
+    assert not promoted
+    assert parts.returned == ["step-0"]
+    assert state.guard_scores["promoted"] == start
+    assert state.gate_rejections == 1
+    assert [record.action for record in parts.records] == ["promoted", "rejected"]
+    assert "loses to" in parts.records[-1].reason
+
+
+PASSES: dict[str, tuple[list[float], list[float | None], float]] = {
+    "better on each task": (START, [score + 0.15 for score in START], 0.0),
+    "equal": (START, list(START), 0.0),
+    "as many better as worse": ([0.0, 1.0] * 8, [1.0, 0.0] * 8, 0.0),
+    "within the margin": (START, [score - 0.04 for score in START], 0.05),
+    "worse on three of sixteen": ([1.0] * 16, [0.0] * 3 + [1.0] * 13, 0.0),
+}
+
+
+@pytest.mark.parametrize(("start", "later", "margin"), PASSES.values(), ids=PASSES)
+async def test_a_version_that_does_not_lose_is_promoted(start: Any, later: Any, margin: float) -> None:
+    promoted, parts, state = await decided(start, later, margin=margin)
+    assert promoted
+    assert parts.returned == []
+    assert state.guard_scores["promoted"] == later
