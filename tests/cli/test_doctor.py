@@ -45,6 +45,37 @@ def test_each_sign_is_said_with_its_first_step_and_what_to_try(invoke, tmp_path)
     assert (record["healthy"], record["status"], record["steps"]) == (False, "unfinished", 10)
 
 
+def test_a_sign_is_said_as_it_is_now_and_not_as_it_began(invoke, tmp_path):
+    lines = [FLAT | {"reward": 0.1 * step, "reward_lowest": 0.0, "reward_highest": 1.0} for step in range(1, 8)]
+    output = invoke("doctor", str(make_run(tmp_path / "run", lines))).output
+    assert "since step 1, 7 steps until 7" in output
+    assert "mean 0.6)" in output
+    assert "mean 0.1)" not in output
+
+
+def finished(path: Path, lines: list[dict[str, Any]], low: float, high: float) -> Path:
+    gain = {"before": 0.5, "after": 0.5 + (low + high) / 2, "gain": (low + high) / 2, "interval": [low, high]}
+    held_out = {"greedy": gain | {"tasks": 40, "missing_before": 0, "missing_after": 0, "reasons_after": {}}}
+    make_run(path, lines)
+    (path / "report.json").write_text(json.dumps({"held_out": held_out}))
+    return path
+
+
+def test_a_finished_run_without_a_gain_is_not_healthy(invoke, tmp_path):
+    gained = invoke("doctor", str(finished(tmp_path / "gained", [HEALTHY] * 5, 0.1, 0.3)))
+    assert (gained.exit_code, "no sign of trouble" in gained.output) == (0, True)
+    unsure = invoke("doctor", str(finished(tmp_path / "unsure", [HEALTHY] * 5, -0.1, 0.2)))
+    assert unsure.exit_code == 1
+    assert "no_gain_greedy" in unsure.output
+    assert "train for more steps" in unsure.output
+    slow = [HEALTHY | {"lr": 1e-9, "optimizer_steps": 1}] * 80
+    assert (
+        "the weights hardly moved: 80 updates" in invoke("doctor", str(finished(tmp_path / "slow", slow, -1, 1))).output
+    )
+    worse = invoke("doctor", str(finished(tmp_path / "worse", [HEALTHY] * 5, -0.3, -0.1))).output
+    assert "worse than the one it started from" in worse
+
+
 def test_a_run_in_progress_is_examined_beside_it(invoke, tmp_path):
     run_dir = RunDir.create(tmp_path / "run")
     run_dir.write_state(RunState(run_id="r1"))
@@ -54,7 +85,9 @@ def test_a_run_in_progress_is_examined_beside_it(invoke, tmp_path):
     assert done.exit_code == 0, done.output
     assert "running, 1 steps" in done.output, "a line that is being written is not damaged"
     (tmp_path / "run" / "report.json").write_text("{}")
-    assert "finished, 1 steps" in invoke("doctor", str(tmp_path / "run")).output
+    broken = invoke("doctor", str(tmp_path / "run")).output
+    assert "finished, 1 steps" in broken
+    assert "note: report.json cannot be read, so that nothing is said of the gain: 'held_out'" in broken
 
 
 def test_damaged_lines_are_named_and_the_others_judged(invoke, tmp_path):

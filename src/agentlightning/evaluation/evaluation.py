@@ -115,8 +115,8 @@ class Evaluation:
     @property
     def score(self) -> float:
         """The mean with rollouts without a reward counted as `failed_as` says. The lowest possible reward is that of
-        `bounds`, else 0 if rewards lie between 0 and 1, else the lowest one seen. Equals `mean` if every rollout has a reward. Raises
-        RewardError if none has."""
+        `bounds`, else 0 if rewards lie between 0 and 1, else the lowest one seen. Equals `mean` if every rollout has a
+        reward. Raises RewardError if none has."""
         return comparable_scores([self])[0] if self.missing_rollouts and self.known else self.mean
 
     @property

@@ -13,7 +13,8 @@ differently is easily missed. A bootstrap of those 128 would claim certainty.
 
 Paired differences are judged by the sign-flip test (permutation.py). Their interval is the test's inversion where they
 take many values. Where they take few, so that most are ties, it is the one above, with a task as bad and one as good as
-the largest difference seen. Either way 0 (or a tolerated loss) is outside the interval exactly where the test rejects it.
+the largest difference seen. Either way 0 (or a tolerated loss) is outside the interval exactly where the test rejects
+it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def paired_gain(
 
     None is a task without a reward. The means are those of the tasks with both rewards; the interval covers any rewards
     within the bounds that the others could have had, and excludes `null` exactly where the test rejects it. `bounds`:
-    the lowest and highest possible reward; None as in `mean_interval`. Raises RewardError if there is no pair, if the numbers of tasks differ, or for a reward that is not
-    finite or out of bounds.
+    the lowest and highest possible reward; None as in `mean_interval`. Raises RewardError if there is no pair, if the
+    numbers of tasks differ, or for a reward that is not finite or out of bounds.
     """
     if len(before) != len(after):
         raise RewardError(f"{len(before)} rewards before and {len(after)} after make no pairs; measure the same tasks")
@@ -153,7 +154,7 @@ def reward_bounds(values: Sequence[float], bounds: Interval | None = None) -> In
 
 
 def widened(bounds: Interval | None, values: Sequence[float], failed_as: object = None) -> Interval:
-    """The bounds, or those of `reward_bounds`, with every value seen within; `failed_as` is one, where it is a number."""
+    """The bounds, or those of `reward_bounds`, with every value seen within; `failed_as` is one if it is a number."""
     if isinstance(failed_as, int | float):
         values = [*values, failed_as]
     if bounds is None or not values:

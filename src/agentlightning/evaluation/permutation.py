@@ -6,8 +6,8 @@ Experiments, 1935, section 21; Dror et al., ACL 2018, section 3.2). All are coun
 those of rewards of 0 and 1 do. Else 9,999 flips are drawn, with the same seed always, and the observed one counts as
 one more (Phipson and Smyth 2010, equation 2), so that the p-value is never 0.
 
-The flips of the set S reject a mean g below the observed one where |sum of +-(d_i - g)| is at least |sum of d_i - g|, and
-that is where g is at least the mean of S or of the others: the limits are quantiles of the means of subsets (Hartigan,
+The flips of the set S reject a mean g below the observed one where |sum of +-(d_i - g)| is at least |sum of d_i - g|:
+where g is at least the mean of S or that of the others. So the limits are quantiles of the means of subsets (Hartigan,
 JASA 64, 1969, typical values).
 """
 

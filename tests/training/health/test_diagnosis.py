@@ -87,6 +87,22 @@ def test_the_end_says_where_nothing_was_won():
     assert "sampled: 1 have none before, 12 none after" in warning[1]
 
 
+def test_weights_that_hardly_moved_are_named_where_no_gain_is_shown():
+    unsure = {"greedy": Gain(0.5, 0.55, 0.05, (-0.05, 0.15), 40)}
+
+    def advice(lr: float, steps: int = 80, updates: int = 1) -> str:
+        records = [step(0.5, lr=lr, optimizer_steps=updates)] * steps
+        return closing_warnings(records, unsure)["no_gain_greedy"]
+
+    assert "the weights hardly moved: 80 updates, whose learning rates add up to 8e-08" in advice(1e-9)
+    assert "hardly moved: 1 updates" in advice(1e-6, steps=1)
+    assert "hardly moved: 8 updates" in advice(1e-7, steps=2, updates=4)
+    assert "train for more steps" not in advice(1e-9)
+    for lr, steps in ((1e-6, 80), (1e-3, 1)):
+        assert "train for more steps" in advice(lr, steps)
+    assert "train for more steps" in closing_warnings([step(0.5)], unsure)["no_gain_greedy"], "no update is known"
+
+
 def test_random_weights_are_named_before_anything_runs():
     assert starting_warnings(random_weights=False) == {}
     assert "--model" in starting_warnings(random_weights=True)["random_weights"]

@@ -129,6 +129,11 @@ def test_what_looks_alike_is_no_sign(metrics):
 FLAT = {"groups_without_spread": 8, "groups_trained": 0}
 
 
+def one_reward(reward: Any) -> dict[str, Any]:
+    """Steps in each of which all rollouts have one reward."""
+    return dict.fromkeys(("reward", "reward_lowest", "reward_highest"), reward)
+
+
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
@@ -140,13 +145,32 @@ FLAT = {"groups_without_spread": 8, "groups_trained": 0}
             {"groups_constant": 8, "reward": 0.0, "reward_highest": 0.0},
             "since the first step has the reward 0.*agl store show",
         ),
-        ({"groups_constant": 8, "reward": late(0.5, 1.0)}, "has the reward 1.*harder tasks"),
-        ({"groups_constant": 8, "reward": late(0.5, 0.0)}, "has the reward 0.*easier tasks"),
+        ({"groups_constant": 8, **one_reward(late(0.5, 1.0))}, "has the reward 1.*harder tasks"),
+        ({"groups_constant": 8, **one_reward(late(0.5, 0.0))}, "has the reward 0.*easier tasks"),
         ({}, "Where all fail"),
     ],
 )
 def test_groups_without_spread_say_why(metrics, text):
     assert re.search(text, found(steps(**FLAT, **metrics))["rewards_without_spread"])
+
+
+IGNORES = [
+    {"groups_failed": 4, "groups_solved": 4},
+    {"groups_failed": 6, "groups_solved": 2, "reward": 0.25},
+    {"groups_constant": 3, "groups_failed": 3, "groups_solved": 2},
+    {"groups_constant": 8, "reward": lambda x: round(40 * x) % 2},
+]
+
+
+@pytest.mark.parametrize("metrics", IGNORES)
+def test_a_reward_that_depends_on_the_task_alone_is_said_to_with_its_true_values(metrics):
+    limits = {"reward_lowest": 0.0, "reward_highest": 1.0}
+    text = found(steps(**FLAT, **limits, **metrics))["rewards_without_spread"]
+    assert "the same reward, from 0 to 1 between tasks" in text
+    assert "depends on what the model answers" in text
+    assert "easier tasks" not in text
+    learns = found([*steps(groups_without_spread=4, **limits), *steps(**FLAT, **limits, **metrics)])
+    assert "depends on what" not in learns.get("rewards_without_spread", ""), "once rewards differed within groups"
 
 
 # -- rewards gained in the wrong way -----------------------------------------------------------------------------------

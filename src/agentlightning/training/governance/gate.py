@@ -1,9 +1,10 @@
 """The promotion gate: a version of weights or prompts is promoted only if it does not lose on a guard set of tasks.
 
 Every `gate.every` steps the present version runs the guard set. It is compared, task by task, with the promoted version
-and with the one that the run started from, so that many small losses do not add up unseen. It loses where the sign-flip
-test rejects a mean difference of -margin or more, which is where its interval lies below; a task without a reward counts as the lowest reward. A version that loses is
-replaced by the promoted one. The result of the run is the promoted version.
+and with the one that the run started from, so that many small losses do not add up unseen. It loses where a sign-flip
+test rejects a mean difference of -margin or more, which is where the interval of the difference lies below; a task
+without a reward counts as the lowest reward. A version that loses is replaced by the promoted one. The result of the
+run is the promoted version.
 """
 
 from __future__ import annotations

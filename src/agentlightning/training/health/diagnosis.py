@@ -48,7 +48,7 @@ class SignHistory:
     """One kind of sign in the history of a run."""
 
     sign: Sign
-    """As it was first seen."""
+    """As it was last seen."""
     since: int
     """The step at which it was first seen."""
     until: int
@@ -86,8 +86,9 @@ def sign_history(records: Sequence[StepRecord]) -> list[SignHistory]:
         for end in range(1, len(part) + 1):
             step = part[end - 1].step
             for sign in signs_of(part[:end]):
-                known = found.get(sign.name) or SignHistory(sign, step, step, 0)
-                found[sign.name] = SignHistory(known.sign, known.since, step, known.count + 1)
+                known = found.get(sign.name)
+                since, count = (step, 0) if known is None else (known.since, known.count)
+                found[sign.name] = SignHistory(sign, since, step, count + 1)
     return sorted(found.values(), key=lambda each: each.since)
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import orjson
 
 from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.evaluation.intervals import Gain
 from agentlightning.rollouts import Attempt
 from agentlightning.store import LightningStore
 from agentlightning.training.health.diagnosis import SignHistory, sign_history
+from agentlightning.training.health.milestones import closing_warnings
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
 
@@ -47,7 +50,7 @@ class Examination:
     """Steps with readable metrics."""
     signs: tuple[SignHistory, ...]
     warnings: Mapping[str, str]
-    """By kind, what the run itself has warned of and its steps do not show."""
+    """By kind, what the run itself has warned of and its steps do not show, and what a finished one did not achieve."""
     failures: tuple[Failures, ...]
     damaged_lines: tuple[int, ...]
     """Numbers of the lines of metrics.jsonl that cannot be read."""
@@ -72,17 +75,30 @@ def examine(run_dir: Path) -> Examination:
     seen = {each.sign.name for each in signs}
     notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
     failures = failures_of(run_dir / "store.db", state, notes)
+    status = _status(run_dir)
+    warnings = state.warnings | (_closing_warnings(run_dir, records, notes) if status == "finished" else {})
     return Examination(
         run_dir,
-        _status(run_dir),
+        status,
         state,
         len(records),
         signs,
-        {kind: text for kind, text in state.warnings.items() if kind not in seen},
+        {kind: text for kind, text in warnings.items() if kind not in seen},
         failures,
         damaged,
         tuple(notes),
     )
+
+
+def _closing_warnings(run_dir: Path, records: Sequence[StepRecord], notes: list[str]) -> dict[str, str]:
+    """What the run did not achieve, by its report."""
+    try:
+        held_out = orjson.loads((run_dir / "report.json").read_bytes())["held_out"]
+        gains = {mode: msgspec.convert(gain, Gain) for mode, gain in held_out.items() if gain["tasks"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
+        notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
+        return {}
+    return closing_warnings(records, gains)
 
 
 def _status(run_dir: Path) -> Literal["running", "finished", "unfinished"]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.task import Overlap
 from agentlightning.training.health.step_record import StepRecord
+
+LEAST_MOVED: Final = 1e-5
+"""Learning rates of a run that add up to less leave the policy what it was: adaptive optimizers move a weight by about
+the rate at each update, and weights have a size of about 0.01."""
 
 
 def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -> dict[str, str]:
@@ -35,6 +40,14 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
     found: dict[str, str] = {}
     if any(record.groups for record in records) and not any(record.groups_trained for record in records):
         found["nothing_learned"] = "nothing was learned: no group of rollouts had rewards that differ"
+    moved = sum(each.optimizer_steps * each.lr for each in records if each.lr is not None)
+    updates = sum(each.optimizer_steps for each in records)
+    more = "train for more steps, or"
+    if updates and moved < LEAST_MOVED:
+        more = (
+            f"the weights hardly moved: {updates} updates, whose learning rates add up to {moved:.2g}, change no weight"
+            " by more than about that. Raise algorithm.optimizer.lr (1e-6 to 1e-4 is usual, ten times that with LoRA);"
+        )
     for mode, gain in gains.items():
         low, high = gain.interval
         if not gain.tasks:
@@ -51,6 +64,6 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
         elif low <= 0:
             found[f"no_gain_{mode}"] = (
                 f"no gain is shown ({mode}): the interval {low:+.3f} to {high:+.3f} of {gain.tasks} held-out tasks"
-                " includes 0; train for more steps, or measure on more tasks (data.held_out)"
+                f" includes 0; {more} measure on more tasks (data.held_out)"
             )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from agentlightning.training.health.sign import (
@@ -11,6 +11,7 @@ from agentlightning.training.health.sign import (
     Records,
     Sign,
     mean_reward,
+    reward_limits,
     reward_range,
     rewards,
     trend_of,
@@ -47,32 +48,49 @@ def without_spread(records: Records) -> Sign | None:
     cause = max(causes, key=lambda name: causes[name])
     if not causes[cause]:
         return Sign("rewards_without_spread", what, _OF_ANY_CAUSE)
+    if cause in _OUTPUTS_DIFFER and _depends_on_task_alone(records, causes):
+        differing = sum(causes[name] for name in _OUTPUTS_DIFFER)
+        low, high = reward_limits(window)
+        alone = (
+            f"{what}. In {differing} of them outputs differ; since the first step each output of a task had the same"
+            f" reward, from {low:.3g} to {high:.3g} between tasks"
+        )
+        return Sign("rewards_without_spread", alone, _UNSEEN)
     explain, advice = _CAUSES[cause]
     return Sign("rewards_without_spread", f"{what}. In {causes[cause]} of them {explain(records)}", advice(records))
 
 
 def _always_same(records: Records) -> str:
-    reward = f"{mean_reward(records[-WINDOW:]):.3g}"
-    if _seen_otherwise(records):
-        return f"outputs differ, and every rollout of the batch has the reward {reward}"
-    return f"outputs differ, and every rollout since the first step has the reward {reward}"
+    low, high = reward_limits(records[-WINDOW:])
+    if high - low > 1e-9:
+        return f"outputs differ, and all rollouts of a step have one reward, from {low:.3g} to {high:.3g} over steps"
+    since = "of the batch" if _seen_otherwise(records) else "since the first step"
+    return f"outputs differ, and every rollout {since} has the reward {low:.3g}"
 
 
 def _fix_constant(records: Records) -> str:
-    if _seen_otherwise(records):
-        reward, highest = mean_reward(records[-WINDOW:]), max(values_of(records, lambda each: each.reward_highest))
-        return _HARDER if reward >= highest - 1e-9 else _EASIER
-    return (
-        "the reward probably does not see what differs: call the reward function on a recorded output (`agl store show"
-        " ROLLOUT`), and check that it finds the answer in it, whatever the case, the spaces or the words around it."
-        " If it does, the tasks are too hard or too easy for this model"
-    )
+    if not _seen_otherwise(records):
+        return _UNSEEN
+    return _HARDER if mean_reward(records[-WINDOW:]) >= reward_limits(records)[1] - 1e-9 else _EASIER
 
 
 def _seen_otherwise(records: Records) -> bool:
     return reward_range(records) > 1e-9
 
 
+def _depends_on_task_alone(records: Records, causes: Mapping[str, int]) -> bool:
+    """Whether tasks differ in reward, and no group of the run ever had rewards that differ."""
+    differ = causes["groups_constant"] or (causes["groups_failed"] and causes["groups_solved"])
+    flat = all(record.groups == record.groups_without_spread for record in records)
+    return bool(differ) and flat and reward_range(records[-WINDOW:]) > 1e-9
+
+
+_OUTPUTS_DIFFER: Final = ("groups_failed", "groups_solved", "groups_constant")
+_UNSEEN: Final = (
+    "the reward probably does not see what differs: check that the agent's result depends on what the model answers,"
+    " and call the reward function on a recorded output (`agl store show ROLLOUT`): it has to find the answer in it,"
+    " whatever the case, the spaces or the words around it. If it does, each task is too hard or too easy for it"
+)
 _EASIER: Final = "use easier tasks, a reward with partial credit, or a warm start (warm_start.dataset)"
 _HARDER: Final = "use harder tasks: these are solved"
 _SAMPLING: Final = (

@@ -76,9 +76,15 @@ def best_reward(records: Records) -> float:
 
 def reward_range(records: Records) -> float:
     """The distance between the lowest and the highest reward seen; 0 if unknown."""
+    low, high = reward_limits(records)
+    return high - low if high > low else 0.0
+
+
+def reward_limits(records: Records) -> tuple[float, float]:
+    """The lowest and the highest reward seen; NaN where none is known."""
     lowest = values_of(records, lambda record: record.reward_lowest)
     highest = values_of(records, lambda record: record.reward_highest)
-    return max(highest) - min(lowest) if lowest and highest else 0.0
+    return min(lowest, default=math.nan), max(highest, default=math.nan)
 
 
 @dataclass(frozen=True, slots=True)
