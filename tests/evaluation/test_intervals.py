@@ -43,7 +43,7 @@ CASES: list[tuple[str, Draw, float]] = [
 ]
 
 
-@pytest.mark.parametrize("tasks", [16, 128])
+@pytest.mark.parametrize("tasks", [16, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("draw", "truth"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_nineteen_times_in_twenty_the_interval_holds_the_truth(draw: Draw, truth: float, tasks: int) -> None:
     rng = random.Random(0)
