@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 
-SECONDS: Final = 5.0
+SECONDS: Final = 2.0
 CHARACTERS: Final = 10_000_000
 LARGEST: Final = 1_000_000
 """The largest number that an operation on texts, or a power, is given."""
