@@ -1,6 +1,8 @@
 """What an LLM says of its address, and what resources look like as JSON."""
 
+import contextlib
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.sqlite import version_guard
+from agentlightning.util import templates
 
 
 @pytest.mark.parametrize("endpoint", ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"])
@@ -77,6 +80,58 @@ def test_a_prompt_reads_what_it_is_given_and_nothing_behind_it(engine: Any, reac
         PromptTemplate(template=blank % reach, engine=engine).format(t=Task(), f=function)
     with pytest.raises((KeyError, UndefinedError)):
         PromptTemplate(template=blank % "missing", engine=engine).format()
+
+
+CHANGES = [
+    "{{ task.update({'answer': ''}) }}",
+    "{% set _ = task.words.append('x') %}{{ task.answer }}",
+    "{{ task.pop('answer') }}",
+    "{{ task.words.clear() }}",
+    "{{ task.thing.change() }}",
+]
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.changed = False
+
+    def change(self) -> None:
+        self.changed = True
+
+
+@pytest.mark.parametrize("template", CHANGES)
+def test_a_prompt_changes_nothing_that_the_reward_sees(template: str) -> None:
+    thing = Thing()
+    task: dict[str, Any] = {"answer": "42", "words": ["a"], "thing": thing}
+    with contextlib.suppress(ConfigError):
+        PromptTemplate(template=template, engine="jinja").format(task=task)
+    assert (task["answer"], task["words"], thing.changed) == ("42", ["a"], False)
+
+
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = a * b %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 999999999 }}",
+    "{{ [0] * 999999999 }}",
+    "{{ 9 ** 999999999 }}",
+    "{{ 'x'.center(999999999) }}",
+    "{% for a in range(90000) %}{{ 'xxxxxxxxxx' * 100 }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_prompt_that_does_not_end_or_writes_too_much_is_stopped(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.3)
+    with pytest.raises(ConfigError, match="is not allowed"):
+        PromptTemplate(template=template, engine="jinja").format()
+
+
+def test_values_that_cannot_be_copied_are_named() -> None:
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        PromptTemplate(template="{{ lock }}", engine="jinja").format(lock=threading.Lock())
 
 
 async def test_what_could_not_be_read_again_is_not_published() -> None:

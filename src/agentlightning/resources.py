@@ -6,17 +6,14 @@ An algorithm publishes a new version with `store.add_resources`; later rollouts 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import AttemptedRollout
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import SandboxedEnvironment
+from agentlightning.util.templates import TemplateLimitError, format_string, render
 
 
 class LLM(BaseModel):
@@ -96,27 +93,16 @@ class PromptTemplate(BaseModel):
 
     def format(self, **values: Any) -> str:
         """Fill in the placeholders. Raises KeyError or jinja2.UndefinedError for a missing value, and ConfigError for a
-        placeholder that accesses private attributes (`{task.__class__}`): prompts may be written by a model, and are
-        not trusted."""
+        placeholder that accesses private attributes (`{task.__class__}`), changes a value, or does not end: prompts may
+        be written by a model, and are not trusted. They see copies of the values."""
         if self.engine == "plain":
             return self.template
         from jinja2.exceptions import SecurityError
-        from jinja2.sandbox import SandboxedFormatter
 
         try:
-            if self.engine == "f-string":
-                return SandboxedFormatter(_sandbox()).vformat(self.template, (), values)
-            return _sandbox().from_string(self.template).render(**values)
-        except SecurityError as error:
+            return (format_string if self.engine == "f-string" else render)(self.template, values)
+        except (SecurityError, TemplateLimitError, RecursionError) as error:
             raise ConfigError(f"the prompt template {self.template[:80]!r} is not allowed: {error}") from error
-
-
-@cache
-def _sandbox() -> SandboxedEnvironment:
-    from jinja2.runtime import StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
-
-    return SandboxedEnvironment(undefined=StrictUndefined)
 
 
 Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]

@@ -11,11 +11,14 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from starlette.applications import Starlette
 
 import agentlightning
 from agentlightning.dashboard.app import VIEWS, dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
+from agentlightning.dashboard.remote import remote_routes
+from agentlightning.resources import LLM
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.export.jsonl import JsonlReader
@@ -190,5 +193,44 @@ async def test_the_dashboard_is_served_beside_store_and_gateway_on_one_port(made
             assert (await client.get("/dashboard/api/runs/store/weights")).status_code == 404
             elsewhere = await client.get("/dashboard/api/runs", headers={"origin": "https://evil.example"})
             assert elsewhere.status_code == 403
+    await data.close()
+    await store.close()
+
+
+OUTSIDE = (
+    "%2e%2e/%2e%2e/v1/agl/resources",
+    "..%2f..%2fv1/agl/resources",
+    "runs/%2e%2e/%2e%2e/%2e%2e/v1/agl/resources",
+    "runs/..%2f..%2f..%2fv1%2fagl%2fresources",
+    "runs/store/rollouts/..%2f..%2f..%2f..%2fv1%2fagl%2fresources",
+    "runs/%2e%2e/rollouts",
+    "%2e%2e/%2e%2e/metrics",
+    "unknown",
+)
+
+
+async def test_the_link_to_a_server_elsewhere_shows_its_views_and_nothing_else(made_up):
+    store = LightningStore(":memory:")
+    await store.add_resources({"llm": LLM(endpoint="http://a", model="m", api_key="sk-secret")})
+    await store.enqueue_rollout({"question": "6 x 7"}, rollout_id="a:b")
+    data = DashboardData(Catalog(store, roots=[made_up]), writable=True)
+    async with (
+        Server(store, secret="s", token="t", pages=dashboard_routes(data, "t")) as server,
+        remote_routes(server.url, "t", None) as routes,
+        httpx.AsyncClient(transport=httpx.ASGITransport(Starlette(routes=routes)), base_url="http://here") as client,
+    ):
+        for path in OUTSIDE:
+            response = await client.get(f"/dashboard/api/{path}")
+            assert response.status_code == 404, path
+            assert "sk-secret" not in response.text
+        assert (await client.get("/dashboard/api/runs")).json()["writable"] is False
+        shown = await client.get("/dashboard/api/runs/store/rollouts/a%3Ab")
+        assert shown.json()["rollout"]["rollout_id"] == "a:b"
+        resources = await client.get("/dashboard/api/runs/store/resources")
+        assert resources.status_code == 200
+        assert "sk-secret" not in resources.text
+        refused = await client.post("/dashboard/api/%2e%2e/%2e%2e/v1/agl/rollouts", json={})
+        assert "sk-secret" not in refused.text
+        assert refused.status_code == 400
     await data.close()
     await store.close()

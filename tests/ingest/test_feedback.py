@@ -135,6 +135,25 @@ async def test_a_link_leads_to_a_page_and_a_vote_is_a_reward(store: Any, server:
     assert span.attributes["agentlightning.feedback.comment"] == "<b>thanks</b>"
 
 
+async def test_a_link_that_is_passed_on_gives_a_bounded_number_of_votes(
+    store: Any, server: Server, rollout_id: str
+) -> None:
+    link = agl.feedback_link(rollout_id, server=server.url, token=TOKEN)
+    before = len(await store.query_spans(rollout_id))
+    async with httpx.AsyncClient() as client:
+        statuses = [
+            (await client.post(link, data={"vote": "up", "comment": str(number)})).status_code for number in range(40)
+        ]
+        assert statuses == [200] * 10 + [409] * 30
+        assert len(await store.query_spans(rollout_id)) == before + 10
+        assert (await client.post(link, data={"vote": "up", "comment": "9"})).status_code == 200, "the last one again"
+        refused = await client.post(link, data={"vote": "down"})
+        assert "has given 10 different feedbacks" in refused.text
+        other = agl.feedback_link(rollout_id, server=server.url, token=TOKEN)
+        assert (await client.post(other, data={"vote": "down"})).status_code == 200
+    assert await reward(store, rollout_id) == 0.0
+
+
 async def test_the_page_runs_and_loads_nothing(server: Server, rollout_id: str) -> None:
     async with httpx.AsyncClient() as client:
         page = await client.get(agl.feedback_link(rollout_id, server=server.url, token=TOKEN))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +15,27 @@ import pytest
 
 Answer = Callable[[dict[str, Any]], Any]
 """Body of a request -> body of the reply, or (status, body), or seconds to stay silent."""
+
+
+@dataclass
+class Raw:
+    """A body as it is sent, in parts with a pause before each."""
+
+    parts: list[bytes]
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    pause: float = 0.0
+
+    def send(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        for name, value in {"Connection": "close", **self.headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.close_connection = True
+        with contextlib.suppress(OSError):  # the client has gone
+            for part in self.parts:
+                time.sleep(self.pause)
+                handler.wfile.write(part)
+                handler.wfile.flush()
 
 
 class Service:
@@ -36,6 +59,9 @@ class Service:
                     time.sleep(found)
                     found = (200, {})
                 status, value = found if isinstance(found, tuple) else (200, found)
+                if isinstance(value, Raw):
+                    value.send(self)
+                    return
                 data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))

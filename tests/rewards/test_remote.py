@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import pickle
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import agentlightning as agl
+
+from .conftest import Raw, chat
 
 
 def remote(service: Any, **settings: Any) -> agl.RemoteReward:
@@ -126,3 +130,62 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(agl.ConfigError, match="url="):
         agl.RemoteReward(url)
+
+
+def bomb(size: int) -> bytes:
+    return gzip.compress(bytes(size), 1)
+
+
+NONSENSE = {
+    "nested without end": Raw([b"[" * 200_000]),
+    "nested objects": Raw([b'{"a":' * 100_000]),
+    "no UTF-8": Raw([b"\xff\xfe"]),
+    "much compressed": Raw([bomb(64 << 20)], {"Content-Encoding": "gzip"}),
+    "compressed twice": Raw([gzip.compress(b"{}")[:9]], {"Content-Encoding": "gzip"}),
+    "an unknown coding": Raw([b"{}"], {"Content-Encoding": "x-own"}),
+    "a list": Raw([b"[1.0]"]),
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
+async def test_whatever_a_service_answers_every_rollout_of_the_batch_hears_of_it(service: Any, answer: Raw) -> None:
+    service.answers = [lambda body: answer, lengths]
+    reward = remote(service, retries=0, batch_seconds=0.05)
+    async with asyncio.timeout(30):
+        found = await asyncio.gather(reward("t", "a"), reward("t", "bb"), return_exceptions=True)
+        assert [type(each) for each in found] == [agl.RewardServiceError] * 2
+        assert await reward("t", "ccc") == 3, "the next one is asked for as usual"
+
+
+async def test_a_compressed_answer_costs_no_more_than_an_answer_may(service: Any) -> None:
+    answer = Raw([bomb(256 << 20)], {"Content-Encoding": "gzip"})
+    service.answers = [lambda body: answer]
+    tracemalloc.start()
+    with pytest.raises(agl.RewardServiceError, match="has more than 16777216 bytes"):
+        await remote(service, retries=0)("t", "a")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 128 << 20
+
+
+async def test_the_timeout_is_of_the_whole_answer(service: Any) -> None:
+    slow = Raw([b" "] * 200, pause=0.05)
+    service.answers = [lambda body: slow]
+    with pytest.raises(agl.MissingRewardError, match=r"did not answer within 0\.3 s"):
+        await remote(service, retries=0, timeout=0.3)("t", "a")
+
+
+async def test_a_compressed_answer_is_read(service: Any) -> None:
+    body = gzip.compress(b'{"rewards": [0.5]}')
+    service.answers = [lambda body_: Raw([body[:5], body[5:]], {"Content-Encoding": "gzip"})]
+    assert await remote(service)("t", "a") == 0.5
+
+
+async def test_a_judge_that_nests_without_end_gives_no_reward(service: Any) -> None:
+    service.answers = [lambda body: Raw([b"[" * 200_000])]
+    judge = agl.LLMJudge(model="j", rubric="r", base_url=service.url, retries=0)
+    with pytest.raises(agl.RewardServiceError, match="answered no JSON"):
+        await judge("t", "a")
+    service.answers = [lambda body: chat('{"score":' * 50_000)]
+    with pytest.raises(agl.MissingRewardError):
+        await judge("t", "a")

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from agentlightning.cli.main import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """The entry point of `agl`."""
+    try:
+        from agentlightning.cli.main import build
+
+        build()()
+    except KeyboardInterrupt:  # while its modules load; later ones say how to go on
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(130)

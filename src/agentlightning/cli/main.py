@@ -51,11 +51,6 @@ def build() -> typer.Typer:
     return app
 
 
-def main() -> None:
-    """The entry point of `agl`."""
-    build()()
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(version("agentlightning"))

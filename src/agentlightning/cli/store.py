@@ -414,6 +414,8 @@ def _show_exported(file: Path, exported: Any, console: Console) -> None:
         f"in {file}, {show_size(exported.bytes)}",
         markup=False,
     )
+    if exported.keys_left_out:
+        console.print(f"the API keys of {exported.keys_left_out} resources were left out")
 
 
 def import_(

@@ -76,6 +76,8 @@ VIEWS: Final[Mapping[str, View]] = {
 }
 """The JSON of each view, by its path below /dashboard/api. The page of a view has the same path below /dashboard."""
 
+EXPORT: Final = "/runs/{run}/export"
+
 
 def dashboard_routes(data: DashboardData, token: str | None) -> list[Route]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
@@ -83,8 +85,8 @@ def dashboard_routes(data: DashboardData, token: str | None) -> list[Route]:
     return [
         *api,
         Route(f"{PATH}/api/runs/{{run}}/actions/{{action}}", _action(data, token), methods=["POST"]),
-        Route(f"{PATH}/api/runs/{{run}}/export", _export(data, token), methods=["POST"]),
-        Route(f"{PATH}/api/{{path:path}}", _unknown(token), methods=["GET", "POST"]),
+        Route(f"{PATH}/api{EXPORT}", _export(data, token), methods=["POST"]),
+        Route(f"{PATH}/api/{{path:path}}", unknown(token), methods=["GET", "POST"]),
         *page_routes(),
     ]
 
@@ -177,7 +179,9 @@ async def _body(request: Request) -> Any:
         raise RequestError(f"the request is not JSON ({error})") from None
 
 
-def _unknown(token: str | None) -> Callable[[Request], Awaitable[Response]]:
+def unknown(token: str | None) -> Callable[[Request], Awaitable[Response]]:
+    """Answers what is no view."""
+
     async def respond(request: Request) -> Response:
         try:
             authorize(dict(request.headers), token)

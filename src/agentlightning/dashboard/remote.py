@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -17,11 +18,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning.dashboard.actions import ONLY_READS
-from agentlightning.dashboard.app import HEADERS, PATH, dashboard_routes, page_routes
+from agentlightning.dashboard.app import EXPORT, HEADERS, PATH, VIEWS, dashboard_routes, page_routes, unknown
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
-from agentlightning.errors import AgentLightningError, ConfigError, ServerError, StoreAuthError
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.store.http.client.store_client import LightningStoreClient
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import error_response, status_of
@@ -42,9 +43,10 @@ async def remote_routes(server: str, server_token: str | None, token: str | None
         if await _has_dashboard(client, server):
             api = f"{PATH}/api"
             yield [
-                Route(f"{api}/runs/{{run}}/export", _authorized(_export(client), token), methods=["POST"]),
-                Route(f"{api}/{{path:path}}", _authorized(_forward(client), token), methods=["GET"]),
+                *(Route(f"{api}{view}", _authorized(_forward(client, view), token), methods=["GET"]) for view in VIEWS),
+                Route(f"{api}{EXPORT}", _authorized(_export(client), token), methods=["POST"]),
                 Route(f"{api}/{{path:path}}", _authorized(_refuse, token), methods=["POST"]),
+                Route(f"{api}/{{path:path}}", unknown(token), methods=["GET"]),
                 *page_routes(),
             ]
             return
@@ -83,10 +85,19 @@ def _authorized(handler: Handler, token: str | None) -> Handler:
     return respond
 
 
-def _forward(client: httpx.AsyncClient) -> Handler:
+def _address(pattern: str, request: Request) -> str:
+    """The path of a view of the server. Each part of it is quoted again: the server's token opens more than the views,
+    and a part that is `..` once it is decoded must not lead there."""
+    parts = {name: quote(value, safe="") for name, value in request.path_params.items()}
+    if not {".", ".."}.isdisjoint(parts.values()):
+        raise NotFoundError(f"there is no view at {request.url.path!r}")
+    return f"{PATH}/api{pattern.format(**parts)}"
+
+
+def _forward(client: httpx.AsyncClient, view: str) -> Handler:
     async def respond(request: Request) -> Response:
         known = request.headers.get("if-none-match")
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = _address(view, request) + (f"?{request.url.query}" if request.url.query else "")
         found = await client.get(path, headers={"if-none-match": known} if known else {})
         content = _read_only(found.content) if found.status_code == 200 else found.content
         return Response(content, found.status_code, {**_passed(found), "cache-control": "private, no-cache"})
@@ -105,7 +116,7 @@ def _export(client: httpx.AsyncClient) -> Handler:
 
     async def respond(request: Request) -> Response:
         kind = {"content-type": request.headers.get("content-type", "")}
-        asked = client.build_request("POST", request.url.path, content=await request.body(), headers=kind)
+        asked = client.build_request("POST", _address(EXPORT, request), content=await request.body(), headers=kind)
         found = await client.send(asked, stream=True)
         end = BackgroundTask(found.aclose)
         return StreamingResponse(found.aiter_bytes(), found.status_code, _passed(found), background=end)

@@ -55,7 +55,7 @@ class InPlacePolicy(LocalPolicy):
             checkpoint.save(directory, self._given, self._tokenizer, None)
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
-        state = torch.load(directory / "state.pt", weights_only=False)
+        state = torch.load(directory / "state.pt", weights_only=True)
         self._prepare_weight_change(in_flight)
         own = dict(self._model.named_parameters())
         with torch.no_grad():

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_secret, trace_id_of
-from agentlightning.errors import ConfigError, NotFoundError, RewardError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, RewardError
 from agentlightning.span import Span, new_trace_id, usable_reward
 from agentlightning.store.base import STORE_VARIABLE, LightningStore
 from agentlightning.store.ids import new_hex
@@ -66,9 +66,14 @@ class Feedback:
         return found
 
 
+MOST_CHANGES: Final = 10
+"""Feedbacks that one source may give on one attempt: a person may change their mind, and a link may be passed on."""
+
+
 async def add_feedback(store: LightningStore, rollout_id: str, feedback: Feedback, source: str | None = None) -> Span:
     """Store feedback; returns its span. Repeated by the same `source` it changes nothing; something else from that
-    source comes in addition, and counts from then on. Raises NotFoundError for a rollout that never began."""
+    source comes in addition, and counts from then on. Raises NotFoundError for a rollout that never began,
+    and ConflictError for the eleventh change of mind."""
     attempt = await store.get_latest_attempt(rollout_id)
     if attempt is None:
         raise NotFoundError(f"there is no rollout {rollout_id!r} that has begun; feedback is for recorded ones")
@@ -79,6 +84,10 @@ async def add_feedback(store: LightningStore, rollout_id: str, feedback: Feedbac
     before = [span for span in spans if span.attributes.get(names.FEEDBACK_SOURCE) == source]
     if before and {**before[-1].attributes} == attributes:
         return before[-1]
+    if len(before) >= MOST_CHANGES:
+        raise ConflictError(
+            f"{source!r:.80} has given {len(before)} different feedbacks on {rollout_id!r}, and no further one is taken"
+        )
     key = f"{attempt.attempt_id} feedback {len(before)} {source}"
     now = time.time()
     span = Span(

@@ -8,6 +8,7 @@ the attempt fails, and may be repeated.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import ssl
 from collections.abc import Callable, Mapping
@@ -19,11 +20,14 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardServiceError
+from agentlightning.util.decompression import CodingError, decompress
 
 RETRIED: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of a service that may answer the next time."""
 LONGEST_WAIT: Final = 60.0
 """Seconds between two tries, whatever the service asks for."""
+MOST_BYTES: Final = 16 * 2**20
+"""Of an answer, decompressed."""
 SHOWN: Final = 200
 """Characters of an unexpected response that are shown."""
 T = TypeVar("T")
@@ -76,21 +80,27 @@ async def post_json(
     url: str, body: Any, *, headers: Mapping[str, str], timeout: float, retries: int, backoff: float, source: str
 ) -> Any:
     """The JSON that a service answers. Waits backoff, 2 backoff, 4 backoff ... seconds between tries, or as long as the
-    service asks for. Raises MissingRewardError if the last try times out, RewardServiceError for any other failure."""
+    service asks for; each try has `timeout` seconds from its start to the last byte of the answer. Raises
+    MissingRewardError if the last try times out, RewardServiceError for any other failure."""
     failure: MissingRewardError | RewardServiceError | None = None
     for attempt in range(retries + 1):
         wait = backoff * 2**attempt * random.uniform(0.5, 1.0)
         try:
-            async with httpx.AsyncClient(timeout=timeout, verify=_tls()) as client:
-                reply = await client.post(url, json=body, headers=dict(headers))
-        except httpx.TimeoutException:
+            # httpx's own limit is of each read, and a service may send a byte a second.
+            async with (
+                asyncio.timeout(timeout),
+                httpx.AsyncClient(timeout=timeout, verify=_tls()) as client,
+                client.stream("POST", url, json=body, headers=dict(headers)) as reply,
+            ):
+                text = await _text(reply, source)
+        except (httpx.TimeoutException, TimeoutError):
             failure = MissingRewardError(f"{source} at {url} did not answer within {timeout:g} s, {attempt + 1} times")
         except httpx.HTTPError as error:
             failure = RewardServiceError(f"{source} at {url} cannot be reached: {error!r}; is it running?")
         else:
             if reply.is_success:
-                return _json(reply, source)
-            failure = RewardServiceError(f"{source} at {url} answered {reply.status_code}: {reply.text[:SHOWN]!r}")
+                return _json(text, url, source)
+            failure = RewardServiceError(f"{source} at {url} answered {reply.status_code}: {text[:SHOWN]!r}")
             if reply.status_code not in RETRIED:
                 break
             wait = max(wait, _asked_for(reply))
@@ -100,11 +110,25 @@ async def post_json(
     raise failure
 
 
-def _json(reply: httpx.Response, source: str) -> Any:
+async def _text(reply: httpx.Response, source: str) -> str:
+    """The body, of bounded size however it is compressed."""
+    raw = bytearray()
+    async for part in reply.aiter_raw():
+        raw += part
+        if len(raw) > MOST_BYTES:
+            raise RewardServiceError(f"{source} at {reply.url} answered more than {MOST_BYTES} bytes")
     try:
-        return reply.json()
-    except ValueError:
-        raise RewardServiceError(f"{source} at {reply.url} answered no JSON: {reply.text[:SHOWN]!r}") from None
+        body = await decompress(bytes(raw), reply.headers.get("content-encoding", ""), MOST_BYTES)
+    except CodingError as error:
+        raise RewardServiceError(f"{source} at {reply.url} answered what cannot be read: {error}") from error
+    return body.decode(errors="replace")
+
+
+def _json(text: str, url: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the latter for [[[[...
+        raise RewardServiceError(f"{source} at {url} answered no JSON: {text[:SHOWN]!r}") from None
 
 
 def _asked_for(reply: httpx.Response) -> float:

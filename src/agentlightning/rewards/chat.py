@@ -93,7 +93,7 @@ def last_object(text: str, key: str) -> Mapping[str, Any] | None:
     while place >= 0:
         try:
             value, end = decoder.raw_decode(text, place)
-        except ValueError:
+        except (ValueError, RecursionError):
             end = place + 1
         else:
             if isinstance(value, dict) and key in value:

@@ -108,7 +108,19 @@ class RemoteReward(Portable):
         if batch:
             sending = asyncio.get_running_loop().create_task(self._post(batch))
             queue.sending.add(sending)
-            sending.add_done_callback(queue.sending.discard)
+
+            def finish(task: asyncio.Task[None]) -> None:
+                """Whatever ended the request, nobody waits for it any longer."""
+                queue.sending.discard(task)
+                reason = "it was cancelled" if task.cancelled() else repr(task.exception())
+                for _, answer in batch:
+                    if not answer.done():
+                        failure = RewardServiceError(
+                            f"the request to the reward service at {self.url} failed: {reason}"
+                        )
+                        answer.set_exception(failure)
+
+            sending.add_done_callback(finish)
 
     async def _post(self, batch: list[Waiting]) -> None:
         try:

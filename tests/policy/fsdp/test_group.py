@@ -160,6 +160,29 @@ def test_a_rank_whose_number_is_taken_or_whose_code_differs_is_told_why() -> Non
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("words", [None, b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x08"])
+def test_connections_that_say_nothing_or_something_else_keep_no_rank_waiting(words: bytes | None) -> None:
+    kept: list[Any] = []
+    settings = RanksConfig(processes=2, address="127.0.0.1:1", timeout_seconds=15)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(0.1)
+        for _ in range(5):  # each would hold the others up for HANDSHAKE_SECONDS
+            kept.append(socket.create_connection(listener.getsockname()))
+            if words is not None:
+                kept[-1].sendall(words)
+
+        def join() -> None:
+            for pid in (1, 2):
+                kept.append(connect(listener.getsockname(), b"secret", 5))
+                kept[-1].send(hello(pid=pid))
+
+        playing = pool.submit(join)
+        assert sorted(each.pid for each, _ in _Joining(settings, listener, b"secret", None).run()) == [1, 2]
+        playing.result()
+    for each in kept:
+        each.close()
+
+
 def test_ranks_that_do_not_come_are_counted() -> None:
     with pytest.raises(RankError, match=r"0 of 2 ranks have joined in 0.2 seconds"):
         joining(seconds=0.2)

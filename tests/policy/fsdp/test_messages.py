@@ -10,14 +10,21 @@ import pytest
 import torch
 
 from agentlightning.errors import ConfigError, MissingExtraError, PolicyError, RankError
-from agentlightning.policy.fsdp.messages import Failure, TensorHeader, accept, connect, receive_tensor, send_tensor
+from agentlightning.policy.fsdp.messages import (
+    Failure,
+    TensorHeader,
+    authenticate,
+    connect,
+    receive_tensor,
+    send_tensor,
+)
 
 
 def joined(here: bytes, there: bytes) -> tuple[Connection | None, Connection]:
     """Both ends of a connection over loopback, with the tokens that they know."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(20)
-        accepting = pool.submit(accept, listener, here)
+        accepting = pool.submit(lambda: authenticate(listener.accept()[0], here))
         try:
             connection = connect(listener.getsockname(), there, 5)
         finally:

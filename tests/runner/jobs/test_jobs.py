@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from tests.runner.jobs.cluster import Cluster
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
 from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
-from agentlightning.runner.jobs.manifest import read_template
+from agentlightning.runner.jobs.manifest import agent_container, attempt_job, read_template
 from agentlightning.server.app import Server
 
 pytestmark = pytest.mark.integration
@@ -285,3 +286,41 @@ def test_a_template_whose_result_would_not_be_that_of_one_run_is_refused(tmp_pat
     (tmp_path / "job.yaml").write_text(json.dumps({**TEMPLATE, **change}))
     with pytest.raises(ConfigError, match=message):
         read_template(tmp_path / "job.yaml", (), None, 1.0)
+
+
+def as_kubernetes_expands(value, variables):
+    """What the kubelet makes of a value of `env`: $(NAME) is a variable, where there is one, and $$ is $."""
+    return re.sub(
+        r"\$(?:\$|\((\w+)\))",
+        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        value,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is $(OPENAI_API_KEY)?",
+        "Solve $$x^2$$",
+        "$$(OPENAI_API_KEY)",
+        "costs $5 or $$",
+        "$",
+        "$$$(A)$(OPENAI_API_KEY)",
+    ],
+)
+def test_nothing_in_a_variable_of_an_attempt_is_expanded_by_kubernetes(text):
+    variables = {"AGL_TASK": json.dumps({"question": text}), "AGL_KEY": text}
+    job = attempt_job(
+        TEMPLATE,
+        words=(),
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        labels={},
+        variables=variables,
+        timeout_seconds=None,
+        start_seconds=1.0,
+        owner=None,
+    )
+    env = {each["name"]: each["value"] for each in agent_container(job)["env"]}
+    seen = {name: as_kubernetes_expands(env[name], {"OPENAI_API_KEY": "sk-real"}) for name in variables}
+    assert seen == variables

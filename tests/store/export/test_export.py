@@ -516,3 +516,19 @@ def test_memory_does_not_grow_with_the_store(start_process: Any, tmp_path: Path,
     process = start_process(COPIES, tmp_path, name)
     kilobytes = int(process.communicate(timeout=100)[0])
     assert kilobytes < 40_000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_api_keys_do_not_leave_a_store_in_a_file(
+    store: LightningStoreBase, other: LightningStoreBase, tmp_path: Path, name: str
+) -> None:
+    await store.add_resources(
+        {"main": LLM(endpoint="http://a", model="m", api_key="sk-secret"), "other": LLM(endpoint="http://b", model="n")}
+    )
+    exported = await export_store(store, tmp_path / name)
+    assert exported.keys_left_out == 1
+    body = (tmp_path / name).read_bytes()
+    assert b"sk-secret" not in (gzip.decompress(body) if name.endswith(".gz") else body)
+    kept = await store.get_latest_resources()
+    assert kept is not None
+    assert getattr(kept.resources["main"], "api_key", None) == "sk-secret", "agents still have it"

@@ -1,5 +1,7 @@
 """A run directory continues from any crash."""
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
 
 
 @pytest.fixture
@@ -82,6 +84,27 @@ def test_a_state_file_that_is_broken_is_named(tmp_path):
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ResumeError, match=r"state\.json cannot be read"), closing(RunDir.open(tmp_path)) as run_dir:
         run_dir.read_state()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"step": "seven"}, {"step": None}, {"warnings": []}, {"seconds": "1"}, {"promoted": 3}, {"stages": {}}]
+)
+def test_a_state_with_a_value_of_another_type_is_named(tmp_path, fields):
+    (tmp_path / "state.json").write_text(json.dumps({"run_id": "r1", **fields}))
+    name, value = next(iter(fields.items()))
+    with pytest.raises(ResumeError, match=re.escape(f"{name}={value!r} is no")):
+        read_state(tmp_path)
+
+
+def test_every_state_that_is_written_is_read(tmp_path):
+    kept = {"directory": "c", "step": 1, "version": None}
+    state = RunState(
+        "r1", promoted=kept, seconds=1, best_score=0.5, guard_scores={"start": [None, 0.5]}, resumes=[[1, 2]]
+    )
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(state)
+    run_dir.close()
+    assert read_state(tmp_path / "run") == state
 
 
 def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):

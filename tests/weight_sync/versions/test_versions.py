@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,11 +14,13 @@ import pytest
 
 pytest.importorskip("zstandard", reason="pip install 'agentlightning[weights]'")
 
+import zstandard
 from safetensors.numpy import save_file
 
 from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
 from agentlightning.weight_sync.versions import bucket as buckets
 from agentlightning.weight_sync.versions.bucket import Bucket, WeightStoreError
+from agentlightning.weight_sync.versions.differences import digest
 from agentlightning.weight_sync.versions.publish import WeightPublisher
 from agentlightning.weight_sync.versions.pull import WeightPuller
 
@@ -262,3 +266,117 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(buckets, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"agentlightning\[weights\]"):
         Bucket("memory://x")
+
+
+# -- a bucket that somebody else can write to --------------------------------------------------------------------------
+
+
+def entry(name: str, data: bytes, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "size": len(data), "kind": "whole", "digest": digest(data), **fields}
+
+
+def publish(bucket: Path, version: int, *files: dict[str, Any], **fields: Any) -> Path:
+    folder = bucket / f"{version:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"format": 1, "version": version, "id": f"v{version}", "base": None, "files": files, "stored": 0, **fields}
+    (folder / "manifest.json").write_text(json.dumps(record))
+    return folder
+
+
+NAMES = [
+    "../../victim.txt",
+    "a/../../../victim.txt",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "./a",
+    "a\\..\\b",
+    "C:/a",
+    "a\0b",
+    "/etc/victim",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_names_files_below_the_directory_alone(tmp_path: Path, name: str) -> None:
+    publish(tmp_path / "bucket", 1, entry("model", b"good"), entry(name, b"evil"))
+    (tmp_path / "victim.txt").write_bytes(b"evil")
+    with pytest.raises(WeightStoreError, match="nothing of it was used"):
+        WeightPuller(f"file://{tmp_path}/bucket", tmp_path / "deep" / "host").pull()
+    assert not (tmp_path / "deep").exists()
+
+
+def test_an_absolute_name_writes_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "home" / "authorized_keys"
+    publish(tmp_path / "bucket", 1, entry(str(target), b"evil"))
+    with pytest.raises(WeightStoreError, match="is no path below the directory"):
+        WeightPuller(f"file://{tmp_path}/bucket", tmp_path / "host").pull()
+    assert not target.exists()
+
+
+BASE = b"\x02\0\0\0\0\0\0\0{}" + b"a" * 8
+
+
+def part(begin: int, end: int, **fields: Any) -> dict[str, Any]:
+    return {"name": "header", "begin": begin, "end": end, "digest": digest(BASE[begin:end]), "stored": 0, **fields}
+
+
+def xor(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return entry("m.safetensors", BASE, kind="xor", parts=parts, **fields)
+
+
+DAMAGED: dict[str, dict[str, Any]] = {
+    "a base in a circle": {"files": (), "base": (2, "v2")},
+    "a later base": {"files": (), "base": (3, "v3")},
+    "a base below zero": {"files": (), "base": (-1, "x")},
+    "parts beyond the file": {"files": [xor(part(0, 2 << 30))], "base": (1, "v1")},
+    "parts that leave a gap": {"files": [xor(part(0, 4), part(8, 18))], "base": (1, "v1")},
+    "a part that begins before the file": {"files": [xor(part(-5, 18))], "base": (1, "v1")},
+    "a part that ends before it begins": {"files": [xor(part(0, 18), part(18, 9), part(9, 17))], "base": (1, "v1")},
+    "two files of one name": {"files": [entry("a", b"1"), entry("a", b"2")]},
+    "a file that is a folder of another": {"files": [entry("a", b"1"), entry("a/b", b"2")]},
+}
+
+
+@pytest.mark.parametrize("fields", DAMAGED.values(), ids=DAMAGED)
+def test_a_manifest_that_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    url, host = f"file://{tmp_path}/bucket", tmp_path / "host"
+    publish(tmp_path / "bucket", 1, entry("m.safetensors", BASE)).joinpath("m.safetensors").write_bytes(BASE)
+    WeightPuller(url, host).pull()
+    publish(tmp_path / "bucket", 2, **fields)
+    with pytest.raises(WeightStoreError, match="is damaged"):
+        WeightPuller(url, host).pull()
+    assert contents(host / "version-000001") == {"m.safetensors": BASE}
+    assert not (host / "version-000002").exists()
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    folder = publish(tmp_path / "bucket", 7)
+    folder.rename(folder.with_name("000002"))
+    with pytest.raises(WeightStoreError, match="it is that of a version 7"):
+        WeightPuller(f"file://{tmp_path}/bucket", tmp_path / "host").pull()
+
+
+def test_a_difference_that_unpacks_to_gigabytes_costs_what_the_tensor_costs(tmp_path: Path) -> None:
+    url, host = f"file://{tmp_path}/bucket", tmp_path / "host"
+    publish(tmp_path / "bucket", 1, entry("m.safetensors", BASE)).joinpath("m.safetensors").write_bytes(BASE)
+    WeightPuller(url, host).pull()
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(256 << 20))
+    folder = publish(tmp_path / "bucket", 2, xor(part(0, len(BASE), stored=len(bomb))), base=(1, "v1"))
+    (folder / "m.safetensors.xor").write_bytes(bomb)
+    tracemalloc.start()
+    with pytest.raises(WeightStoreError, match="is not the tensor that was published"):
+        WeightPuller(url, host).pull()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20, "a quarter of what it unpacks to"
+
+
+def test_a_file_that_is_longer_than_its_manifest_says_is_not_read_whole(tmp_path: Path) -> None:
+    folder = publish(tmp_path / "bucket", 1, entry("model", b"good"))
+    (folder / "model").write_bytes(b"good" + bytes(1 << 20))
+    with pytest.raises(WeightStoreError, match="has more than the 4 bytes that it should have"):
+        WeightPuller(f"file://{tmp_path}/bucket", tmp_path / "host").pull()

@@ -34,18 +34,20 @@ def export(
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
     agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for transformers or llama.cpp, or its training rollouts as a data set."""
     output = Output(as_json)
     with errors_reported(output):
-        found = _export(run, to, out or run / "export" / to.value, min_reward, agent, store)
+        keep = out is not None and not overwrite
+        found = _export(run, to, out or run / "export" / to.value, min_reward, agent, store, keep)
         lines = [f"{key}: {value}" for key, value in found.items()]
         output.finish(found, lambda console: console.print(printable("\n".join(lines)), markup=False, highlight=False))
 
 
 def _export(
-    run: Path, to: Form, out: Path, min_reward: float | None, agent: str | None, store: str | None
+    run: Path, to: Form, out: Path, min_reward: float | None, agent: str | None, store: str | None, keep: bool
 ) -> dict[str, Any]:
     from agentlightning.errors import ConfigError
     from agentlightning.store import LightningStore
@@ -62,6 +64,8 @@ def _export(
         weights = export_weights(run, to.value, out)
         return {"path": str(weights.path), "files": list(weights.files), "merged": weights.merged}
     path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
+    if keep and path.exists():
+        raise ConfigError(f"{path} exists; give another --out, or --overwrite")
     opened = None if store is None else LightningStore(store)
     found = export_dataset(run, to.value, path, Selection(min_reward, agent), opened)
     return {

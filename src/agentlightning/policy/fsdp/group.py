@@ -5,6 +5,7 @@ answers. When one of them ends or fails alone, the group is over and the error n
 from __future__ import annotations
 
 import logging
+import queue
 import shutil
 import socket
 import tempfile
@@ -30,7 +31,7 @@ from agentlightning.policy.fsdp.messages import (
     Reply,
     TensorHeader,
     Welcome,
-    accept,
+    authenticate,
     receive_tensor,
 )
 from agentlightning.policy.fsdp.rank import CLOSE
@@ -244,6 +245,7 @@ class _Joining:
     ) -> None:
         self._settings, self._listener, self._token, self._started = settings, listener, token, started
         self._joined: list[tuple[Hello, Connection]] = []
+        self._arrived: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
         self._strangers = 0
 
     def run(self) -> list[tuple[Hello, Connection]]:
@@ -264,7 +266,7 @@ class _Joining:
             if now - begun > self._settings.timeout_seconds:
                 raise RankError(
                     f"{len(self._joined)} of {self._settings.processes} ranks have joined in"
-                    f" {self._settings.timeout_seconds:g} seconds ({self._strangers} connections had another token);"
+                    f" {self._settings.timeout_seconds:g} seconds ({self._strangers} connections had no token or another);"
                     " start the others, or set policy.processes"
                 )
             if now - said > SAY_SECONDS:
@@ -274,9 +276,17 @@ class _Joining:
 
     def _accept_one(self) -> None:
         try:
-            connection = accept(self._listener, self._token)
+            accepted, _ = self._listener.accept()
         except TimeoutError:
-            return
+            pass
+        else:
+            # A thread for each: one that says nothing keeps no other waiting.
+            threading.Thread(target=self._greet, args=(accepted,), daemon=True).start()
+        while not self._arrived.empty():
+            self._admit(*self._arrived.get())
+
+    def _greet(self, accepted: socket.socket) -> None:
+        connection = authenticate(accepted, self._token)
         if connection is None:
             self._strangers += 1
             return
@@ -284,7 +294,12 @@ class _Joining:
             hello = connection.recv()
         except (EOFError, OSError):
             return
+        self._arrived.put((hello, connection))
+
+    def _admit(self, hello: Hello, connection: Connection) -> None:
         assert isinstance(hello, Hello)
+        if _has_ended(connection):
+            return
         if difference := code().difference(hello.code):
             reason = f"it runs {difference}; install the same version on all machines"
             connection.send(Refusal(reason))

@@ -127,9 +127,9 @@ def receive_tensor(connection: Connection, header: TensorHeader) -> Tensor:
     return torch.frombuffer(content, dtype=header.dtype).reshape(header.shape)
 
 
-def accept(listener: socket.socket, token: bytes) -> Connection | None:
-    """The next connection; None for one that does not know the token. Raises TimeoutError of the listener."""
-    accepted, _ = listener.accept()
+def authenticate(accepted: socket.socket, token: bytes) -> Connection | None:
+    """The connection of a peer that has proven that it knows the token; None for another, which may take
+    HANDSHAKE_SECONDS to show."""
     connection = _as_connection(accepted)
     try:
         deliver_challenge(connection, token)

@@ -113,7 +113,9 @@ def attempt_job(
     pod["spec"]["restartPolicy"] = "Never"
     container = agent_container(job)
     given = [each for each in container.get("env", []) if each["name"] not in variables]
-    container["env"] = [*given, *({"name": name, "value": value} for name, value in variables.items())]
+    # Kubernetes expands $(NAME) in values, secrets included, and makes $$ a $.
+    own = ({"name": name, "value": value.replace("$", "$$")} for name, value in variables.items())
+    container["env"] = [*given, *own]
     if words:
         container["command"] = list(words)
         container.pop("args", None)

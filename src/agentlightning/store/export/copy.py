@@ -71,7 +71,7 @@ async def export_store(
     try:
         writer = await _in_thread(_open_writer, part, _suffix(target))
         try:
-            resources = await _export_resources(store, writer)
+            resources, keys = await _export_resources(store, writer)
             rollouts, spans = await _export_rollouts(store, writer, filters, report)
         except BaseException:
             writer.abandon()
@@ -79,7 +79,7 @@ async def export_store(
         size = await _in_thread(_finish, writer, part, target)
     finally:
         part.unlink(missing_ok=True)
-    return Exported(resources, rollouts, spans, size)
+    return Exported(resources, rollouts, spans, size, keys)
 
 
 def _target(path: str | Path, overwrite: bool) -> Path:
@@ -109,20 +109,23 @@ def _finish(writer: Writer, part: Path, target: Path) -> int:
     return part.replace(target).stat().st_size
 
 
-async def _export_resources(store: LightningStoreBase, writer: Writer) -> int:
-    """Export in the order of publication, which is that of the versions, not that in which the store lists them."""
+async def _export_resources(store: LightningStoreBase, writer: Writer) -> tuple[int, int]:
+    """Export in the order of publication, which is that of the versions, not that in which the store lists them. How
+    many, and how many had an API key, which stays behind."""
     versions: list[tuple[int, str]] = []
     after: str | None = None
     while page := await store.query_resources(after=after, limit=BATCH_ROLLOUTS):
         versions += [(update.version, update.resources_id) for update in page]
         after = page[-1].resources_id
-    count = 0
+    count = keys = 0
     for _, resources_id in sorted(versions):
         update = await store.get_resources_by_id(resources_id)
         if update is not None:
-            writer.write([ResourcesRecord(update.resources_id, update.resources)])
-            count += 1
-    return count
+            secret = [name for name, each in update.resources.items() if getattr(each, "api_key", None)]
+            public = {name: update.resources[name].model_copy(update={"api_key": None}) for name in secret}
+            writer.write([ResourcesRecord(update.resources_id, {**update.resources, **public})])
+            count, keys = count + 1, keys + len(secret)
+    return count, keys
 
 
 async def _export_rollouts(

@@ -34,6 +34,8 @@ class Exported:
     spans: int
     bytes: int
     """Size of the file."""
+    keys_left_out: int = 0
+    """Resources whose API key was left out: files are passed on."""
 
 
 @dataclass(frozen=True, slots=True)

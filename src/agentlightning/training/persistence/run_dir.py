@@ -24,7 +24,7 @@ import re
 import shutil
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
 
@@ -219,11 +219,22 @@ def read_state(run_dir: Path) -> RunState:
     path = run_dir / "state.json"
     try:
         state = RunState(**orjson.loads(path.read_bytes()))
+        _check_types(state)
     except (OSError, orjson.JSONDecodeError, TypeError) as error:
         raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
     if state.version != STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
     return state
+
+
+def _check_types(state: RunState) -> None:
+    """Raises TypeError for a field that is no value of its type; what containers hold is not looked at."""
+    others = {"float": "int", "KeptCheckpoint": "dict"}
+    for each in fields(state):
+        value, kinds = getattr(state, each.name), {name.partition("[")[0] for name in str(each.type).split(" | ")}
+        kinds |= {others[kind] for kind in kinds & others.keys()}
+        if ("None" if value is None else type(value).__name__) not in kinds:
+            raise TypeError(f"{each.name}={value!r:.80} is no {each.type}")
 
 
 def is_locked(run_dir: Path) -> bool:

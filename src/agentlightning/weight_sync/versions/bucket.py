@@ -28,6 +28,10 @@ OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az
 """Protocols of stores that need no folders; where one is made in a bucket that does not exist, some make the bucket."""
 
 
+MOST_MANIFEST: Final = 2**25
+"""Bytes of a manifest: so many name 150,000 tensors."""
+
+
 class Bucket:
     """The objects below a URL."""
 
@@ -59,6 +63,13 @@ class Bucket:
         with self._errors(f"read {name}"):
             return bytes(self._files.cat_file(self._path(name), start=begin, end=end))
 
+    def read_at_most(self, name: str, size: int) -> bytes:
+        """An object of at most so many bytes. Raises WeightStoreError for a larger one."""
+        data = self.read(name, 0, size + 1)
+        if len(data) > size:
+            raise WeightStoreError(f"{self.url}/{name} has more than the {size} bytes that it should have")
+        return data
+
     def exists(self, name: str) -> bool:
         with self._errors(f"look for {name}"):
             self._files.invalidate_cache()
@@ -81,16 +92,19 @@ class Bucket:
 
     def versions(self) -> list[int]:
         """The versions that are complete, in order."""
-        numbers = [name for name in self.names() if name.isdigit()]
+        numbers = [name for name in self.names() if name.isascii() and name.isdigit()]
         return [int(name) for name in numbers if self.exists(f"{name}/{MANIFEST}")]
 
     def manifest(self, version: int) -> Manifest:
         """Raises WeightStoreError for one that is missing, damaged or of a newer format."""
-        body = self.read(f"{folder_of(version)}/{MANIFEST}")
+        name = f"{folder_of(version)}/{MANIFEST}"
+        body = self.read_at_most(name, MOST_MANIFEST)
         try:
             found = Manifest.model_validate_json(body)
         except ValidationError as error:
-            raise WeightStoreError(f"{self.url}/{folder_of(version)}/{MANIFEST} is damaged: {error}") from error
+            raise WeightStoreError(f"{self.url}/{name} is damaged, and nothing of it was used: {error}") from error
+        if found.version != version:
+            raise WeightStoreError(f"{self.url}/{name} is damaged: it is that of a version {found.version}")
         if found.format > FORMAT:
             raise WeightStoreError(
                 f"{self.url} has versions of format {found.format}, and this host reads up to {FORMAT}; install the"

@@ -94,7 +94,8 @@ def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
             own = old[part.begin : part.end]
             if part.stored:
                 try:
-                    raw = decompressor.decompress(data[start : start + part.stored], max_output_size=size)
+                    # A frame says itself how large it becomes, and the one-shot call would believe it.
+                    raw = decompressor.stream_reader(data[start : start + part.stored]).read(size + 1)
                 except zstandard.ZstdError as error:
                     target.unlink()
                     raise DamagedDifferenceError(f"{entry.name}: {part.name}: {error}") from error

@@ -148,19 +148,21 @@ class WeightPuller:
     def _file(self, version: int, entry: FileEntry, base: Path | None, target: Path) -> None:
         name = f"{folder_of(version)}/{entry.name}"
         if entry.kind == "xor":
-            data = self._fetch(name + DIFFERENCE)
+            data = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
             if base is None or not (base / entry.name).exists():
                 raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
             apply(base / entry.name, entry, data, target)
             return
         whole = entry.kind == "whole"
-        data = self._fetch(name) if whole else _read(None if base is None else base / entry.name)
+        data = self._fetch(name, entry.size) if whole else _read(None if base is None else base / entry.name)
         if digest(data) != entry.digest:
             raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
         target.write_bytes(data)
 
-    def _fetch(self, name: str) -> bytes:
-        data = self.bucket.read(name)
+    def _fetch(self, name: str, size: int) -> bytes:
+        if not size:
+            return b""  # some stores refuse a range of an empty object
+        data = self.bucket.read_at_most(name, size)
         self._read += len(data)
         return data
 

@@ -1,0 +1,102 @@
+"""Renders Jinja templates that others have written, a model among them: they change nothing, and end.
+
+Values are copied, so that a template cannot rewrite what a reward sees afterwards. A template may run for SECONDS and
+write CHARACTERS: loops are stopped by a trace of the lines of the template, and operations that make a large text of a
+small one (`"x" * 10**9`) are refused by their numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+
+SECONDS: Final = 2.0
+CHARACTERS: Final = 10_000_000
+LARGEST: Final = 1_000_000
+"""The largest number that an operation on texts, or a power, is given."""
+TEMPLATE_FILE: Final = "<template>"
+"""What Jinja calls the code of a template that is not in a file."""
+
+
+class TemplateLimitError(ConfigError):
+    """A template that does not end, or writes too much."""
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """Fill in a Jinja template. Raises jinja2.UndefinedError for a missing value, jinja2.TemplateError for what is no
+    template, TemplateLimitError, and ConfigError for a value that cannot be copied."""
+    try:
+        own = copy.deepcopy(dict(values))
+    except Exception as error:
+        raise ConfigError(f"the values of a Jinja prompt cannot be copied ({error}); give it plain data") from error
+    with bounded():
+        return check_length(_sandbox().from_string(template).render(**own))
+
+
+def format_string(template: str, values: Mapping[str, Any]) -> str:
+    """Fill in an f-string template, without access to private attributes."""
+    from jinja2.sandbox import SandboxedFormatter
+
+    return check_length(SandboxedFormatter(_sandbox()).vformat(template, (), values))
+
+
+def check_length(text: str) -> str:
+    """Raises TemplateLimitError for a text that is too long."""
+    if len(text) > CHARACTERS:
+        raise TemplateLimitError(f"the template writes {len(text)} characters; {CHARACTERS} are the most")
+    return text
+
+
+@contextmanager
+def bounded() -> Generator[None]:
+    """Jinja code that runs in this thread for longer than SECONDS is stopped by a TemplateLimitError."""
+    deadline, before = time.monotonic() + SECONDS, sys.gettrace()
+
+    def trace_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if time.monotonic() > deadline:
+            raise TemplateLimitError(f"the template runs for more than {SECONDS:g} s; look for a loop in it")
+        return trace_line
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        return trace_line if frame.f_code.co_filename == TEMPLATE_FILE else None
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@cache
+def _sandbox() -> Any:
+    from jinja2.exceptions import SecurityError
+    from jinja2.runtime import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def check(*numbers: Any) -> None:
+        for each in numbers:
+            if isinstance(each, int) and abs(each) > LARGEST:
+                raise SecurityError(f"an operation is given {each}, and {LARGEST} is the most")
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
+                check(left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if isinstance(getattr(obj, "__self__", None), str):
+                check(*args, *kwargs.values())
+            return super().call(context, obj, *args, **kwargs)
+
+    return Sandbox(undefined=StrictUndefined)

@@ -1,0 +1,53 @@
+"""The program itself: what a user sees before any verb runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERRUPTED = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["agl", *{arguments!r}]
+from agentlightning.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("agentlightning.cli.main", ["--help"]),
+        ("agentlightning.cli.train", ["--help"]),
+        ("rich.console", ["--help"]),
+        ("agentlightning.training.health.examination", ["doctor", "."]),
+    ],
+)
+def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(module: str, arguments: list[str]) -> None:
+    program = INTERRUPTED.format(module=module, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_export_replaces_no_file_unless_it_is_told_to(invoke, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("notes")
+    for form in ("openai-jsonl", "trl-jsonl", "dpo-jsonl"):
+        refused = invoke("export", str(tmp_path / "run"), "--to", form, "--out", str(mine))
+        assert refused.exit_code == 2
+        assert "--overwrite" in refused.output
+    assert (
+        "exists" not in invoke("export", str(tmp_path), "--to", "trl-jsonl", "--out", str(mine), "--overwrite").output
+    )
+    assert mine.read_text() == "notes", "there is no run to export"
