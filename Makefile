@@ -1,18 +1,18 @@
-# Everything below needs only Python 3.11 to 3.13; the first target that needs it makes .venv.
+# Everything below needs only Python 3.11 or newer (tested with 3.11, 3.12 and 3.13); the first target that needs it makes .venv.
 #   make demo PYTHON=python3.12        another interpreter than python3
 #   make demo TORCH_INDEX=URL          torch from another package index than pip's own
 # On Linux the torch of PyPI brings CUDA libraries (about 5 GB installed). PyTorch's index of CPU builds is
 # https://download.pytorch.org/whl/cpu (about 1 GB).
 PYTHON ?= python3
 TORCH_INDEX ?=
-CHECK_PYTHON = import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python " \
-	"%d.%d, and Python 3.11 to 3.13 is needed; run: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)
+CHECK_PYTHON = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("error: $(PYTHON) is Python " \
+	"%d.%d, and Python 3.11 or newer is needed; run: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integration test-slow test-chaos lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
+.PHONY: help demo test test-integration test-slow test-chaos test-pythons lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ test-slow: $(STAMP)  ## Run the slow tests
 
 test-chaos: $(STAMP)  ## Run the tests that kill processes and fill disks
 	$(BIN)/pytest -m chaos --timeout 900
+
+test-pythons: $(STAMP)  ## Run tests that need no torch on the other Pythons that this machine has
+	tests/pythons.sh
 
 lint: $(STAMP)  ## Check style and formatting
 	$(BIN)/ruff check src tests tools benchmarks examples

@@ -21,7 +21,7 @@ def test_an_interpreter_that_is_too_old_is_named_before_anything_is_installed(tm
     old.chmod(0o755)
     done = make(tmp_path, "demo", f"PYTHON={old}")
     assert done.returncode == 2
-    assert f"{old} is Python 3.10, and Python 3.11 to 3.13 is needed; run: make PYTHON=python3.12 demo" in done.stderr
+    assert f"{old} is Python 3.10, and Python 3.11 or newer is needed; run: make PYTHON=python3.12 demo" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 

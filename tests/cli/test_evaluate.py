@@ -71,6 +71,40 @@ def test_bounds_reach_the_interval_and_the_file(job: list[str]) -> None:
     assert json.loads(Path("first.json").read_text())["bounds"] == [0, 100]
 
 
+TASK_OF_THE_ENVIRONMENT = """
+import json, os, urllib.request
+class ChatAgent:
+    async def run(self):
+        value = float(os.environ["QUESTION"] == os.environ["ANSWER"])
+        body = json.dumps({"event_type": "reward", "data": {"value": value}}).encode()
+        headers = {"Authorization": "Bearer " + os.environ["AGL_KEY"], "Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(os.environ["AGL_EVENT_URL"], body, headers)).close()
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_that_reads_its_task_from_the_environment_is_measured(job: list[str]) -> None:
+    Path("chat_agent.py").write_text(TASK_OF_THE_ENVIRONMENT)
+    Path("pairs.jsonl").write_text("".join(json.dumps({"q": n, "a": n % 2}) + "\n" for n in range(4)))
+    env = 'runner.env={QUESTION = "q", ANSWER = "a"}'
+    found = run("--agent", "chat_agent.py:ChatAgent", "--dataset", "pairs.jsonl", env)
+    assert (found["reward"], found["missing_rollouts"]) == (0.5, 0)
+
+
+@pytest.mark.slow
+def test_settings_of_the_runner_reach_the_agent(job: list[str]) -> None:
+    Path("slow.py").write_text("import time\ndef solve(task):\n    time.sleep(task['n'])\n    return 1.0\n")
+    Path("two.jsonl").write_text('{"n": 0}\n{"n": 30}\n')
+    options = ["runner.timeout_seconds=0.5", "runner.max_attempts=1", "runner.max_failed_share=1.0"]
+    found = run("--agent", "slow.py:solve", "--dataset", "two.jsonl", *options)
+    assert (found["measured"], found["reasons"]) == (1, {"failed": 1})
+
+
+def test_an_environment_brings_its_tasks_and_is_refused_by_name_where_it_is_unknown(job: list[str]) -> None:
+    assert "is no address of an environment" in run("--env", "nothing:here", status=2)["error"]["message"]
+    assert "--env" in run(status=2)["error"]["message"]
+
+
 def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     found = run("--agent", "agent.py:solve", *job, "--trained-on", "tasks.jsonl", status=2)
     assert "10 evaluation tasks are training tasks, too: rows 1 (= 1), 2 (= 2)" in found["error"]["message"]
@@ -81,6 +115,8 @@ def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     [
         (["--failed", "highest"], "failed='highest' is not"),
         (["--bounds", "1", "0"], "bounds=(1.0, 0.0) are not the lowest and the highest"),
+        (["algorithm.steps=3"], "algorithm.steps=3 is no setting of an evaluation"),
+        (["runner.timeout=3"], "runner.timeout"),
         (["--slice", "colour"], "no task has a field 'colour' to slice by"),
         (["--compare", "missing.json"], "no evaluation can be read from missing.json"),
     ],

@@ -56,6 +56,27 @@ async def test_completions_hold_them_for_each_prompt(serve, streams):
     assert drawn == {0: [*b"one", 258], 1: [*b"two", 258]}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("prompt", [[97], [[97], [98, 99]], ["a", [98]]])
+async def test_completions_of_token_ids_hold_token_ids_unasked(serve, streams, prompt):
+    service = await serve(["one", "two"])
+    client = await service.client()
+    reply = await client.completions.create(model="scripted", prompt=prompt, stream=streams)
+    drawn: dict[int, list[int]] = {}
+    for part in [chunk async for chunk in reply] if streams else [reply]:
+        for choice in part.choices:
+            drawn.setdefault(choice.index, []).extend(choice.token_ids)
+    assert list(drawn.values()) == [[*b"one", 258], [*b"two", 258]][: len(drawn)]
+
+
+@pytest.mark.parametrize(("prompt", "options"), [("a", {}), ([97], {"extra_body": {"return_token_ids": False}})])
+async def test_others_get_none(serve, prompt, options):
+    service = await serve(["one"])
+    client = await service.client()
+    reply = await client.completions.create(model="scripted", prompt=prompt, **options)
+    assert not hasattr(reply.choices[0], "token_ids")
+
+
 async def test_a_caller_that_hangs_up_frees_the_engine_within_a_step(serve_tiny):
     service = await serve_tiny()
     generator = service.engine._generator

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.options import Agent, Dataset, Json, Reward
+from agentlightning.cli.options import Agent, Dataset, Environment, Json, Reward
 from agentlightning.cli.output import Output, errors_reported
 
 
@@ -16,9 +17,11 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
+    settings: Annotated[list[str] | None, typer.Argument(help="runner.key=value ...", show_default=False)] = None,
     agent: Agent = None,
     reward: Reward = None,
     dataset: Dataset = None,
+    env: Environment = None,
     model: Annotated[str | None, typer.Option(help="A directory that transformers loads.")] = None,
     run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
@@ -49,33 +52,52 @@ def evaluate(
     trained_on: Annotated[
         str | None, typer.Option(help="Tasks that the agent has learned from: none may be evaluated.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts to run at the same time.")] = 64,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts to run at the same time (default: 64).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure an agent: its mean reward on tasks, with a 95% confidence interval."""
+    """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
+
+    Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}'.
+    With --run, they are those of the run.
+    """
     output = Output(as_json)
     with errors_reported(output):
         from agentlightning.algorithms import make_algorithm
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
+        from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
         from agentlightning.training.persistence.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
+        from agentlightning.util.settings import load_settings
 
+        if others := [each for each in settings or [] if not each.startswith("runner.")]:
+            raise ConfigError(
+                f"{others[0]} is no setting of an evaluation; it takes those of the runner, runner.key=value"
+            )
+        shortcuts = {"env": env, "agent": agent, "reward": reward}
+        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+        changes = [*given, *(settings or [])]
         weights = _weights(reward_weights)
-        if run is not None:
-            known = settings_of_run(run)
-            agent, reward = agent or known.agent, reward or known.reward
+        if run is None:
+            known = load_settings(TrainConfig, overrides=changes)
+            dataset = dataset or (str(known.data.train) if env else None)
+        else:
+            known = settings_of_run(run, changes)
             dataset = dataset or str(run / "data" / "held_out.jsonl")
             model = model or str(run / "checkpoint")
             weights = weights or make_algorithm(known.algorithm).reward_weights
-        if agent is None or dataset is None:
-            raise ConfigError("agl eval needs --agent and --dataset, or --run RUN_DIR")
+        if known.agent is None or dataset is None:
+            raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
         result = measure(
-            agent,
+            known.agent,
             dataset,
             model=model,
-            reward=reward,
+            reward=known.reward,
+            # A run may have been served by runners elsewhere; an evaluation has its own.
+            runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
             mode="sampled" if sampled else "greedy",
             limit=limit,
             reward_weights=weights,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
 from agentlightning.cli.formatting.training_report import print_result
-from agentlightning.cli.options import Agent, Dataset, Json, Model, Reward, Token
+from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, Token
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.viewing.live import LiveProgress
 
@@ -33,10 +33,7 @@ def train(
     agent: Agent = None,
     reward: Reward = None,
     dataset: Dataset = None,
-    env: Annotated[
-        str | None,
-        typer.Option(help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),
-    ] = None,
+    env: Environment = None,
     model: Model = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,

@@ -55,13 +55,16 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
     data = read_json(body)
     reject_unsupported(data, _UNSUPPORTED)
     common.include_usage(data)
-    token_ids = bool(optional(data, "return_token_ids", bool))
+    prompts = _prompts(data.get("prompt"))
+    asked = optional(data, "return_token_ids", bool)
+    # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
+    token_ids = any(isinstance(each, list) for each in prompts) if asked is None else asked
     logprobs = None if data.get("logprobs") is False else data.get("logprobs")
     top = top_logprobs(data, "logprobs") if logprobs is not None else 0
     base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
     return Request(
         model=optional(data, "model", str),
-        prompts=_prompts(data.get("prompt")),
+        prompts=prompts,
         params=sampling_params(data, OPENAI_PARAMS, base, "the request"),
         n=integer(data, "n", 1, 128) or 1,
         stream=bool(optional(data, "stream", bool)),

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs the tests that need no torch on each Python, from 3.11 on, that this machine has beside that of .venv. Each gets an
+# environment of its own in .peers/python-VERSION.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TESTS=(tests/assemble tests/credit tests/evaluation tests/ingest tests/recording tests/store tests/tracing tests/util)
+PACKAGES=(pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis psutil openai grimp joblib
+    'opentelemetry-exporter-otlp-proto-http>=1.39,<2')
+
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+seen=" $(version .venv/bin/python) "
+for python in python3.{11..19} "${HOME:-/root}"/.pyenv/versions/3.*/bin/python; do
+    found=$(version "$python") || continue
+    [[ "$seen" == *" $found "* || "${found#3.}" -lt 11 ]] && continue
+    seen+="$found "
+    place=.peers/python-$found
+    if [ ! -e "$place/.installed" ] || [ pyproject.toml -nt "$place/.installed" ]; then
+        test -x "$place/bin/python" || "$python" -m venv "$place"
+        "$place/bin/pip" install --quiet --disable-pip-version-check -e '.[kubernetes,parquet,postgres,weights]' "${PACKAGES[@]}"
+        touch "$place/.installed"
+    fi
+    echo "Python $found"
+    "$place/bin/pytest" -q -n 2 "${TESTS[@]}"
+done
+echo "tested beside the Python of .venv:${seen#* }"
