@@ -43,6 +43,8 @@ class _Memory:
     turns: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
     providers: dict[str, str] = field(default_factory=dict[str, str])
     """Id of a reply that its provider stores -> the provider's name."""
+    pending: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Id of a reply that its provider works on in the background -> the call, for the record of its end."""
     size: int = 0
 
 
@@ -134,15 +136,23 @@ class ResponseStore:
         self.size += grown
         self._evict()
 
-    def note_provider(self, attempt: Attempt, response_id: str, provider: str) -> None:
-        """Note that a forwarded reply is stored by its provider."""
+    def note_provider(self, attempt: Attempt, response_id: str, provider: str, pending: Any = None) -> None:
+        """Note that a forwarded reply is stored by its provider; `pending` is its call, if it is not complete."""
         memory = self._attempts.setdefault(attempt, _Memory())
         self._attempts.move_to_end(attempt)
-        if response_id not in memory.providers:
-            memory.size += len(response_id) + _ENTRY_BYTES
-            self.size += len(response_id) + _ENTRY_BYTES
+        grown = len(response_id) + _ENTRY_BYTES if response_id not in memory.providers else 0
+        if pending is not None and response_id not in memory.pending:
+            memory.pending[response_id] = pending
+            grown += len(orjson.dumps(pending.data))
+        memory.size += grown
+        self.size += grown
         memory.providers[response_id] = provider
         self._evict()
+
+    def take_pending(self, attempt: Attempt, response_id: str) -> Any:
+        """The call whose reply was not complete, once; None if there is none."""
+        memory = self._attempts.get(attempt)
+        return memory.pending.pop(response_id, None) if memory else None
 
     def provider_of(self, attempt: Attempt, response_id: str) -> str | None:
         """The name of the provider that stores a reply to this attempt; None if it is not known."""

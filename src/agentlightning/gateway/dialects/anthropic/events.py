@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
 from agentlightning.gateway.dialects.provider_events import (
-    FINISH_REASONS,
     BlockDone,
     Emit,
     Finish,
+    HostedCall,
     Json,
     ProviderFailure,
     ReasoningDelta,
@@ -24,13 +24,14 @@ from agentlightning.gateway.dialects.provider_events import (
 )
 from agentlightning.gateway.dialects.sse import loads
 
+_OWN: Final = ("text", "thinking", "redacted_thinking", "tool_use")
+"""Types of the blocks that the model writes; hosted tools write the others."""
+
 
 class MessagesEvents:
     """Reader of one answer."""
 
-    def __init__(self, with_blocks: bool = False) -> None:
-        """`with_blocks`: also assemble each content block as its provider wrote it."""
-        self._with_blocks = with_blocks
+    def __init__(self) -> None:
         self._usage = Usage()
         self._blocks: dict[Any, Json] = {}
         """Content blocks that are not complete, by their index."""
@@ -63,7 +64,7 @@ class MessagesEvents:
 
     def _finish(self, message: Json, usage: Any, emit: Emit, whole: bool = False) -> None:
         reason, stop = message.get("stop_reason"), message.get("stop_sequence")
-        reason = FINISH_REASONS.get(reason, reason) if isinstance(reason, str) and reason else None
+        reason = reason if isinstance(reason, str) and reason else None
         if reason or whole:
             emit(Finish(reason, stop if isinstance(stop, str) else None))
         if usage:
@@ -96,27 +97,27 @@ class MessagesEvents:
                 self._blocks[place]["signature"] = delta["signature"]
             case "input_json_delta":
                 self._extend(place, "partial_json", delta)
-                emit(ToolCallFragment(place, None, None, delta["partial_json"]))
+                if self._blocks[place].get("type") == "tool_use":
+                    emit(ToolCallFragment(place, None, None, delta["partial_json"]))
             case _:
                 pass
 
     def _extend(self, place: Any, name: str, delta: Json) -> None:
-        if self._with_blocks:
-            self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+        self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
 
     def _end(self, place: Any, emit: Emit) -> None:
         block = self._blocks.pop(place)
         if block.get("type") == "tool_use":
             emit(ToolCallDone(place))
-        if self._with_blocks and (whole := self._joined(place, block)) is not None:
-            emit(BlockDone(whole))
+        if (whole := self._joined(place, block)) is not None:
+            emit(BlockDone(whole) if block.get("type") in _OWN else HostedCall(whole))
 
     def _joined(self, place: Any, block: Json) -> Json | None:
         """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
         texts = {name: "".join(deltas) for name, deltas in self._deltas.pop(place, {}).items()}
         arguments = texts.pop("partial_json", "")
         block |= {name: block.get(name, "") + text for name, text in texts.items()}
-        if block.get("type") == "tool_use" and arguments:
+        if arguments:
             try:
                 block["input"] = loads(arguments.encode())
             except ValueError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agentlightning.gateway.dialects.provider_events import (
-    FINISH_REASONS,
     BlockDone,
     Emit,
     Finish,
+    HostedCall,
     Json,
     ProviderFailure,
     ReasoningDelta,
@@ -28,11 +28,15 @@ LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.fai
 """Types of the events that end a stream; each repeats the whole response."""
 
 
+_CALLS: Final = ("function_call", "custom_tool_call")
+_OWN: Final = (*_CALLS, "message", "reasoning")
+"""Types of the items that the model writes; hosted tools write the others."""
+
+
 class ResponsesEvents:
     """Reader of one answer. Items that were streamed are not read again where the last event repeats them."""
 
-    def __init__(self, with_blocks: bool = False) -> None:
-        self._with_blocks = with_blocks
+    def __init__(self) -> None:
         self._streamed: set[Any] = set()
         """Output indexes of the items that were read, and ids of those that came in deltas."""
         self._started: set[Any] = set()
@@ -59,9 +63,9 @@ class ResponsesEvents:
                 self._response(response, kind is None or kind in LAST_EVENTS, emit)
 
     def _start_call(self, place: Any, item: Json, emit: Emit) -> None:
-        if item.get("type") == "function_call":
+        if item.get("type") in _CALLS:
             self._started.add(place)
-            emit(ToolCallFragment(place, item.get("call_id"), item.get("name"), item.get("arguments")))
+            emit(_fragment(place, item))
 
     def _response(self, response: Json, whole: bool, emit: Emit) -> None:
         emit(ResponseStart(response.get("id"), response.get("model")))
@@ -73,13 +77,12 @@ class ResponsesEvents:
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:
                 self._item(place, item, emit)
-        if response.get("status") == "failed":
+        status = response.get("status") or "completed"
+        if status == "failed":
             emit(ProviderFailure(str((response.get("error") or {}).get("message"))))
-        reason = (response.get("incomplete_details") or {}).get("reason")
-        if isinstance(reason, str) and reason:
-            emit(Finish(FINISH_REASONS.get(reason, reason)))
-        else:
-            emit(Finish("tool_calls" if any(item.get("type") == "function_call" for item in items) else "stop"))
+        reason = (response.get("incomplete_details") or {}).get("reason") or status
+        called = reason == "completed" and any(item.get("type") in _CALLS for item in items)
+        emit(Finish("tool_calls" if called else str(reason)))
 
     def _item(self, place: Any, item: Json, emit: Emit) -> None:
         """A complete item, of which nothing is read twice."""
@@ -88,14 +91,17 @@ class ResponsesEvents:
             self._streamed.add(place)
             for part in item.get("content") or item.get("summary") or ():
                 _part(kind, part, emit)
-            if kind == "function_call":
-                started = place in self._started
-                call_id, name = (None, None) if started else (item.get("call_id"), item.get("name"))
-                emit(ToolCallFragment(place, call_id, name, item.get("arguments")))
-        if kind == "function_call":
+            if kind in _CALLS:
+                emit(_fragment(place, item | {"call_id": None, "name": None} if place in self._started else item))
+        if kind in _CALLS:
             emit(ToolCallDone(place))
-        if self._with_blocks:
-            emit(BlockDone(item))
+        emit(BlockDone(item) if kind in _OWN else HostedCall(item))
+
+
+def _fragment(place: Any, item: Json) -> ToolCallFragment:
+    is_custom = item["type"] == "custom_tool_call"
+    arguments = item.get("input" if is_custom else "arguments")
+    return ToolCallFragment(place, item.get("call_id"), item.get("name"), arguments, is_custom=is_custom)
 
 
 def responses_usage(usage: Json) -> Usage:
@@ -120,8 +126,8 @@ def _delta(kind: str, place: Any, data: Json, emit: Emit) -> None:
         case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
             if isinstance(text, str) and text:
                 emit(ReasoningDelta(text))
-        case "response.function_call_arguments.delta":
-            emit(ToolCallFragment(place, None, None, text))
+        case "response.function_call_arguments.delta" | "response.custom_tool_call_input.delta":
+            emit(ToolCallFragment(place, None, None, text, is_custom="custom" in kind))
         case _:
             pass
 
