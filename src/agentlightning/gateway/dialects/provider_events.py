@@ -169,6 +169,12 @@ ProviderEvent = (
 Emit = Callable[[ProviderEvent], None]
 
 
+def emit_text(kind: type[TextDelta | ReasoningDelta | RefusalDelta], text: Any, emit: Emit, choice: int = 0) -> None:
+    """Emit a text, if it is one."""
+    if isinstance(text, str) and text:
+        emit(kind(text, choice))
+
+
 def counted(*counts: Any) -> Usage:
     """Usage with everything that is no positive number as 0."""
     return Usage(*(count if isinstance(count, int) and count > 0 else 0 for count in counts))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
+from msgspec import structs
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
@@ -17,6 +20,7 @@ from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward, run_to_completion
@@ -142,15 +146,17 @@ class ForwardingService:
         the call, with the answer, its usage and its cost. Raises StoreError."""
         if (call := self._response_store.take_pending(attempt, response_id)) is None:
             return
-        pool, forward = call.route.servers, call.with_end(body)
-        usage = forward.response.usage or Usage()
-        price = call.route.price or pool.provider.price
+        ended = replace(call, caller=structs.replace(call.caller, parent_id=call.span_id))
+        with suppress(ValueError):
+            ended.response.read(loads(body))
+        pool, usage, price = call.route.servers, ended.response.usage or Usage(), call.route.price
+        price = price or pool.provider.price
         used = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         is_recorded = False
         try:
-            if forward.response.choices and not forward.response.is_pending:
-                await run_to_completion(self.record(forward.spans(used, time.time())))
+            if ended.response.choices and not ended.response.is_pending:
+                await run_to_completion(self.record(ended.spans(used, time.time())))
                 is_recorded = True
         finally:
             if not is_recorded:

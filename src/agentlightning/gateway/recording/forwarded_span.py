@@ -10,15 +10,11 @@ import asyncio
 import time
 from array import array
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from msgspec import structs
-
 from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
-from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.otel_messages import (
     OPERATIONS,
@@ -84,15 +80,6 @@ class ForwardedExchange:
         self.span_id = spans[0].span_id
         return spans
 
-    def with_end(self, body: bytes) -> ForwardedExchange:
-        """The same request with a response that came later, for a span below this one's."""
-        caller = structs.replace(self.caller, parent_id=self.span_id)
-        request = (self.data, self.headers, self.trace_id, self.forced, self.started)
-        ended = ForwardedExchange(self.path, self.route, caller, *request)
-        with suppress(ValueError):
-            ended.response.read(loads(body))
-        return ended
-
     def _status(self, choice: ProviderAnswer, attributes: Json) -> tuple[str, str | None]:
         """(status, message) of the span of a choice. What is not finished is a failure, unless polls will bring the
         answer: then the span is no model call, since theirs will be."""
@@ -100,7 +87,7 @@ class ForwardedExchange:
             return "ERROR", self._redacted(self.response.error)
         if choice.is_finished or self.path == "embeddings":
             return "OK", None
-        if choice.is_pending:
+        if self.response.is_pending:
             attributes[names.OPERATION_NAME] = BACKGROUND
             return "UNSET", None
         attributes[names.ERROR_TYPE] = UNFINISHED

@@ -112,11 +112,9 @@ def chat_message(message: Json) -> Part:
         parts.append({"type": "reasoning", "content": thought})
     parts += _parts(message.get("content"))
     for call in _objects(message.get("tool_calls")):
-        function, custom = call.get("function"), call.get("custom")
+        function = call.get("function") or call.get("custom")
         if isinstance(function, dict):
-            parts.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-        elif isinstance(custom, dict):
-            parts.append(_custom_call(call.get("id"), custom))
+            parts.append(_call(call.get("id"), function))
     shown = {"role": "system" if role == "developer" else role, "parts": parts}
     return shown | {"name": message["name"]} if "name" in message else shown
 
@@ -151,10 +149,8 @@ def _response_items(data: Json, index: int) -> list[Part]:
 
 def _item(item: Json) -> Part:
     kind = item.get("type", "message")
-    if kind == "function_call":
-        return {"role": "assistant", "parts": [tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))]}
-    if kind == "custom_tool_call":
-        return {"role": "assistant", "parts": [_custom_call(item.get("call_id"), item)]}
+    if kind in ("function_call", "custom_tool_call"):
+        return {"role": "assistant", "parts": [_call(item.get("call_id"), item)]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         answer = {"type": "tool_call_response", "id": item.get("call_id"), "response": item.get("output")}
         return {"role": "tool", "parts": [answer]}
@@ -184,9 +180,10 @@ def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
 
 
-def _custom_call(call_id: Any, call: Json) -> Part:
-    """A call of a custom tool, as of a function with one argument."""
-    return tool_call(call_id, call.get("name"), {CUSTOM_INPUT: call.get("input")})
+def _call(call_id: Any, call: Json) -> Part:
+    """A call of a function, or of a custom tool as of a function with one argument."""
+    given = {CUSTOM_INPUT: call["input"]} if "input" in call else call.get("arguments")
+    return tool_call(call_id, call.get("name"), given)
 
 
 def _user(text: str) -> Part:

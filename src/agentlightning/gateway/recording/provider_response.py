@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import msgspec
 import orjson
@@ -25,7 +25,7 @@ from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.events import MessagesEvents, messages_usage
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import CHAT_TURN, needs_echo
 from agentlightning.gateway.dialects.openai.chat_events import ChatEvents, chat_usage
-from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents, responses_usage
+from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents
 from agentlightning.gateway.dialects.output import (
     OutputEvent,
     ReasoningDelta,
@@ -43,7 +43,6 @@ from agentlightning.gateway.dialects.provider_events import (
     MALFORMED,
     PENDING,
     BlockDone,
-    Emit,
     Finish,
     HostedCall,
     Json,
@@ -130,40 +129,40 @@ class ProviderAnswer:
     """What the ids of tool calls without an id of their own start with; "": they get none."""
     provider: str = ""
     """Its name, for what it wants back."""
-    content: str = field(default="", init=False)
+    content: str = ""
     """Complete once `take_new(done=True)` was called; so is `reasoning`."""
-    reasoning: str = field(default="", init=False)
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall], init=False)
-    is_refusal: bool = field(default=False, init=False)
-    num_tokens: int = field(default=0, init=False)
-    prompt_token_ids: list[int] = field(default_factory=list[int], init=False)
-    token_ids: list[int] = field(default_factory=list[int], init=False)
-    logprobs: list[float] = field(default_factory=list[float], init=False)
-    prefill: str = field(default="", init=False)
-    is_constrained: bool = field(default=False, init=False)
-    stops_after_tool_call: bool = field(default=False, init=False)
-    protocol_error: str = field(default="", init=False)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    is_refusal: bool = False
+    num_tokens: int = 0
+    prompt_token_ids: list[int] = field(default_factory=list[int])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    prefill: str = ""
+    is_constrained: bool = False
+    stops_after_tool_call: bool = False
+    protocol_error: str = ""
     """What the provider did that the caller's dialect cannot express any more."""
-    blocks: list[Json] = field(default_factory=list[Json], init=False)
+    blocks: list[Json] = field(default_factory=list[Json])
     """The content blocks or items as the provider wrote them, where the format has any."""
-    extra_attributes: Json = field(default_factory=dict[str, Any], init=False)
+    extra_attributes: Json = field(default_factory=dict[str, Any])
     """Attributes of its span beside those read from the response."""
-    given_reason: str | None = field(default=None, init=False)
+    given_reason: str | None = None
     """Why it ended, in the provider's words."""
-    _stop_string: str | None = field(default=None, init=False)
+    _stop_string: str | None = None
     """The stop string that ended it, according to its provider."""
     _stop: StopFilter = field(init=False)
     _waiting: deque[tuple[OutputEvent | HostedCall | _PartialToolCall, list[Json]]] = field(
-        default_factory=deque[tuple[OutputEvent | HostedCall | _PartialToolCall, list[Json]]], init=False
+        default_factory=deque[tuple[OutputEvent | HostedCall | _PartialToolCall, list[Json]]]
     )
     """What was not taken yet, with the log-probabilities of its tokens."""
-    _calls: list[_PartialToolCall] = field(default_factory=list[_PartialToolCall], init=False)
-    _taken: list[OutputEvent | HostedCall] = field(default_factory=list[OutputEvent | HostedCall], init=False)
-    _entries: list[Json] = field(default_factory=list[Json], init=False)
+    _calls: list[_PartialToolCall] = field(default_factory=list[_PartialToolCall])
+    _taken: list[OutputEvent | HostedCall] = field(default_factory=list[OutputEvent | HostedCall])
+    _entries: list[Json] = field(default_factory=list[Json])
     """Log-probabilities of all tokens."""
-    _pending_entries: list[Json] = field(default_factory=list[Json], init=False)
+    _pending_entries: list[Json] = field(default_factory=list[Json])
     """Log-probabilities that belong to no event yet."""
-    _event_entries: deque[list[Json]] = field(default_factory=deque[list[Json]], init=False)
+    _event_entries: deque[list[Json]] = field(default_factory=deque[list[Json]])
     """Log-probabilities of each event that was taken and is not written yet."""
 
     def __post_init__(self) -> None:
@@ -341,11 +340,6 @@ class ProviderAnswer:
         return self.is_stopped or finished_reason(self.given_reason) is not None
 
     @property
-    def is_pending(self) -> bool:
-        """Whether the provider works on it in the background."""
-        return self.given_reason in PENDING
-
-    @property
     def message(self) -> Message:
         return assistant_message(self.content, self.reasoning, self.tool_calls)
 
@@ -439,15 +433,7 @@ def _token(given: Json) -> Json:
     return {"token": text, "logprob": given["logprob"], "bytes": list(text.encode()) if known is None else known}
 
 
-class EventReader(Protocol):
-    """Reads one answer of one wire format."""
-
-    def read(self, data: Json, emit: Emit) -> None:
-        """Emit the events of a whole answer or of one stream event."""
-        ...
-
-
-_READERS: Final[Mapping[str, Callable[[], EventReader]]] = {
+_READERS: Final[Mapping[str, type[ChatEvents | ResponsesEvents | MessagesEvents]]] = {
     "chat/completions": ChatEvents,
     "completions": ChatEvents,
     "embeddings": ChatEvents,
@@ -468,15 +454,16 @@ class ProviderResponse:
     prompt_token_ids: list[int] | None = None
     error: str | None = None
     """What the provider reported as an error, possibly in the middle of a stream."""
-    _reader: EventReader | None = field(default=None, init=False)
+    _reader: ChatEvents | ResponsesEvents | MessagesEvents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reader = _READERS[self.path]()
 
     def read(self, data: Any) -> list[ProviderEvent]:
         """Add a whole answer or one stream event, and return its events. What is malformed is skipped."""
         events: list[ProviderEvent] = []
         if not isinstance(data, dict):
             return events
-        if self._reader is None:
-            self._reader = _READERS[self.path]()
         with suppress(*MALFORMED):
             self._reader.read(cast("Json", data), events.append)
         for event in events:
@@ -495,7 +482,7 @@ class ProviderResponse:
     @property
     def is_pending(self) -> bool:
         """Whether the provider works on it in the background, so that polls bring the answer."""
-        return any(choice.is_pending for choice in self.choices.values())
+        return any(choice.given_reason in PENDING for choice in self.choices.values())
 
     def _add(self, event: ProviderEvent) -> None:
         match event:
@@ -518,7 +505,7 @@ _USAGES: Final[Mapping[str, Callable[[Json], Usage]]] = {
     "chat/completions": chat_usage,
     "completions": chat_usage,
     "embeddings": chat_usage,
-    "responses": responses_usage,
+    "responses": chat_usage,
     "messages": messages_usage,
 }
 

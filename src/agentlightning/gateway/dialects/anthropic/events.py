@@ -21,11 +21,16 @@ from agentlightning.gateway.dialects.provider_events import (
     Usage,
     UsageReport,
     counted,
+    emit_text,
 )
 from agentlightning.gateway.dialects.sse import loads
 
 _OWN: Final = ("text", "thinking", "redacted_thinking", "tool_use")
 """Types of the blocks that the model writes; hosted tools write the others."""
+
+
+_TEXTS: Final = {"text": TextDelta, "thinking": ReasoningDelta}
+"""Type of a block and its field -> the event with its text."""
 
 
 class MessagesEvents:
@@ -75,32 +80,23 @@ class MessagesEvents:
 
     def _start(self, place: Any, block: Json, emit: Emit) -> None:
         self._blocks[place] = dict(block)
-        match block.get("type"):
-            case "text":
-                _text(block.get("text"), emit)
-            case "thinking":
-                _thought(block.get("thinking"), emit)
-            case "tool_use":
-                emit(ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None))
-            case _:
-                pass
+        kind = block.get("type")
+        if kind in _TEXTS:
+            emit_text(_TEXTS[kind], block.get(kind), emit)
+        elif kind == "tool_use":
+            emit(ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None))
 
     def _delta(self, place: Any, delta: Json, emit: Emit) -> None:
-        match delta.get("type"):
-            case "text_delta":
-                self._extend(place, "text", delta)
-                _text(delta.get("text"), emit)
-            case "thinking_delta":
-                self._extend(place, "thinking", delta)
-                _thought(delta.get("thinking"), emit)
-            case "signature_delta":
-                self._blocks[place]["signature"] = delta["signature"]
-            case "input_json_delta":
-                self._extend(place, "partial_json", delta)
-                if self._blocks[place].get("type") == "tool_use":
-                    emit(ToolCallFragment(place, None, None, delta["partial_json"]))
-            case _:
-                pass
+        kind = str(delta.get("type")).removesuffix("_delta")
+        if kind in _TEXTS:
+            self._extend(place, kind, delta)
+            emit_text(_TEXTS[kind], delta.get(kind), emit)
+        elif kind == "signature":
+            self._blocks[place][kind] = delta[kind]
+        elif kind == "input_json":
+            self._extend(place, "partial_json", delta)
+            if self._blocks[place].get("type") == "tool_use":
+                emit(ToolCallFragment(place, None, None, delta["partial_json"]))
 
     def _extend(self, place: Any, name: str, delta: Json) -> None:
         self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
@@ -136,13 +132,3 @@ def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008
     if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
         hour = before.written_hour_tokens
     return counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
-
-
-def _text(text: Any, emit: Emit) -> None:
-    if isinstance(text, str) and text:
-        emit(TextDelta(text))
-
-
-def _thought(text: Any, emit: Emit) -> None:
-    if isinstance(text, str) and text:
-        emit(ReasoningDelta(text))

@@ -16,6 +16,7 @@ from agentlightning.gateway.dialects.provider_events import (
     Emit,
     Finish,
     Json,
+    ProviderEvent,
     ProviderFailure,
     ReasoningDelta,
     RefusalDelta,
@@ -26,6 +27,7 @@ from agentlightning.gateway.dialects.provider_events import (
     Usage,
     UsageReport,
     counted,
+    emit_text,
     logprob_entries,
 )
 
@@ -53,7 +55,7 @@ class ChatEvents:
         for place, choice in enumerate(data.get("choices") or ()):
             self._choice(place, choice, emit)
         if usage := data.get("usage") or object_of(data, "x_groq").get("usage"):
-            emit(_report(usage))
+            emit(usage_report(usage))
 
     def _choice(self, place: int, choice: Json, emit: Emit) -> None:
         given, whole = choice.get("index"), choice.get("message")
@@ -63,13 +65,13 @@ class ChatEvents:
         message, reason = whole or choice.get("delta"), choice.get("finish_reason")
         if message is not None:
             self._message(message, index, bool(whole), emit)
-        elif isinstance(text := choice.get("text"), str) and text:
-            emit(TextDelta(text, index))
+        else:
+            emit_text(TextDelta, choice.get("text"), emit, index)
         if reason or whole or message is None:
             self._end_reasoning(index, emit)
             emit(Finish(reason if isinstance(reason, str) and reason else None, _stop_string(choice), index))
         if usage := choice.get("usage"):
-            emit(_report(usage))
+            emit(usage_report(usage))
 
     def _message(self, message: Json, index: int, whole: bool, emit: Emit) -> None:
         for name in ECHOED:
@@ -79,9 +81,9 @@ class ChatEvents:
         if not isinstance(thoughts[0], str):
             thoughts = [each.get("text") or each.get("summary") for each in message.get("reasoning_details") or ()]
         for thought in thoughts:
-            if isinstance(thought, str) and thought:
-                emit(ReasoningDelta(thought, index))
-        texts = list(_content(message.get("content"), index))
+            emit_text(ReasoningDelta, thought, emit, index)
+        texts = list[ProviderEvent]()
+        _content(message.get("content"), texts.append, index)
         calls = message.get("tool_calls") or ()
         if legacy := message.get("function_call"):
             calls = [*calls, {"function": legacy}]
@@ -90,8 +92,7 @@ class ChatEvents:
             self._end_reasoning(index, emit)
         for text in texts:
             emit(text)
-        if isinstance(refusal, str) and refusal:
-            emit(RefusalDelta(refusal, index))
+        emit_text(RefusalDelta, refusal, emit, index)
         for place, call in enumerate(calls):
             emit(_fragment(place, call, index, whole))
 
@@ -102,33 +103,35 @@ class ChatEvents:
 
 
 def chat_usage(usage: Json) -> Usage:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or usage.get("cached_tokens") or 0
-    return counted(
-        usage.get("prompt_tokens") or usage.get("input_tokens"),
-        usage.get("completion_tokens") or usage.get("output_tokens"),
-        cached,
-    )
+    """Of chat completions, or with the names of responses."""
+    prompt, output = (usage.get(_USED[name]) or usage.get(name) for name in _USED)
+    return counted(prompt, output, _details(usage, "input").get("cached_tokens") or usage.get("cached_tokens") or 0)
 
 
-def _report(usage: Json) -> UsageReport:
-    prompt, output = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
-    details = prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), output.get("reasoning_tokens")
-    return UsageReport(chat_usage(usage), *details)
+_USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
 
 
-def _content(content: Any, index: int) -> list[TextDelta | ReasoningDelta]:
+def _details(usage: Json, side: str) -> Json:
+    return usage.get(f"{_USED[f'{side}_tokens']}_details") or usage.get(f"{side}_tokens_details") or {}
+
+
+def usage_report(usage: Json) -> UsageReport:
+    prompt = _details(usage, "input")
+    thought = _details(usage, "output").get("reasoning_tokens")
+    return UsageReport(chat_usage(usage), prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), thought)
+
+
+def _content(content: Any, emit: Emit, index: int) -> None:
     """The content of a message: a text, or a list of texts, text parts and thinking parts."""
-    found: list[TextDelta | ReasoningDelta] = []
     for part in cast("list[Any]", content) if isinstance(content, list) else [content]:
-        thought = part.get("thinking") if isinstance(part, dict) else None
-        if isinstance(thought, list):
-            thought = "".join(text.text for text in _content(thought, index))
-        text = cast("Json", part).get("text") if isinstance(part, dict) else part
-        if isinstance(thought, str) and thought:
-            found.append(ReasoningDelta(thought, index))
-        elif isinstance(text, str) and text:
-            found.append(TextDelta(text, index))
-    return found
+        if not isinstance(part, dict):
+            emit_text(TextDelta, part, emit, index)
+            continue
+        known = cast("Json", part)
+        emit_text(TextDelta, known.get("text"), emit, index)
+        thought = known.get("thinking")
+        for text in cast("list[Any]", thought) if isinstance(thought, list) else [thought]:
+            emit_text(ReasoningDelta, text.get("text") if isinstance(text, dict) else text, emit, index)
 
 
 def _fragment(place: int, call: Json, index: int, whole: bool) -> ToolCallFragment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from agentlightning.gateway.dialects.openai.chat_events import usage_report
 from agentlightning.gateway.dialects.provider_events import (
     BlockDone,
     Emit,
@@ -18,9 +19,7 @@ from agentlightning.gateway.dialects.provider_events import (
     TextDelta,
     ToolCallDone,
     ToolCallFragment,
-    Usage,
-    UsageReport,
-    counted,
+    emit_text,
     logprob_entries,
 )
 
@@ -72,7 +71,7 @@ class ResponsesEvents:
         if not whole:
             return
         if usage := response.get("usage"):
-            emit(_report(usage))
+            emit(usage_report(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:
@@ -104,48 +103,33 @@ def _fragment(place: Any, item: Json) -> ToolCallFragment:
     return ToolCallFragment(place, item.get("call_id"), item.get("name"), arguments, is_custom=is_custom)
 
 
-def responses_usage(usage: Json) -> Usage:
-    cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
-    return counted(usage.get("input_tokens"), usage.get("output_tokens"), cached)
-
-
-def _report(usage: Json) -> UsageReport:
-    prompt, output = usage.get("input_tokens_details") or {}, usage.get("output_tokens_details") or {}
-    details = prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), output.get("reasoning_tokens")
-    return UsageReport(responses_usage(usage), *details)
+_DELTAS: Final = {
+    "response.refusal.delta": RefusalDelta,
+    "response.reasoning_text.delta": ReasoningDelta,
+    "response.reasoning_summary_text.delta": ReasoningDelta,
+}
+_ARGUMENTS: Final = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 
 
 def _delta(kind: str, place: Any, data: Json, emit: Emit) -> None:
-    text = data["delta"]
-    match kind:
-        case "response.output_text.delta":
-            _text(text, data.get("logprobs"), emit)
-        case "response.refusal.delta":
-            if isinstance(text, str) and text:
-                emit(RefusalDelta(text))
-        case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
-            if isinstance(text, str) and text:
-                emit(ReasoningDelta(text))
-        case "response.function_call_arguments.delta" | "response.custom_tool_call_input.delta":
-            emit(ToolCallFragment(place, None, None, text, is_custom="custom" in kind))
-        case _:
-            pass
+    if kind == "response.output_text.delta":
+        _text(data["delta"], data.get("logprobs"), emit)
+    elif kind in _DELTAS:
+        emit_text(_DELTAS[kind], data["delta"], emit)
+    elif kind in _ARGUMENTS:
+        emit(ToolCallFragment(place, None, None, data["delta"], is_custom=kind == _ARGUMENTS[1]))
 
 
 def _part(kind: Any, part: Json, emit: Emit) -> None:
     """A part of the content of a whole item."""
-    text, refusal = part.get("text"), part.get("refusal")
     if kind == "reasoning":
-        if isinstance(text, str) and text:
-            emit(ReasoningDelta(text))
-        return
-    _text(text, part.get("logprobs"), emit)
-    if isinstance(refusal, str) and refusal:
-        emit(RefusalDelta(refusal))
+        emit_text(ReasoningDelta, part.get("text"), emit)
+    else:
+        _text(part.get("text"), part.get("logprobs"), emit)
+        emit_text(RefusalDelta, part.get("refusal"), emit)
 
 
 def _text(text: Any, logprobs: Any, emit: Emit) -> None:
     if entries := logprob_entries(logprobs):
         emit(SampledTokens(entries=entries))
-    if isinstance(text, str) and text:
-        emit(TextDelta(text))
+    emit_text(TextDelta, text, emit)

@@ -134,7 +134,7 @@ def _user_content(message: Message) -> list[Json]:
 
 def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
     """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if is_unchanged(before, message):
+    if is_unchanged("messages", before, message):
         return before
     thoughts = [block for block in before or message.get("sealed") or () if block["type"] in THOUGHTS]
     content = as_blocks(message.get("content") or "")
