@@ -9,6 +9,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import calls
+from agentlightning.errors import StoreFullError
 from agentlightning.testing.provider import Reply, response_answer
 
 pytestmark = pytest.mark.integration
@@ -88,3 +89,18 @@ async def test_a_finished_response_that_is_retrieved_is_not_recorded_again(ask):
     await client.responses.create(model="theirs", input="hi")
     await client.responses.retrieve("resp_1")
     assert len(await service.spans()) == 1
+
+
+async def test_what_could_not_be_recorded_is_recorded_with_the_next_poll(started, monkeypatch):
+    service, client, polls = started
+    polls += [Reply(DONE)] * 2
+
+    async def fail(spans):
+        raise StoreFullError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(service.store, "add_many_spans", fail)
+        with pytest.raises(openai.InternalServerError, match="the disk is full"):
+            await client.responses.retrieve("resp_1")
+    assert (await client.responses.retrieve("resp_1")).status == "completed"
+    assert len(calls(await service.spans())) == 1

@@ -14,6 +14,7 @@ from msgspec import structs
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
+from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
@@ -153,18 +154,18 @@ class ForwardingService:
         price = price or pool.provider.price
         used = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
-        is_recorded = False
+        is_end = bool(ended.response.choices) and not ended.response.is_pending
         try:
-            if ended.response.choices and not ended.response.is_pending:
-                await run_to_completion(self.record(ended.spans(used, time.time())))
-                is_recorded = True
-        finally:
-            if not is_recorded:
-                self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
-        if is_recorded:
-            pool.dollars += used.get(names.COST, 0.0)
-            pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
-            self._count_tokens(usage)
+            await run_to_completion(self.record(ended.spans(used, time.time())) if is_end else None)
+        except StoreError:
+            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+            raise
+        if not is_end:
+            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+            return
+        pool.dollars += used.get(names.COST, 0.0)
+        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        self._count_tokens(usage)
 
     async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs
