@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.base import EngineUnavailableError
+from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptIds
@@ -138,12 +139,14 @@ class Endpoints:
             if (provider := self._responses.provider_of(attempt, response_id)) is not None:
                 pool = self._providers[provider]
                 body = await request_stored_response(pool, request.method, attempt, response_id)
+                if request.method == "GET":
+                    await self._forwarding.record_poll(attempt, response_id, body)
                 return Response(body, media_type="application/json")
             if request.method != "DELETE":
                 return Response(self._responses.body(attempt, response_id), media_type="application/json")
             self._responses.delete(attempt, response_id)
-        except ApiError as api_error:
-            return error_body(request, api_error)
+        except (ApiError, StoreError) as error:
+            return error_body(request, to_api_error(error))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     # -- before and after the task ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def test_malformed_tokens_cost_neither_the_text_nor_the_usage_of_the_answer(malf
     choice = {"index": 0, "message": {"content": "Hello."}, "finish_reason": "stop"} | malformed
     response.read({"id": "c", "model": "m", "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
     recorded = response.choices[0]
-    assert "".join(recorded.text) == "Hello."
+    assert recorded.recorded_message("stop")["parts"] == [{"type": "text", "content": "Hello."}]
     assert recorded.finish_reason == "stop"
     assert response.usage == Usage(3, 2)
 
@@ -30,4 +30,4 @@ def test_a_malformed_event_of_a_stream_costs_no_other_event():
     for delta in ("Hel", "lo."):
         choice = {"index": 0, "delta": {"content": delta}, "token_ids": 5}
         response.read({"id": "c", "model": "m", "choices": [choice]})
-    assert "".join(response.choices[0].text) == "Hello."
+    assert response.choices[0].recorded_message("stop")["parts"] == [{"type": "text", "content": "Hello."}]

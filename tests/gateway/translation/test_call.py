@@ -344,7 +344,6 @@ async def test_raw_prompts_cannot_be_translated_and_are_refused(ask):
     [
         ("length", "max_tokens", ("incomplete", "max_output_tokens")),
         ("content_filter", "refusal", ("incomplete", "content_filter")),
-        ("out_of_luck", "end_turn", ("completed", None)),
     ],
 )
 async def test_the_finish_reason_uses_the_callers_terms(ask, reason, for_anthropic, for_responses):

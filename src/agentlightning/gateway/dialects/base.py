@@ -35,6 +35,8 @@ class Request:
     tools: list[dict[str, Any]] | None = None
     forbidden_tools: list[dict[str, Any]] | None = None
     """Tools that must not be called (`tool_choice` none). An engine is not shown them; a provider is."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools whose input is free text: `tools` has them as functions (`output.CUSTOM_INPUT`)."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False

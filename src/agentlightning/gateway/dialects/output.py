@@ -4,8 +4,9 @@ string."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, cast
 
+import orjson
 from msgspec import Struct
 
 from agentlightning.chat.base import Message
@@ -94,7 +95,7 @@ class AnswerView(Protocol):
 
     @property
     def finish_reason(self) -> str:
-        """One of stop, length, tool_calls and content_filter."""
+        """One of stop, length, tool_calls and content_filter; any other: it is not finished."""
         ...
 
     @property
@@ -148,6 +149,25 @@ class AnswerView(Protocol):
     def take_token_ids(self) -> list[int]:
         """The tokens of the log-probabilities returned last, once."""
         ...
+
+
+CUSTOM_INPUT: Final = "input"
+"""A call of a custom tool, whose input is free text, is everywhere a call of a function with this one argument."""
+
+
+def custom_arguments(text: str) -> str:
+    """The input of a custom tool as arguments."""
+    return orjson.dumps({CUSTOM_INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The input in the arguments of a call of a custom tool; the arguments as they are if they hold none."""
+    try:
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = cast("dict[str, Any]", given).get(CUSTOM_INPUT) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def assistant_message(content: str, reasoning: str, tool_calls: Sequence[ToolCall]) -> Message:

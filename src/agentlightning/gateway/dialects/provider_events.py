@@ -18,17 +18,21 @@ Json = dict[str, Any]
 
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError, IndexError)
 """What readers raise on JSON that is not structured as its format says."""
-FINISH_REASONS: Final = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "pause_turn": "stop",
-    "max_tokens": "length",
-    "max_output_tokens": "length",
-    "model_context_window_exceeded": "length",
-    "tool_use": "tool_calls",
-    "refusal": "content_filter",
+_SYNONYMS: Final = {
+    "stop": "end_turn stop_sequence pause_turn eos eos_token end complete completed",
+    "length": "max_tokens max_output_tokens model_context_window_exceeded model_length max_length max_new_tokens",
+    "tool_calls": "tool_use tool_call function_call",
+    "content_filter": "refusal safety sensitive recitation prohibited_content guardrail_intervened",
 }
-"""Reasons for the end of an answer in other dialects -> their names in chat completions."""
+_FINISHED: Final = {name: reason for reason, names in _SYNONYMS.items() for name in (reason, *names.split())}
+PENDING: Final = frozenset({"queued", "in_progress"})
+"""Statuses of a response that its provider works on in the background: later polls bring the answer."""
+
+
+def finished_reason(reason: str | None) -> str | None:
+    """Chat completions' name for the reason why an answer ended; None for a reason that does not finish an answer
+    (`abort`, `network_error`, `queued` ...), for an unknown one and for none."""
+    return _FINISHED.get(reason.lower()) if reason else None
 
 
 class Usage(Struct, frozen=True):
@@ -73,26 +77,41 @@ class TextDelta(Struct):
 
 
 class ToolCallFragment(Struct):
-    """A tool call or a part of one. Fragments of one `place` belong together, and may be interleaved with others."""
+    """A tool call or a part of one, as its provider marks it. Fragments may be interleaved with those of other calls;
+    `ProviderAnswer` finds the call that each belongs to."""
 
     place: Any
+    """The index that the provider gives; a negative one is the place in a list whose entries have none."""
     id: Any
     name: Any
     arguments: Any
     """A part of the JSON text, or the whole object."""
     choice: int = 0
+    is_custom: bool = False
+    """The arguments are free text: the input of a custom tool."""
+    extra: Json | None = None
+    """What the provider wants back with the call."""
 
 
 class ToolCallDone(Struct):
     """A tool call is complete."""
 
     place: Any
+    choice: int = 0
 
 
 class BlockDone(Struct):
-    """A complete content block or output item as its provider wrote it."""
+    """A complete content block or output item as its provider wrote it, or what else of a turn it wants back."""
 
     block: Json
+    choice: int = 0
+
+
+class HostedCall(Struct):
+    """A call of a tool that the provider runs itself, or its result, as the provider wrote it."""
+
+    block: Json
+    choice: int = 0
 
 
 class SampledTokens(Struct):
@@ -111,7 +130,7 @@ class Finish(Struct):
     """The end of one choice."""
 
     reason: str | None
-    """One of chat completions' names where there is one; None: not given."""
+    """As its provider names it; None: not given."""
     stop_string: str | None = None
     choice: int = 0
 
@@ -139,6 +158,7 @@ ProviderEvent = (
     | ToolCallFragment
     | ToolCallDone
     | BlockDone
+    | HostedCall
     | SampledTokens
     | Finish
     | UsageReport
@@ -149,16 +169,18 @@ ProviderEvent = (
 Emit = Callable[[ProviderEvent], None]
 
 
+def emit_text(kind: type[TextDelta | ReasoningDelta | RefusalDelta], text: Any, emit: Emit, choice: int = 0) -> None:
+    """Emit a text, if it is one."""
+    if isinstance(text, str) and text:
+        emit(kind(text, choice))
+
+
 def counted(*counts: Any) -> Usage:
     """Usage with everything that is no positive number as 0."""
     return Usage(*(count if isinstance(count, int) and count > 0 else 0 for count in counts))
 
 
-def choice_index(value: Any) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0
-
-
 def logprob_entries(listed: Any) -> list[Json]:
     """The well-formed entries of a list of log-probabilities."""
-    entries = cast("Iterable[Any]", listed or ())
+    entries = cast("Iterable[Any]", listed) if isinstance(listed, list) else ()
     return [cast("Json", entry) for entry in entries if isinstance(entry, dict) and "logprob" in entry]

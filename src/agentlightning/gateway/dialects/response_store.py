@@ -41,8 +41,8 @@ class _Memory:
     """Digest of a conversation -> (digest without its last message, that message)."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     turns: dict[bytes, list[dict[str, Any]]] = field(default_factory=dict[bytes, list[dict[str, Any]]])
-    providers: dict[str, str] = field(default_factory=dict[str, str])
-    """Id of a reply that its provider stores -> the provider's name."""
+    providers: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+    """Id of a reply that its provider stores -> (the provider's name, its call while it is not complete)."""
     size: int = 0
 
 
@@ -108,8 +108,7 @@ class ResponseStore:
     ) -> None:
         """Keep a reply; the first `leading` messages belonged to its request alone. Without a `body` it can be
         continued and not retrieved."""
-        memory = self._attempts.setdefault(attempt, _Memory())
-        self._attempts.move_to_end(attempt)
+        memory = self._touch(attempt)
         last_digest = extend_digest(digests[-1], answer)
         before = memory.size
         chain = zip(digests[num_instructions:], (*digests[num_instructions + 1 :], last_digest), strict=True)
@@ -125,8 +124,7 @@ class ResponseStore:
 
     def add_turn(self, attempt: Attempt, turn: bytes, blocks: list[dict[str, Any]]) -> None:
         """Store a turn as its provider wrote it and wants it back, by its key (`message_digest.turn_key`)."""
-        memory = self._attempts.setdefault(attempt, _Memory())
-        self._attempts.move_to_end(attempt)
+        memory = self._touch(attempt)
         before = memory.turns.get(turn)
         grown = len(orjson.dumps(blocks)) - (len(orjson.dumps(before)) if before is not None else 0)
         memory.turns[turn] = blocks
@@ -134,20 +132,28 @@ class ResponseStore:
         self.size += grown
         self._evict()
 
-    def note_provider(self, attempt: Attempt, response_id: str, provider: str) -> None:
-        """Note that a forwarded reply is stored by its provider."""
-        memory = self._attempts.setdefault(attempt, _Memory())
-        self._attempts.move_to_end(attempt)
+    def note_provider(self, attempt: Attempt, response_id: str, provider: str, pending: Any = None) -> None:
+        """Note that a forwarded reply is stored by its provider; `pending` is its call, if it is not complete."""
+        memory = self._touch(attempt)
         if response_id not in memory.providers:
-            memory.size += len(response_id) + _ENTRY_BYTES
-            self.size += len(response_id) + _ENTRY_BYTES
-        memory.providers[response_id] = provider
+            grown = len(response_id) + _ENTRY_BYTES + (len(orjson.dumps(pending.data)) if pending else 0)
+            memory.size += grown
+            self.size += grown
+        memory.providers[response_id] = provider, pending
         self._evict()
+
+    def take_pending(self, attempt: Attempt, response_id: str) -> Any:
+        """The call whose reply was not complete, once; None if there is none."""
+        memory = self._attempts.get(attempt)
+        name, pending = memory.providers.get(response_id, ("", None)) if memory else ("", None)
+        if memory and pending:
+            memory.providers[response_id] = name, None
+        return pending
 
     def provider_of(self, attempt: Attempt, response_id: str) -> str | None:
         """The name of the provider that stores a reply to this attempt; None if it is not known."""
         memory = self._attempts.get(attempt)
-        return memory.providers.get(response_id) if memory else None
+        return memory.providers.get(response_id, (None,))[0] if memory else None
 
     def body(self, attempt: Attempt, response_id: str) -> bytes:
         """The body of a reply as sent. Raises ApiError 404 for a reply that is not stored."""
@@ -169,6 +175,11 @@ class ResponseStore:
         """Drop everything of an attempt, once it has ended."""
         if memory := self._attempts.pop(attempt, None):
             self.size -= memory.size
+
+    def _touch(self, attempt: Attempt) -> _Memory:
+        memory = self._attempts.setdefault(attempt, _Memory())
+        self._attempts.move_to_end(attempt)
+        return memory
 
     def _evict(self) -> None:
         while self._attempts and self.size > self._max_bytes:

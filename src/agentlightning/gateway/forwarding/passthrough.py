@@ -17,6 +17,7 @@ from typing import Any, Final, Self, cast
 import orjson
 
 from agentlightning.gateway.asgi import ResponseWriter
+from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.forwarded_span import ForwardedExchange, num_choices
@@ -198,7 +199,7 @@ class ForwardedCall(ForwardedExchange):
         except ValueError:
             raise self._protocol_error("sent a response that is not JSON") from None
         self.response.read(response)
-        call.settle(self.response.usage)
+        call.settle(Usage() if self.response.is_pending else self.response.usage)
         if self._added and self._added.remove_from(response):
             body = orjson.dumps(response)
         return body
@@ -229,7 +230,7 @@ class ForwardedCall(ForwardedExchange):
 
     def check_ended(self, ended: bool) -> None:
         """Raises ApiError if a stream ended without a final event or finish reason."""
-        if not ended and not any(choice.finish_reason for choice in self.response.choices.values()):
+        if not ended and not any(choice.given_reason for choice in self.response.choices.values()):
             raise self._protocol_error("ended its stream before the response was complete")
 
     def _protocol_error(self, problem: str) -> ApiError:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
+from msgspec import structs
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
+from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ResponseWriter
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
-from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
+from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward, run_to_completion
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.metrics import Counters
@@ -101,7 +107,12 @@ class ForwardingService:
         data = parse_object(body) if len(body) <= MAX_CHUNK_BYTES else None
         if data is None or (call := self._resolver.resolve(path, headers, caller, data, context.given)) is None:
             return None, None
-        if call.route.servers is None or data.get("stream") or not can_forward(path, call.route):
+        if (
+            call.route.servers is None
+            or data.get("stream")
+            or data.get("background")
+            or not can_forward(path, call.route)
+        ):
             return call, None
         return call, self._prepare(call, context)
 
@@ -121,12 +132,40 @@ class ForwardingService:
 
     def count_usage(self, forward: ForwardedCall) -> None:
         """Count the usage of a complete response, and note the provider that stores it."""
-        if (usage := forward.response.usage) is not None:
-            self._counters.prompt_tokens += usage.input_tokens
-            self._counters.response_tokens += usage.output_tokens
+        self._count_tokens(forward.response.usage or Usage())
         attempt, provider = forward.caller.attempt, forward.route.provider
         if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
-            self._response_store.note_provider(attempt, forward.response.id, provider.name)
+            pending = forward if forward.response.is_pending else None
+            self._response_store.note_provider(attempt, forward.response.id, provider.name, pending)
+
+    def _count_tokens(self, usage: Usage) -> None:
+        self._counters.prompt_tokens += usage.input_tokens
+        self._counters.response_tokens += usage.output_tokens
+
+    async def record_poll(self, attempt: AttemptIds, response_id: str, body: bytes) -> None:
+        """Record the end of a response that its provider worked on in the background, once: as a span below that of
+        the call, with the answer, its usage and its cost. Raises StoreError."""
+        if (call := self._response_store.take_pending(attempt, response_id)) is None:
+            return
+        ended = replace(call, caller=structs.replace(call.caller, parent_id=call.span_id))
+        with suppress(ValueError):
+            ended.response.read(loads(body))
+        pool, usage, price = call.route.servers, ended.response.usage or Usage(), call.route.price
+        price = price or pool.provider.price
+        used = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
+        used |= {names.COST: price.dollars(usage)} if price else {}
+        is_end = bool(ended.response.choices) and not ended.response.is_pending
+        try:
+            await run_to_completion(self.record(ended.spans(used, time.time())) if is_end else None)
+        except StoreError:
+            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+            raise
+        if not is_end:
+            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+            return
+        pool.dollars += used.get(names.COST, 0.0)
+        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        self._count_tokens(usage)
 
     async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
@@ -23,13 +23,18 @@ from agentlightning.gateway.recording.otel_messages import (
     input_messages,
     request_attributes,
 )
-from agentlightning.gateway.recording.provider_response import Choice, ProviderResponse
+from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.failures import display_text
 from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.span import Span, new_span_id
 
 Json = dict[str, Any]
+
+BACKGROUND: Final = "background_response"
+"""Operation of the span of a call that its provider answers later."""
+UNFINISHED: Final = "unfinished_answer"
+"""Type of the error of an answer without an end: the provider broke it off, or does not say why it ended."""
 
 
 @dataclass(slots=True)
@@ -48,48 +53,62 @@ class ForwardedExchange:
     """What the attempt's resources say of the sampling, whatever the agent asks for."""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
-    with_blocks: bool = field(default=False, kw_only=True)
-    """See `ProviderResponse.with_blocks`."""
     extra_attributes: Json | None = field(default=None, kw_only=True)
     """Attributes of every span, which replace those read from the request and the response."""
+    span_id: str = field(default="", init=False)
+    """Of its first span, once it has one."""
     response: ProviderResponse = field(init=False)
 
     def __post_init__(self) -> None:
-        self.response = ProviderResponse(self.path, self.with_blocks)
+        self.response = ProviderResponse(self.path)
 
     def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`.
         `first_id` is the id of the first span, from which the ids of the others follow."""
         response = self.response
-        choices = [response.choices[index] for index in sorted(response.choices)] or [Choice()]
+        choices = [response.choices[index] for index in sorted(response.choices)] or [ProviderAnswer()]
         shared = self._attributes() | of_call
-        status = ("ERROR", self._redacted(response.error)) if response.error else ("OK", None)
         spans: list[Span] = []
         for choice in choices:
-            attributes = shared | self._choice_attributes(choice) | (choice.extra_attributes or {})
+            attributes = shared | self._choice_attributes(choice) | choice.extra_attributes
             if spans:
                 attributes.pop(names.COST, None)
-                if choice.token_ids is None:
+                if not choice.token_ids:
                     attributes.pop(names.OUTPUT_TOKENS, None)
             span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
-            spans.append(self._span(attributes, now, *status, span_id=span_id))
+            spans.append(self._span(attributes, now, *self._status(choice, attributes), span_id=span_id))
+        self.span_id = spans[0].span_id
         return spans
+
+    def _status(self, choice: ProviderAnswer, attributes: Json) -> tuple[str, str | None]:
+        """(status, message) of the span of a choice. What is not finished is a failure, unless polls will bring the
+        answer: then the span is no model call, since theirs will be."""
+        if self.response.error:
+            return "ERROR", self._redacted(self.response.error)
+        if choice.is_finished or self.path == "embeddings":
+            return "OK", None
+        if self.response.is_pending:
+            attributes[names.OPERATION_NAME] = BACKGROUND
+            return "UNSET", None
+        attributes[names.ERROR_TYPE] = UNFINISHED
+        return "ERROR", f"the provider did not finish its answer: {self._redacted(choice.recorded_reason)}"
 
     def _redacted(self, text: str) -> str:
         """A provider's text without its secrets."""
         return display_text(self.route.provider, text) if self.route.provider else text
 
-    def _choice_attributes(self, choice: Choice) -> Json:
+    def _choice_attributes(self, choice: ProviderAnswer) -> Json:
         messages = input_messages(self.path, self.data, choice.index // num_choices(self.data))
         attributes: Json = {names.INPUT_MESSAGES: messages}
         if self.path == "embeddings":
             return attributes
-        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
-        attributes[names.FINISH_REASONS] = [choice.finish_reason or "error"]
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.recorded_message(choice.recorded_reason)])
+        attributes[names.FINISH_REASONS] = [choice.recorded_reason]
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
         if not (
-            prompt
+            choice.is_finished
+            and prompt
             and token_ids
             and logprobs
             and len(token_ids) == len(logprobs)
@@ -114,12 +133,13 @@ class ForwardedExchange:
             error, cancelled = error.args[0], False
         kind = "client_disconnected" if cancelled else getattr(error, "code", None) or type(error).__qualname__
         message = "the caller hung up before the answer was whole" if cancelled else str(error)
-        choice = self.response.choices.get(0) or Choice()
-        choice.finish_reason = None
+        choice = self.response.choices.get(0) or ProviderAnswer()
+        reason = "error" if choice.is_finished else choice.recorded_reason
         attributes = self._attributes() | of_call
+        attributes[names.FINISH_REASONS] = [reason]
         attributes[names.ERROR_TYPE] = kind
         attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
-        attributes[names.OUTPUT_MESSAGES] = as_json([choice.message()])
+        attributes[names.OUTPUT_MESSAGES] = as_json([choice.recorded_message(reason)])
         return self._span(attributes, time.time(), "ERROR", message)
 
     def _attributes(self) -> Json:

@@ -14,6 +14,7 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
+from agentlightning.gateway.dialects.output import CUSTOM_INPUT
 
 Json = Mapping[str, Any]
 Part = dict[str, Any]
@@ -111,9 +112,9 @@ def chat_message(message: Json) -> Part:
         parts.append({"type": "reasoning", "content": thought})
     parts += _parts(message.get("content"))
     for call in _objects(message.get("tool_calls")):
-        function = call.get("function")
+        function = call.get("function") or call.get("custom")
         if isinstance(function, dict):
-            parts.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+            parts.append(_call(call.get("id"), function))
     shown = {"role": "system" if role == "developer" else role, "parts": parts}
     return shown | {"name": message["name"]} if "name" in message else shown
 
@@ -148,15 +149,15 @@ def _response_items(data: Json, index: int) -> list[Part]:
 
 def _item(item: Json) -> Part:
     kind = item.get("type", "message")
-    if kind == "function_call":
-        return {"role": "assistant", "parts": [tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))]}
-    if kind == "function_call_output":
+    if kind in ("function_call", "custom_tool_call"):
+        return {"role": "assistant", "parts": [_call(item.get("call_id"), item)]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
         answer = {"type": "tool_call_response", "id": item.get("call_id"), "response": item.get("output")}
         return {"role": "tool", "parts": [answer]}
     if kind == "message":
         role = item.get("role")
         return {"role": "system" if role == "developer" else role, "parts": _parts(item.get("content"))}
-    return {"role": "assistant", "parts": [_part(item)]}
+    return {"role": "assistant", "parts": [message_part(item)]}
 
 
 _READERS: Final[Mapping[str, Callable[[Json, int], list[Part]]]] = {
@@ -179,6 +180,12 @@ def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
 
 
+def _call(call_id: Any, call: Json) -> Part:
+    """A call of a function, or of a custom tool as of a function with one argument."""
+    given = {CUSTOM_INPUT: call["input"]} if "input" in call else call.get("arguments")
+    return tool_call(call_id, call.get("name"), given)
+
+
 def _user(text: str) -> Part:
     return {"role": "user", "parts": [{"type": "text", "content": text}]}
 
@@ -186,10 +193,11 @@ def _user(text: str) -> Part:
 def _parts(content: Any) -> list[Part]:
     if isinstance(content, str):
         return [{"type": "text", "content": content}] if content else []
-    return [_part(part) for part in _objects(content)]
+    return [message_part(part) for part in _objects(content)]
 
 
-def _part(part: Json) -> Part:
+def message_part(part: Json) -> Part:
+    """A part, block or item of any dialect. One of an unknown type, such as a call of a hosted tool, stays as it is."""
     kind = part.get("type")
     if isinstance(text := part.get("text", part.get("refusal")), str):
         return {"type": "text", "content": text}

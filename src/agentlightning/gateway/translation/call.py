@@ -31,9 +31,9 @@ from agentlightning.gateway.dialects.sse import event_data, loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, RecordSpans, encode_request, run_to_completion
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.recording.provider_response import Choice
+from agentlightning.gateway.recording.forwarded_span import UNFINISHED
+from agentlightning.gateway.recording.provider_response import ProviderAnswer
 from agentlightning.gateway.routing import ModelRoute
-from agentlightning.gateway.translation.provider_answer import ProviderAnswer
 from agentlightning.gateway.translation.requests import body_of
 from agentlightning.gateway.translation.requests.base import given_params, split_stops, turns_of
 from agentlightning.gateway.upstream.call import UpstreamCall
@@ -45,6 +45,8 @@ _LAST_EVENTS: Final = ("message_stop", *responses_events.LAST_EVENTS)
 """Types of the events that end a stream."""
 _LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
 """Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
+_FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503, "timeout": 504}
+"""Finish reasons that finish nothing -> the status of the error that the caller gets; 502 for any other."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 
@@ -82,23 +84,24 @@ class Translator:
         request = replace(request, params=params)
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()), 0)
         reply = dialect.reply(request, head)
-        answer = ProviderAnswer(split_stops(target, params.stop)[1], dialect.call_prefix)
 
         def respond(
             forwarded: ForwardedCall, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter
         ) -> Awaitable[None]:
             return Translation(forwarded, request, head, reply, answer, self._responses).respond(call, record, writer)
 
-        return ForwardedCall(
+        forwarded = ForwardedCall(
             target,
             route,
             caller,
             target_body,
             trace_id=trace_id,
-            with_blocks=True,
             extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: head.id},
             respond=respond,
         )
+        stops = split_stops(target, params.stop)[1]
+        answer = forwarded.response.choices[0] = ProviderAnswer(0, stops, dialect.call_prefix, provider.name)
+        return forwarded
 
 
 @dataclass(slots=True)
@@ -121,6 +124,7 @@ class Translation:
     async def _send_whole(self, call: UpstreamCall, record: RecordSpans, writer: ResponseWriter) -> None:
         self._read_body(call.body)
         self._settle(call)
+        self._check_finished()
         body = self.reply.body([self.answer])
         await self._record(call, record)
         self._store(body)
@@ -135,6 +139,7 @@ class Translation:
                 await writer.send_events(self._write(events))
         self.forwarded.check_ended(ended)
         self._settle(call)
+        self._check_finished()
         ending = self._write(self._take_events(done=True)) + self.reply.end([self.answer])
         await self._record(call, record)
         self._store(None)
@@ -149,8 +154,6 @@ class Translation:
         except ValueError as error:
             raise unreadable_response(self._provider, f"its answer is not JSON: {error}") from None
         self._read(answer)
-        if not self.forwarded.response.choices:
-            raise unreadable_response(self._provider, "its answer holds no choice")
         self.answer.take_new(done=True)
 
     def _read_chunk(self, event: bytes) -> bool:
@@ -167,7 +170,6 @@ class Translation:
         events = self.forwarded.response.read(data)
         self._check_failed()
         for event in events:
-            self.answer.add(event)
             if isinstance(event, UsageReport):
                 self.head.add_usage(event)
 
@@ -190,6 +192,15 @@ class Translation:
             message = f"the provider {self._provider.name!r} failed: {self.forwarded.response.error}"
             raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
 
+    def _check_finished(self) -> None:
+        """Raises ApiError for an answer that its provider did not finish: the caller may ask again."""
+        if self.answer.is_finished:
+            return
+        reason = display_text(self._provider, self.answer.given_reason or "it holds no choice with a finish reason")
+        status = _FAILED_REASONS.get(reason.lower(), 502)
+        message = f"the provider {self._provider.name!r} did not finish its answer: {reason}"
+        raise ApiError(status, message, code=UNFINISHED)
+
     @property
     def _provider(self) -> Provider:
         assert self.forwarded.route.provider is not None
@@ -197,8 +208,6 @@ class Translation:
 
     def _settle(self, call: UpstreamCall) -> None:
         call.settle(self.forwarded.response.usage)
-        if not self.forwarded.response.choices:
-            self.forwarded.response.choice(0)
         if call.usage is not None:
             self.head.prompt_tokens = call.usage.input_tokens
             self.answer.num_tokens = call.usage.output_tokens
@@ -206,22 +215,12 @@ class Translation:
     # -- recording -----------------------------------------------------------------------------------------------
 
     async def _record(self, call: UpstreamCall, record: RecordSpans) -> None:
-        choices = self.forwarded.response.choices
-        if (choice := choices.get(0)) is not None:
-            choices[0] = self._recorded(choice)
+        constraint = self.request.constraint
+        if constraint:
+            verdict, violations = constraint.evaluate(self.answer)
+            found = {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
+            self.answer.extra_attributes = found
         await run_to_completion(self.forwarded.record(record, call))
-
-    def _recorded(self, choice: Choice) -> Choice:
-        """The choice as the caller received it: text after a stop string is not recorded either."""
-        answer, constraint = self.answer, self.request.constraint
-        if answer.is_stopped:
-            calls = dict(list(choice.tool_calls.items())[: len(answer.tool_calls)])
-            choice = replace(choice, text=[answer.content], tool_calls=calls, finish_reason=answer.finish_reason)
-        if not constraint:
-            return choice
-        verdict, violations = constraint.evaluate(answer)
-        found = {names.CONSTRAINT: verdict} | ({names.VIOLATIONS: violations} if violations else {})
-        return replace(choice, extra_attributes=found)
 
     def _store(self, body: bytes | None) -> None:
         """Store the reply for later requests, and the turn if its provider wants it back."""

@@ -67,6 +67,10 @@ class Budgets:
         """The account of a rollout that made calls lately; None for others."""
         return self._rollouts.get(rollout_id)
 
+    def spend(self, rollout_id: str, dollars: float, tokens: int) -> None:
+        """Record a cost that was not reserved: of an answer that came with a poll."""
+        Reservation(self, self.spent(rollout_id) or Account(), rollout_id, 0.0, 0).settle(dollars, tokens)
+
     async def reserve(self, rollout_id: str, dollars: float, tokens: int) -> Reservation:
         """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
 from agentlightning.gateway.dialects.provider_events import (
-    FINISH_REASONS,
     BlockDone,
     Emit,
     Finish,
+    HostedCall,
     Json,
     ProviderFailure,
     ReasoningDelta,
@@ -21,16 +21,22 @@ from agentlightning.gateway.dialects.provider_events import (
     Usage,
     UsageReport,
     counted,
+    emit_text,
 )
 from agentlightning.gateway.dialects.sse import loads
+
+_OWN: Final = ("text", "thinking", "redacted_thinking", "tool_use")
+"""Types of the blocks that the model writes; hosted tools write the others."""
+
+
+_TEXTS: Final = {"text": TextDelta, "thinking": ReasoningDelta}
+"""Type of a block and its field -> the event with its text."""
 
 
 class MessagesEvents:
     """Reader of one answer."""
 
-    def __init__(self, with_blocks: bool = False) -> None:
-        """`with_blocks`: also assemble each content block as its provider wrote it."""
-        self._with_blocks = with_blocks
+    def __init__(self) -> None:
         self._usage = Usage()
         self._blocks: dict[Any, Json] = {}
         """Content blocks that are not complete, by their index."""
@@ -63,7 +69,7 @@ class MessagesEvents:
 
     def _finish(self, message: Json, usage: Any, emit: Emit, whole: bool = False) -> None:
         reason, stop = message.get("stop_reason"), message.get("stop_sequence")
-        reason = FINISH_REASONS.get(reason, reason) if isinstance(reason, str) and reason else None
+        reason = reason if isinstance(reason, str) and reason else None
         if reason or whole:
             emit(Finish(reason, stop if isinstance(stop, str) else None))
         if usage:
@@ -74,49 +80,40 @@ class MessagesEvents:
 
     def _start(self, place: Any, block: Json, emit: Emit) -> None:
         self._blocks[place] = dict(block)
-        match block.get("type"):
-            case "text":
-                _text(block.get("text"), emit)
-            case "thinking":
-                _thought(block.get("thinking"), emit)
-            case "tool_use":
-                emit(ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None))
-            case _:
-                pass
+        kind = block.get("type")
+        if kind in _TEXTS:
+            emit_text(_TEXTS[kind], block.get(kind), emit)
+        elif kind == "tool_use":
+            emit(ToolCallFragment(place, block.get("id"), block.get("name"), block.get("input") or None))
 
     def _delta(self, place: Any, delta: Json, emit: Emit) -> None:
-        match delta.get("type"):
-            case "text_delta":
-                self._extend(place, "text", delta)
-                _text(delta.get("text"), emit)
-            case "thinking_delta":
-                self._extend(place, "thinking", delta)
-                _thought(delta.get("thinking"), emit)
-            case "signature_delta":
-                self._blocks[place]["signature"] = delta["signature"]
-            case "input_json_delta":
-                self._extend(place, "partial_json", delta)
+        kind = str(delta.get("type")).removesuffix("_delta")
+        if kind in _TEXTS:
+            self._extend(place, kind, delta)
+            emit_text(_TEXTS[kind], delta.get(kind), emit)
+        elif kind == "signature":
+            self._blocks[place][kind] = delta[kind]
+        elif kind == "input_json":
+            self._extend(place, "partial_json", delta)
+            if self._blocks[place].get("type") == "tool_use":
                 emit(ToolCallFragment(place, None, None, delta["partial_json"]))
-            case _:
-                pass
 
     def _extend(self, place: Any, name: str, delta: Json) -> None:
-        if self._with_blocks:
-            self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+        self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
 
     def _end(self, place: Any, emit: Emit) -> None:
         block = self._blocks.pop(place)
         if block.get("type") == "tool_use":
             emit(ToolCallDone(place))
-        if self._with_blocks and (whole := self._joined(place, block)) is not None:
-            emit(BlockDone(whole))
+        if (whole := self._joined(place, block)) is not None:
+            emit(BlockDone(whole) if block.get("type") in _OWN else HostedCall(whole))
 
     def _joined(self, place: Any, block: Json) -> Json | None:
         """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
         texts = {name: "".join(deltas) for name, deltas in self._deltas.pop(place, {}).items()}
         arguments = texts.pop("partial_json", "")
         block |= {name: block.get(name, "") + text for name, text in texts.items()}
-        if block.get("type") == "tool_use" and arguments:
+        if arguments:
             try:
                 block["input"] = loads(arguments.encode())
             except ValueError:
@@ -135,13 +132,3 @@ def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008
     if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
         hour = before.written_hour_tokens
     return counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
-
-
-def _text(text: Any, emit: Emit) -> None:
-    if isinstance(text, str) and text:
-        emit(TextDelta(text))
-
-
-def _thought(text: Any, emit: Emit) -> None:
-    if isinstance(text, str) and text:
-        emit(ReasoningDelta(text))

@@ -9,6 +9,11 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.gateway.dialects.anthropic.partial_json import JsonObjectStream
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import (
+    THOUGHTS,
+    decode_signed_reasoning,
+    encode_signed_reasoning,
+)
 from agentlightning.gateway.dialects.base import ReplyMetadata, num_output_tokens
 from agentlightning.gateway.dialects.output import (
     AnswerView,
@@ -39,11 +44,18 @@ class MessagesReplyWriter:
     """Type of the open block, if it takes deltas."""
     _call: ToolCallStart | None = field(default=None, init=False)
     """The tool call whose block starts with the first of its arguments."""
+    _sealed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], init=False)
+    """What the provider wants back and no block has carried yet."""
     _arguments: JsonObjectStream = field(default_factory=JsonObjectStream, init=False)
 
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
-        content = [block for part in answer.parts() if (block := self._block(part)) is not None]
+        content: list[dict[str, Any]] = []
+        for part in answer.parts():
+            if isinstance(part, SignedReasoning):
+                _seal(content, part.block)
+            elif (block := self._block(part)) is not None:
+                content.append(block)
         return orjson.dumps(
             self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))}
         )
@@ -58,7 +70,8 @@ class MessagesReplyWriter:
             case ToolCall():
                 return self._close() + self._whole_call(event)
             case ReasoningDelta():
-                started = self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                closed = self._close() if self._sealed else b""  # What follows is another thought.
+                started = closed + self._open_block({"type": "thinking", "thinking": "", "signature": ""})
                 return started + self._delta({"type": "thinking_delta", "thinking": event.text})
             case str() | RefusalDelta():
                 text = event if isinstance(event, str) else event.text
@@ -73,17 +86,18 @@ class MessagesReplyWriter:
             case ToolCallEnd():
                 return self._end_call(event.call)
             case SignedReasoning():
-                return self._close()
+                self._sealed.append(event.block)
+                return b""
 
     def end(self, answers: Sequence[AnswerView]) -> bytes:
         (answer,) = answers
         used = {"delta": _stop_fields(answer), "usage": self._usage(num_output_tokens(answers))}
-        return self._close() + _event("message_delta", used) + _event("message_stop", {})
+        return self._close() + self._hidden() + _event("message_delta", used) + _event("message_stop", {})
 
     def _block(self, part: OutputEvent) -> dict[str, Any] | None:
         match part:
             case ReasoningDelta():
-                return {"type": "thinking", "thinking": part.text, "signature": self._signature}
+                return {"type": "thinking", "thinking": part.text, "signature": self.head.id}
             case ToolCall():
                 return _tool_use(part, _input(part))
             case str() | RefusalDelta():
@@ -125,8 +139,9 @@ class MessagesReplyWriter:
         return self._more_arguments(self._arguments.finish(RAW_ARGUMENTS)) + self._close()
 
     def _begin(self, block: dict[str, Any]) -> bytes:
+        hidden = self._hidden()
         self._index += 1
-        return _event("content_block_start", {"index": self._index, "content_block": block})
+        return hidden + _event("content_block_start", {"index": self._index, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", {"index": self._index, "delta": delta})
@@ -144,14 +159,30 @@ class MessagesReplyWriter:
     def _close(self) -> bytes:
         """End the open block."""
         kind, self._open = self._open, None
-        signed = {"type": "signature_delta", "signature": self._signature}
-        return (self._delta(signed) if kind == "thinking" else b"") + (self._end() if kind else b"")
+        if kind != "thinking":
+            return self._end() if kind else b""
+        return self._delta({"type": "signature_delta", "signature": self._take_signature()}) + self._end()
 
-    @property
-    def _signature(self) -> str:
-        """Of thinking blocks: clients send unsigned ones back as text, or not at all. The signature is never
-        verified."""
-        return self.head.id
+    def _hidden(self) -> bytes:
+        """What a provider wants back and no thinking block has carried, as a block of its own."""
+        if not self._sealed:
+            return b""
+        return self._begin({"type": "redacted_thinking", "data": self._take_signature()}) + self._end()
+
+    def _take_signature(self) -> str:
+        """Of thinking blocks: clients send unsigned ones back as text, or not at all. It carries what the provider
+        wants back; without that it means nothing."""
+        sealed, self._sealed = self._sealed, []
+        return encode_signed_reasoning(*sealed) if sealed else self.head.id
+
+
+def _seal(content: list[dict[str, Any]], block: dict[str, Any]) -> None:
+    """Add what a provider wants back to the thinking block before it, or as a block of its own."""
+    if not content or content[-1]["type"] not in THOUGHTS:
+        content.append({"type": "redacted_thinking"})
+    last = content[-1]
+    name = "signature" if last["type"] == "thinking" else "data"
+    last[name] = encode_signed_reasoning(*decode_signed_reasoning(last.get(name)), block)
 
 
 def _stop_fields(answer: AnswerView) -> dict[str, str | None]:
@@ -160,7 +191,7 @@ def _stop_fields(answer: AnswerView) -> dict[str, str | None]:
         return {"stop_reason": "refusal", "stop_sequence": None}
     if reason == "stop" and answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
-    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS.get(reason), "stop_sequence": None}
 
 
 _STOP_REASONS: Final = {

@@ -15,6 +15,7 @@ from typing import Any, Final
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS, MessagesReplyWriter, error_body, error_event
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.message_digest import text_of
@@ -191,6 +192,7 @@ def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachment
 
 def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
     message: Message = {"role": "assistant", "content": ""}
+    sealed: list[dict[str, Any]] = []
     for block in blocks:
         match block.get("type"):
             case "tool_use":
@@ -198,11 +200,12 @@ def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
             case "thinking":
                 thought = require_type(f"{where}.thinking", block.get("thinking"), str)
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                sealed += decode_signed_reasoning(block.get("signature"))
             case "redacted_thinking":
-                pass
+                sealed += decode_signed_reasoning(block.get("data"))
             case _:
                 message["content"] += _text(where, block)
-    return message
+    return message | ({"sealed": sealed} if sealed else {})
 
 
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Signed and encrypted reasoning, which its provider wants back unchanged.
+"""What a provider wants back unchanged with a turn: signed and encrypted reasoning, and signatures of tool calls.
 
 Anthropic signs or redacts what a model thinks, and continues thinking over a tool's result only if the blocks come back
-unchanged; OpenAI does the same with the `encrypted_content` of reasoning items. Callers of other dialects have no place
-for them: `response_store` stores them for the attempt, by the turn they belong to (`turn_key`). Anthropic's blocks can
-also travel in the `encrypted_content` of a reasoning item, which needs no memory. Pure.
+unchanged; OpenAI does the same with the `encrypted_content` of reasoning items, and servers of chat completions with
+fields of the message (`openai.chat_events.ECHOED`), here a block of the type `CHAT_TURN`. `response_store` stores them
+for the attempt, by the turn they belong to (`turn_key`). They also travel with what a caller sends back of its own
+accord, which needs no memory: the `encrypted_content` of a reasoning item, the signature of a thinking block. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import orjson
 Block = dict[str, Any]
 
 _MARK: Final = "agl1."
-_KINDS: Final = ("thinking", "redacted_thinking")
+CHAT_TURN: Final = "chat_turn"
+"""Type of a block with what a server of chat completions wants back: `message` has fields of the assistant's message,
+`calls` the `extra_content` of tool calls by id, `provider` the name of the provider that wrote it."""
+THOUGHTS: Final = ("thinking", "redacted_thinking")
+"""Types of Anthropic's reasoning blocks."""
+_KINDS: Final = (*THOUGHTS, "reasoning", CHAT_TURN)
 
 
 def needs_echo(block: Mapping[str, Any]) -> bool:
@@ -26,22 +32,21 @@ def needs_echo(block: Mapping[str, Any]) -> bool:
     kind = block.get("type")
     if kind == "reasoning":
         return bool(block.get("encrypted_content"))
-    return kind == "redacted_thinking" or (kind == "thinking" and bool(block.get("signature")))
+    return kind in ("redacted_thinking", CHAT_TURN) or (kind == "thinking" and bool(block.get("signature")))
 
 
-def encode_signed_reasoning(block: Block) -> str:
-    """A reasoning block as the `encrypted_content` of a reasoning item. It hides nothing from the caller."""
-    return _MARK + base64.urlsafe_b64encode(orjson.dumps(block)).decode()
+def encode_signed_reasoning(*blocks: Block) -> str:
+    """Blocks as an `encrypted_content` or a signature. It hides nothing from the caller."""
+    return _MARK + base64.urlsafe_b64encode(orjson.dumps(blocks)).decode()
 
 
 def decode_signed_reasoning(content: Any) -> list[Block]:
-    """The reasoning block in an `encrypted_content`; none if we did not encode it."""
+    """The blocks in an `encrypted_content` or a signature; none if we did not encode it."""
     if not isinstance(content, str) or not content.startswith(_MARK):
         return []
     try:
-        block = orjson.loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
+        blocks = orjson.loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
     except (binascii.Error, ValueError):
         return []
-    if not isinstance(block, dict) or cast("Block", block).get("type") not in _KINDS:
-        return []
-    return [cast("Block", block)]
+    found = cast("list[Any]", blocks) if isinstance(blocks, list) else []
+    return [cast("Block", block) for block in found if isinstance(block, dict) and block.get("type") in _KINDS]

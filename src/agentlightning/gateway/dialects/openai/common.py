@@ -82,7 +82,11 @@ def tool_choice(value: Any, nested: bool) -> tuple[bool, frozenset[str] | None]:
         return True, None
     kind = kind_of(value)
     details = value.get(kind) if nested and kind else value
-    if kind == "function" and isinstance(details, dict) and isinstance(details.get("name"), str):
+    if (
+        (kind == "function" or (kind == "custom" and not nested))
+        and isinstance(details, dict)
+        and isinstance(details.get("name"), str)
+    ):
         return True, frozenset({details["name"]})
     if kind == "allowed_tools" and isinstance(details, dict) and details.get("mode") in ("auto", "required"):
         names = [_allowed_name(tool) for tool in require_type("tool_choice.tools", details.get("tools"), list)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from agentlightning.gateway.dialects.openai.chat_events import usage_report
 from agentlightning.gateway.dialects.provider_events import (
-    FINISH_REASONS,
     BlockDone,
     Emit,
     Finish,
+    HostedCall,
     Json,
     ProviderFailure,
     ReasoningDelta,
@@ -18,9 +19,7 @@ from agentlightning.gateway.dialects.provider_events import (
     TextDelta,
     ToolCallDone,
     ToolCallFragment,
-    Usage,
-    UsageReport,
-    counted,
+    emit_text,
     logprob_entries,
 )
 
@@ -28,11 +27,15 @@ LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.fai
 """Types of the events that end a stream; each repeats the whole response."""
 
 
+_CALLS: Final = ("function_call", "custom_tool_call")
+_OWN: Final = (*_CALLS, "message", "reasoning")
+"""Types of the items that the model writes; hosted tools write the others."""
+
+
 class ResponsesEvents:
     """Reader of one answer. Items that were streamed are not read again where the last event repeats them."""
 
-    def __init__(self, with_blocks: bool = False) -> None:
-        self._with_blocks = with_blocks
+    def __init__(self) -> None:
         self._streamed: set[Any] = set()
         """Output indexes of the items that were read, and ids of those that came in deltas."""
         self._started: set[Any] = set()
@@ -59,27 +62,26 @@ class ResponsesEvents:
                 self._response(response, kind is None or kind in LAST_EVENTS, emit)
 
     def _start_call(self, place: Any, item: Json, emit: Emit) -> None:
-        if item.get("type") == "function_call":
+        if item.get("type") in _CALLS:
             self._started.add(place)
-            emit(ToolCallFragment(place, item.get("call_id"), item.get("name"), item.get("arguments")))
+            emit(_fragment(place, item))
 
     def _response(self, response: Json, whole: bool, emit: Emit) -> None:
         emit(ResponseStart(response.get("id"), response.get("model")))
         if not whole:
             return
         if usage := response.get("usage"):
-            emit(_report(usage))
+            emit(usage_report(usage))
         items = response.get("output") or ()
         for place, item in enumerate(items):
             if place not in self._streamed and item.get("id") not in self._streamed:
                 self._item(place, item, emit)
-        if response.get("status") == "failed":
+        status = response.get("status") or "completed"
+        if status == "failed":
             emit(ProviderFailure(str((response.get("error") or {}).get("message"))))
-        reason = (response.get("incomplete_details") or {}).get("reason")
-        if isinstance(reason, str) and reason:
-            emit(Finish(FINISH_REASONS.get(reason, reason)))
-        else:
-            emit(Finish("tool_calls" if any(item.get("type") == "function_call" for item in items) else "stop"))
+        reason = (response.get("incomplete_details") or {}).get("reason") or status
+        called = reason == "completed" and any(item.get("type") in _CALLS for item in items)
+        emit(Finish("tool_calls" if called else str(reason)))
 
     def _item(self, place: Any, item: Json, emit: Emit) -> None:
         """A complete item, of which nothing is read twice."""
@@ -88,58 +90,46 @@ class ResponsesEvents:
             self._streamed.add(place)
             for part in item.get("content") or item.get("summary") or ():
                 _part(kind, part, emit)
-            if kind == "function_call":
-                started = place in self._started
-                call_id, name = (None, None) if started else (item.get("call_id"), item.get("name"))
-                emit(ToolCallFragment(place, call_id, name, item.get("arguments")))
-        if kind == "function_call":
+            if kind in _CALLS:
+                emit(_fragment(place, item | {"call_id": None, "name": None} if place in self._started else item))
+        if kind in _CALLS:
             emit(ToolCallDone(place))
-        if self._with_blocks:
-            emit(BlockDone(item))
+        emit(BlockDone(item) if kind in _OWN else HostedCall(item))
 
 
-def responses_usage(usage: Json) -> Usage:
-    cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
-    return counted(usage.get("input_tokens"), usage.get("output_tokens"), cached)
+def _fragment(place: Any, item: Json) -> ToolCallFragment:
+    is_custom = item["type"] == "custom_tool_call"
+    arguments = item.get("input" if is_custom else "arguments")
+    return ToolCallFragment(place, item.get("call_id"), item.get("name"), arguments, is_custom=is_custom)
 
 
-def _report(usage: Json) -> UsageReport:
-    prompt, output = usage.get("input_tokens_details") or {}, usage.get("output_tokens_details") or {}
-    details = prompt.get("cached_tokens"), prompt.get("cache_write_tokens"), output.get("reasoning_tokens")
-    return UsageReport(responses_usage(usage), *details)
+_DELTAS: Final = {
+    "response.refusal.delta": RefusalDelta,
+    "response.reasoning_text.delta": ReasoningDelta,
+    "response.reasoning_summary_text.delta": ReasoningDelta,
+}
+_ARGUMENTS: Final = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 
 
 def _delta(kind: str, place: Any, data: Json, emit: Emit) -> None:
-    text = data["delta"]
-    match kind:
-        case "response.output_text.delta":
-            _text(text, data.get("logprobs"), emit)
-        case "response.refusal.delta":
-            if isinstance(text, str) and text:
-                emit(RefusalDelta(text))
-        case "response.reasoning_text.delta" | "response.reasoning_summary_text.delta":
-            if isinstance(text, str) and text:
-                emit(ReasoningDelta(text))
-        case "response.function_call_arguments.delta":
-            emit(ToolCallFragment(place, None, None, text))
-        case _:
-            pass
+    if kind == "response.output_text.delta":
+        _text(data["delta"], data.get("logprobs"), emit)
+    elif kind in _DELTAS:
+        emit_text(_DELTAS[kind], data["delta"], emit)
+    elif kind in _ARGUMENTS:
+        emit(ToolCallFragment(place, None, None, data["delta"], is_custom=kind == _ARGUMENTS[1]))
 
 
 def _part(kind: Any, part: Json, emit: Emit) -> None:
     """A part of the content of a whole item."""
-    text, refusal = part.get("text"), part.get("refusal")
     if kind == "reasoning":
-        if isinstance(text, str) and text:
-            emit(ReasoningDelta(text))
-        return
-    _text(text, part.get("logprobs"), emit)
-    if isinstance(refusal, str) and refusal:
-        emit(RefusalDelta(refusal))
+        emit_text(ReasoningDelta, part.get("text"), emit)
+    else:
+        _text(part.get("text"), part.get("logprobs"), emit)
+        emit_text(RefusalDelta, part.get("refusal"), emit)
 
 
 def _text(text: Any, logprobs: Any, emit: Emit) -> None:
     if entries := logprob_entries(logprobs):
         emit(SampledTokens(entries=entries))
-    if isinstance(text, str) and text:
-        emit(TextDelta(text))
+    emit_text(TextDelta, text, emit)

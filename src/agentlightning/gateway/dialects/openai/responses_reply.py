@@ -20,10 +20,13 @@ from agentlightning.gateway.dialects.output import (
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
+    custom_input,
 )
 from agentlightning.gateway.dialects.sse import encode_event
 
 ID_PREFIX: Final = "resp_"
+_INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_tokens"}
+"""Finish reasons -> why a response is incomplete, where they differ; None: it is complete."""
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 
 
@@ -92,7 +95,7 @@ class ResponsesReplyWriter:
                     content = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
                     self.items.append(self._message(content, "completed"))
                 case ToolCall():
-                    self.items.append(_call(part, part.arguments, "completed"))
+                    self.items.append(self._call(part, "completed"))
                 case _:
                     pass
         if all(item["type"] == "reasoning" for item in self.items):
@@ -101,7 +104,7 @@ class ResponsesReplyWriter:
 
     def _finish_last(self, answer: AnswerView) -> None:
         last = self.items[-1]
-        if last["type"] != "function_call" and answer.finish_reason == "length":
+        if last["type"] in ("message", "reasoning") and answer.finish_reason == "length":
             last["status"] = "incomplete"
         parts = [item["content"][0] for item in self.items if item["type"] == "message"]
         if self.request.logprobs and len(parts) == 1 and parts[0]["type"] == "output_text":
@@ -186,19 +189,32 @@ class ResponsesReplyWriter:
 
     def _start_call(self, answer: AnswerView, call: ToolCallStart) -> bytes:
         closed = self._close(answer)
-        item = _call(ToolCall(call.index, call.id, call.name, ""), "", "in_progress")
+        item = self._call(ToolCall(call.index, call.id, call.name, ""), "in_progress")
         self.items.append(item)
         return closed + self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _add_arguments(self, text: str) -> bytes:
+        if "input" in self.items[-1]:  # It is sent whole: its text stands in a JSON string that is not complete.
+            return b""
         return self._event("response.function_call_arguments.delta", **self._item(), delta=text)
 
     def _end_call(self, call: ToolCall) -> bytes:
-        item = self.items[-1] = _call(call, call.arguments, "completed")
-        fields = {"name": call.name, "arguments": call.arguments}
-        return self._event("response.function_call_arguments.done", **self._item(), **fields) + self._event(
-            "response.output_item.done", output_index=len(self.items) - 1, item=item
-        )
+        item = self.items[-1] = self._call(call, "completed")
+        if (text := item.get("input")) is not None:
+            kind = "response.custom_tool_call_input"
+            done = self._event(f"{kind}.delta", **self._item(), delta=text)
+            done += self._event(f"{kind}.done", **self._item(), input=text)
+        else:
+            fields = {"name": call.name, "arguments": call.arguments}
+            done = self._event("response.function_call_arguments.done", **self._item(), **fields)
+        return done + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _call(self, call: ToolCall, status: str) -> dict[str, Any]:
+        """The item of a call, of a function or of a custom tool."""
+        is_custom, name = call.name in self.request.custom_tools, call.id.partition("_")[2] or call.id
+        kind, prefix = ("custom_tool_call", "ctc_") if is_custom else ("function_call", "fc_")
+        item = {"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name, "status": status}
+        return item | ({"input": custom_input(call.arguments)} if is_custom else {"arguments": call.arguments})
 
     # -- parts of events ---------------------------------------------------------------------------------------------
 
@@ -225,7 +241,7 @@ class ResponsesReplyWriter:
         return encode_event(event, kind)
 
     def _final(self, answer: AnswerView) -> dict[str, Any]:
-        cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish_reason)
+        cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
         head = self.head
         num_prompt, num_sampled = head.prompt_tokens, num_output_tokens([answer])
@@ -275,9 +291,3 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def _refusal_part(text: str) -> dict[str, Any]:
     return {"type": "refusal", "refusal": text}
-
-
-def _call(call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
-    name = f"fc_{call.id.partition('_')[2] or call.id}"
-    head = {"id": name, "type": "function_call", "call_id": call.id, "name": call.name}
-    return head | {"arguments": arguments, "status": status}

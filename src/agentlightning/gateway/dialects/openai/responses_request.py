@@ -2,7 +2,8 @@
 
 Replies are stored while their attempt runs, so that `previous_response_id` and item references find them. With
 `store=false` a reply cannot be retrieved but still continued, since clients continue what they asked not to store.
-Hosted tools are ignored and counted; items that only a hosted service can read are rejected by name.
+Custom tools, whose input is free text, are functions with one argument. Hosted tools are ignored and counted; items
+that only a hosted service can read are rejected by name.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, read_content
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, object_of, read_content
 from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.openai.responses_reply import ID_PREFIX, ResponsesReplyWriter
+from agentlightning.gateway.dialects.output import CUSTOM_INPUT, custom_arguments
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_UNSUPPORTED, RESPONSES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
     as_arguments,
+    kind_of,
     optional,
     read_json,
     reject_unsupported,
@@ -57,7 +60,8 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
     """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
     data = read_json(body)
     reject_unsupported(data, _UNSUPPORTED)
-    tools, dropped = common.function_tools(data, _function)
+    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    tools, dropped = common.function_tools({"tools": offered}, _function)
     choice = data.get("tool_choice")
     tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
     constraint = common.read_constraint(
@@ -75,6 +79,7 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
         messages=instructions + messages,
         tools=tools,
         forbidden_tools=forbidden_tools,
+        custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
         params=sampling_params(
             data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs), "the request"
         ),
@@ -88,6 +93,17 @@ def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) 
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _as_function(tool: Any) -> Any:
+    """A custom tool as a function with its input as the one argument; any other tool as it is."""
+    if kind_of(tool) != "custom":
+        return tool
+    described, form = tool.get("description") or "", object_of(tool, "format")
+    if form.get("type") == "grammar":
+        described += f"\n\nThe input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return {"type": "function", "name": tool.get("name"), "description": described.strip(), "parameters": schema}
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +174,9 @@ def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], atta
     match item.get("type") or "message":
         case "message":
             _add_message(where, messages, item, attachments)
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             _add_call(where, messages, item)
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
             output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
             messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
@@ -189,7 +205,11 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
         messages.append({"role": "assistant", "content": ""})
     call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
     name = require_type(f"{where}.name", item.get("name"), str)
-    function = {"name": name, "arguments": as_arguments(item.get("arguments"))}
+    if item["type"] == "custom_tool_call":
+        arguments = custom_arguments(require_type(f"{where}.input", item.get("input"), str))
+    else:
+        arguments = as_arguments(item.get("arguments"))
+    function = {"name": name, "arguments": arguments}
     message = messages[-1] = dict(messages[-1])
     call = {"id": call_id, "type": "function", "function": function}
     message["tool_calls"] = [*message.get("tool_calls", ()), call]

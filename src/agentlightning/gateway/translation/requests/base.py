@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
@@ -19,6 +17,7 @@ from agentlightning.gateway.dialects.message_digest import same_meaning
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_PARAMS
 from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
+from agentlightning.gateway.recording.provider_response import ProviderResponse
 from agentlightning.gateway.upstream.provider import Provider
 
 Json = dict[str, Any]
@@ -138,26 +137,11 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def is_unchanged(before: Sequence[Json], turn: Message) -> bool:
+def is_unchanged(path: str, before: Sequence[Json], turn: Message) -> bool:
     """Whether a turn of the assistant means the same as `before`, the blocks or items that its provider wrote."""
-    return bool(before) and same_meaning(_message_of(before)) == same_meaning(turn)
-
-
-def _message_of(written: Sequence[Json]) -> Message:
-    texts: list[str] = []
-    calls: list[Json] = []
-    for part in written:
-        match part["type"]:
-            case "text":
-                texts.append(part["text"])
-            case "message":
-                texts += [inner.get("text", inner.get("refusal")) or "" for inner in part["content"]]
-            case "tool_use":
-                arguments = orjson.dumps(part["input"]).decode()
-                calls.append({"id": part["id"], "function": {"name": part["name"], "arguments": arguments}})
-            case "function_call":
-                arguments = part["arguments"] or "{}"
-                calls.append({"id": part["call_id"], "function": {"name": part["name"], "arguments": arguments}})
-            case _:
-                pass
-    return {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
+    response = ProviderResponse(path)
+    is_blocks = path == "messages"
+    response.read({"type": "message", "content": before} if is_blocks else {"object": "response", "output": before})
+    answer = response.choice(0)
+    answer.take_new(done=True)
+    return bool(before) and same_meaning(answer.message) == same_meaning(turn)

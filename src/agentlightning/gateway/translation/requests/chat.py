@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import Content, object_of
+from agentlightning.gateway.dialects.message_digest import turn_key
+from agentlightning.gateway.dialects.openai.chat_events import ECHOED
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.attachments import as_chat, split_attachments
 from agentlightning.gateway.translation.requests.base import (
@@ -31,7 +33,7 @@ _MAX_USER_ID: Final = 64
 def chat_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
     """The body of POST /v1/chat/completions. Raises ApiError 400 naming an unsupported field, and
     UnsupportedContentError."""
-    messages = _chat_messages(request.messages, with_reasoning=provider.token_ids)
+    messages = _chat_messages(request.messages, provider, find_turn)
     body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": _limit_name(provider)}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
@@ -72,9 +74,10 @@ def _limit_name(provider: Provider) -> str:
     return "max_completion_tokens" if host.endswith(_NEW_LIMIT_HOSTS) else "max_tokens"
 
 
-def _chat_messages(messages: Sequence[Message], with_reasoning: bool) -> list[Json]:
+def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
     """Images in a tool result follow it as a user message, since tool messages hold text only."""
-    known = _CHAT_KEYS | ({"reasoning_content"} if with_reasoning else set())
+    known = _CHAT_KEYS | ({"reasoning_content"} if provider.token_ids else set())
+    previous: Message | None = None
     sent: list[Json] = []
     attachments: list[Json] = []
     for message in results_first(messages):
@@ -86,8 +89,28 @@ def _chat_messages(messages: Sequence[Message], with_reasoning: bool) -> list[Js
             content, images = split_attachments(content)
             attachments += images
         fields = {key: value for key, value in message.items() if key in known}
-        sent.append(fields | {"content": _chat_content(message, content)})
+        fields |= {"content": _chat_content(message, content)}
+        if message["role"] == "assistant":
+            blocks = find_turn(turn_key(previous, message)) or message.get("sealed") or ()
+            fields |= _echoed(fields, [block for block in blocks if block.get("provider") == provider.name])
+        sent.append(fields)
+        previous = message
     return [*sent, {"role": "user", "content": attachments}] if attachments else sent
+
+
+def _echoed(fields: Json, blocks: Sequence[Json]) -> Json:
+    """What this provider wants back with a turn that it wrote (`signed_reasoning.CHAT_TURN`)."""
+    found: Json = {}
+    for block in blocks:
+        for name, value in object_of(block, "message").items():
+            both = type(found.get(name)) is type(value) and isinstance(value, str | list)
+            found |= {name: found[name] + value if both else value} if name in ECHOED else {}
+        if extra := object_of(block, "calls"):
+            calls = found.get("tool_calls") or fields.get("tool_calls") or ()
+            found["tool_calls"] = [
+                call | ({"extra_content": extra[call["id"]]} if call.get("id") in extra else {}) for call in calls
+            ]
+    return found
 
 
 _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})

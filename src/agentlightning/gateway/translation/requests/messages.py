@@ -10,6 +10,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS
+from agentlightning.gateway.dialects.anthropic.signed_reasoning import THOUGHTS
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import has_attachments, object_of
 from agentlightning.gateway.dialects.message_digest import turn_key
@@ -133,14 +134,11 @@ def _user_content(message: Message) -> list[Json]:
 
 def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
     """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if is_unchanged(before, message):
+    if is_unchanged("messages", before, message):
         return before
-    thoughts = [block for block in before if block["type"] in _THOUGHTS] or message.get("sealed") or []
+    thoughts = [block for block in before or message.get("sealed") or () if block["type"] in THOUGHTS]
     content = as_blocks(message.get("content") or "")
     return [*thoughts, *content, *(_tool_use(call) for call in message.get("tool_calls") or ())]
-
-
-_THOUGHTS: Final = ("thinking", "redacted_thinking")
 
 
 def _tool_use(call: Json) -> Json:

@@ -78,9 +78,9 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
     """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if is_unchanged(before, message):
+    if is_unchanged("responses", before, message):
         return before
-    items = [item for item in before if item["type"] == "reasoning"]
+    items = [item for item in before or message.get("sealed") or () if item["type"] == "reasoning"]
     if content := message.get("content"):
         items.append({"role": "assistant", "content": as_items(content)})
     return items + [_call(call) for call in message.get("tool_calls") or ()]

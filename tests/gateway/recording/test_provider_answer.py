@@ -23,8 +23,7 @@ from agentlightning.gateway.dialects.output import (
 from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
-from agentlightning.gateway.recording.provider_response import ProviderResponse
-from agentlightning.gateway.translation.provider_answer import ProviderAnswer
+from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
 from agentlightning.testing.provider import (
     chat_answer,
     chat_events,
@@ -43,12 +42,12 @@ class Translated:
     """A provider's answer on its way to a client of another dialect."""
 
     def __init__(self, path):
-        self.response = ProviderResponse(path, with_blocks=True)
-        self.answer, self.head = ProviderAnswer(), ReplyMetadata("x", "theirs", 0, 0)
+        self.response = ProviderResponse(path)
+        self.response.choices[0] = ProviderAnswer(call_prefix="call_")
+        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0, 0)
 
     def read(self, data):
         for event in self.response.read(data):
-            self.answer.add(event)
             if isinstance(event, UsageReport):
                 self.head.add_usage(event)
 

@@ -1,0 +1,106 @@
+"""A response that its provider works on in the background is recorded when a poll brings its end, once."""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import openai
+import pytest
+
+from agentlightning import span as names
+from agentlightning.assemble.model_calls import calls
+from agentlightning.errors import StoreFullError
+from agentlightning.testing.provider import Reply, response_answer
+
+pytestmark = pytest.mark.integration
+
+MESSAGE = {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
+QUEUED = response_answer([], status="queued", usage=(0, 0)) | {"usage": None}
+WORKING = QUEUED | {"status": "in_progress"}
+DONE = response_answer([MESSAGE], usage=(1_000_000, 500_000))
+
+
+@pytest.fixture
+async def started(ask):
+    """(the service, its client, the statuses that polls bring)."""
+    service, provider = await ask("openai", [Reply(QUEUED)], paths=["responses"], price={"input": 1, "output": 2})
+    polls = []
+    provider.responses = lambda seen: polls.pop(0)
+    client = await service.client()
+    reply = await client.responses.create(model="theirs", input="hi", background=True)
+    assert reply.status == "queued"
+    return service, client, polls
+
+
+async def test_the_end_of_a_background_response_has_a_span_of_its_own(started):
+    service, client, polls = started
+    polls += [Reply(WORKING), Reply(DONE), Reply(DONE)]
+    (call,) = await service.spans()
+    assert (call.status_code, call.attributes[names.FINISH_REASONS]) == ("UNSET", ["queued"])
+    assert calls([call]) == []
+    assert service.gateway.metrics()["provider_dollars"] == 0
+    statuses = [(await client.responses.retrieve("resp_1")).status for _ in range(3)]
+    assert statuses == ["in_progress", "completed", "completed"]
+    spans = await service.spans()
+    (end,) = calls(spans)
+    assert (len(spans), end.parent_id, end.trace_id) == (2, call.span_id, call.trace_id)
+    assert (end.status_code, end.attributes[names.FINISH_REASONS]) == ("OK", ["stop"])
+    (message,) = json.loads(end.attributes[names.OUTPUT_MESSAGES])
+    assert message["parts"] == [{"type": "text", "content": "Hello."}]
+    assert end.attributes[names.INPUT_MESSAGES] == call.attributes[names.INPUT_MESSAGES]
+    assert (end.attributes[names.INPUT_TOKENS], end.attributes[names.OUTPUT_TOKENS]) == (1_000_000, 500_000)
+    assert end.attributes[names.COST] == pytest.approx(2.0)
+    metrics = service.gateway.metrics()
+    assert (metrics["provider_dollars"], metrics["response_tokens"]) == (pytest.approx(2.0), 500_000)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (DONE | {"status": "failed", "error": {"code": "server_error", "message": "out of memory"}}, "failed"),
+        (DONE | {"status": "cancelled"}, "cancelled"),
+        (DONE | {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
+    ],
+)
+async def test_other_ends_are_recorded_as_what_they_are(started, end, reason):
+    service, client, polls = started
+    polls.append(Reply(end))
+    await client.responses.retrieve("resp_1")
+    _, span = await service.spans()
+    assert span.attributes[names.FINISH_REASONS] == [reason]
+    assert (span.status_code == "OK") == (reason == "length")
+
+
+async def test_polls_that_bring_no_end_or_come_at_once_lose_and_double_nothing(started):
+    service, client, polls = started
+    polls += [Reply(status=500), Reply(b"{broken"), Reply({}), *[Reply(DONE)] * 8]
+    for _ in range(3):
+        with suppress(openai.APIError, json.JSONDecodeError):
+            await client.responses.retrieve("resp_1")
+    assert len(await service.spans()) == 1
+    await asyncio.gather(*(client.responses.retrieve("resp_1") for _ in range(8)))
+    assert len(await service.spans()) == 2
+
+
+async def test_a_finished_response_that_is_retrieved_is_not_recorded_again(ask):
+    service, provider = await ask("openai", [Reply(DONE)], paths=["responses"])
+    provider.responses = lambda seen: Reply(DONE)
+    client = await service.client()
+    await client.responses.create(model="theirs", input="hi")
+    await client.responses.retrieve("resp_1")
+    assert len(await service.spans()) == 1
+
+
+async def test_what_could_not_be_recorded_is_recorded_with_the_next_poll(started, monkeypatch):
+    service, client, polls = started
+    polls += [Reply(DONE)] * 2
+
+    async def fail(spans):
+        raise StoreFullError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(service.store, "add_many_spans", fail)
+        with pytest.raises(openai.InternalServerError, match="the disk is full"):
+            await client.responses.retrieve("resp_1")
+    assert (await client.responses.retrieve("resp_1")).status == "completed"
+    assert len(calls(await service.spans())) == 1
