@@ -19,7 +19,7 @@ START = """# Settings
 
 {made}
 A run is described by a TOML file (`agl train --config FILE.toml`), by `section.key=value` on the command line, or by
-`agl.TrainConfig` in Python; `agl train ... --dry-run` prints the settings in effect. Unknown settings are refused with
+`agl.TrainConfig` in Python; `agl train --print-config` prints the settings in effect. Unknown settings are refused with
 the nearest known one. TOML has no null: where the default is `None`, the text `"none"` stands for it.
 """
 

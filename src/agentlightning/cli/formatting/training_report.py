@@ -50,6 +50,8 @@ def print_result(result: TrainingResult, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     print_closing(result, console)
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
+        if path is None:
+            continue
         console.print(f"{name:<11} {path}")
 
 

@@ -64,7 +64,8 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
     """The state of a run as JSON values."""
     state, rewards = found.state, [each.reward for each in records if each.reward is not None]
     validated = next((each for each in reversed(records) if each.validation), None)
-    total = _total_steps(found.run_dir)
+    # The settings say nothing of the steps of an algorithm object.
+    total = None if state.algorithm else _total_steps(found.run_dir)
     per_step = state.seconds / state.step if state.step else None
     left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
     means = {

@@ -78,7 +78,8 @@ def summary(source: Source) -> dict[str, Any]:
 def _summary(name: str, files: RunFiles) -> dict[str, Any]:
     state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
     algorithm = state.algorithm or (None if config is None else config.algorithm.type)
-    total = None if config is None else getattr(config.algorithm, "steps", None)
+    # The settings say nothing of the steps of an algorithm object.
+    total = None if config is None or state.algorithm else getattr(config.algorithm, "steps", None)
     rewards = [float(r) for row in metrics if isinstance(r := row.get("reward"), int | float) and math.isfinite(r)]
     speeds = [float(s) for row in metrics[-WINDOW:] if isinstance(s := row.get("tokens_per_second"), int | float)]
     return {
@@ -118,14 +119,16 @@ def cost_of(files: RunFiles) -> dict[str, Any]:
 
 
 def window(values: Sequence[float]) -> dict[str, Any] | None:
-    """The mean of some steps, and its 95% interval by Student's t; None without values. One step has no interval."""
+    """The mean of some steps, and its 95% interval by Student's t, between 0 and 1 where all values are; None without
+    values. One step has no interval."""
     if not values:
         return None
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return {"mean": mean, "low": None, "high": None, "steps": count}
     half = student_quantile(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "steps": count}
+    low, high = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else (-math.inf, math.inf)
+    return {"mean": mean, "low": max(low, mean - half), "high": min(high, mean + half), "steps": count}
 
 
 def _time_left(files: RunFiles, total: int | None) -> float | None:

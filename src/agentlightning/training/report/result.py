@@ -46,7 +46,8 @@ class TrainingResult:
     checkpoint: Path
     """A directory that transformers loads. The run's prompts, and resources that the algorithm published, are in its
     `resources.json`."""
-    curve: Path
+    curve: Path | None
+    """The picture of the reward curve; None where matplotlib is not installed."""
     run_dir: Path
     start_prompts: Mapping[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     """The prompt templates that the run began with, by name."""
@@ -124,7 +125,7 @@ class TrainingResult:
             "best_step": self.best_step,
             "seconds": round(self.seconds, 2),
             "checkpoint": str(self.checkpoint),
-            "curve": str(self.curve),
+            "curve": None if self.curve is None else str(self.curve),
             "run_dir": str(self.run_dir),
             "prompts": {name: each.template for name, each in self.prompts.items()},
             "stages": [each.as_json() for each in self.stages],

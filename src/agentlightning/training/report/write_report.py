@@ -53,7 +53,7 @@ async def write_report(
         best_step=state.best_step,
         seconds=state.seconds,
         checkpoint=checkpoint,
-        curve=curve,
+        curve=curve if curve.exists() else None,
         run_dir=directory,
         start_prompts=run.start_prompts,
         prompts=prompts_in(run.resources),

@@ -84,8 +84,8 @@ export function RunPage({ parts: [run], path }) {
       <${Fact} name="Algorithm" note=${summary.model}>${summary.algorithm}<//>
       <${Fact} name="Agent">${parts(summary.agent)}<//>
       <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)} of ${number(summary.steps)}<//>
-      <${Fact} name="Reward at start" note="mean of 5 steps, 95% interval">${interval(summary.reward_start)}<//>
-      <${Fact} name="Reward now" note="mean of 5 steps, 95% interval">${interval(summary.reward_now)}<//>
+      <${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
+      <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>
       <${Fact} name="Training rollouts" note=${`${number(summary.failed_rollouts)} failed`}>${number(summary.rollouts)}<//>
       <${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>
       <${Fact} name="Best step">${report?.best_step ?? "–"}<//>

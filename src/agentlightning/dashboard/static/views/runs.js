@@ -29,8 +29,8 @@ function Row({ run, chosen, toggle }) {
     <td data-label="Algorithm, model">${run.algorithm}<div class="muted small">${run.model}</div></td>
     <td data-label="Steps"><${Progress} done=${run.step} total=${run.steps} /><div class="muted small nowrap">${run.time_left !== null ? `${duration(run.time_left)} left` : duration(run.seconds)}</div></td>
     <td data-label="Reward"><${Sparkline} values=${run.rewards} /></td>
-    <td class="num" data-label="At start"><${Reward} found=${run.reward_start} /></td>
-    <td class="num" data-label="Now"><${Reward} found=${run.reward_now} /></td>
+    <td class="num" data-label="First steps"><${Reward} found=${run.reward_start} /></td>
+    <td class="num" data-label="Last steps"><${Reward} found=${run.reward_now} /></td>
     <td class="nowrap" data-label="Held-out gain"><${Gain} run=${run} /></td>
     <td class="num" data-label="Tokens/s, cost">${number(run.tokens_per_second)}<div class="muted small nowrap">${tokens(run.cost.tokens)}${run.cost.dollars !== null && `, $${run.cost.dollars.toFixed(2)}`}</div></td>
     <td data-label="Warnings">${run.warnings ? html`<span class="pill warn" title=${run.warning_names.join(", ")}>${run.warnings}<span class="skip"> warnings</span></span>` : html`<span class="muted">none</span>`}</td>
@@ -47,8 +47,8 @@ export function RunsPage({ path }) {
       <button class="primary" type="button" disabled=${chosen.length < 2} onClick=${() => navigate(withQuery("/compare", { runs: chosen.join(",") }))}>Compare ${chosen.length || ""}</button>
       <${Json} path="/runs" name="runs.json" /></div></div>
     <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th><span class="skip">Compare</span></th><th>Run</th><th>State</th><th>Algorithm, model</th><th>Steps, time left</th><th>Reward</th>
-      <th class="num" title="Mean of the first five steps, with its 95% interval over steps">At start</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Now</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num" title="Cost: tokens of the policy, of searches and of providers; dollars where prices are set">Tokens/s, cost</th><th>Warnings</th></tr></thead>
+      <th class="num" title="Mean of the first five steps, with its 95% interval over steps">First steps</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Last steps</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num" title="Cost: tokens of the policy, of searches and of providers; dollars where prices are set">Tokens/s, cost</th><th>Warnings</th></tr></thead>
       <tbody>${runs.map((run) => html`<${Row} key=${run.name} run=${run} chosen=${chosen.includes(run.name)} toggle=${() => toggle(run.name)} />`)}</tbody></table>
       ${!runs.length && html`<p class="empty">No runs here yet. <code>agl demo</code> makes one in a few minutes; <code>agl dashboard --demo</code> shows made-up ones.</p>`}</div>
-    <p class="muted small">Reward at start and now: the mean of five steps with its 95% interval over steps. Held-out gain: the paired difference on tasks that nothing was learned from.</p>`;
+    <p class="muted small">First and last steps: the mean training reward of the first and the last five steps with its 95% interval over steps. Held-out gain: the paired difference on tasks that nothing was learned from.</p>`;
 }

@@ -1,0 +1,43 @@
+"""Figures of the dashboard and `agl status` are possible and those of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentlightning.cli.viewing.status import record_of
+from agentlightning.dashboard.views.runs import window
+from agentlightning.training.health.examination import examine
+from agentlightning.training.persistence.run_dir import RunDir, RunState
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [([0.9, 0.95, 1.0, 0.92, 0.94], 0.0, 1.0), ([0.0, 0.0, 0.1], 0.0, 1.0), ([1.0, 0.5], 0.0, 1.0)],
+)
+def test_the_interval_of_rewards_between_0_and_1_stays_there(values: list[float], low: float, high: float) -> None:
+    found = window(values)
+    assert found is not None
+    assert low <= found["low"] <= found["mean"] <= found["high"] <= high
+
+
+def test_the_interval_of_other_rewards_has_no_bounds() -> None:
+    found = window([10.0, 20.0])
+    assert found is not None
+    assert found["low"] < 0
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [(None, 100), ("mine:Algorithm", None)])
+def test_the_steps_of_an_algorithm_object_are_not_those_of_the_settings(
+    tmp_path: Path, algorithm: str | None, steps: int | None
+) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_state(RunState("r1", algorithm=algorithm, step=4, seconds=8.0))
+    (tmp_path / "run" / "config.toml").write_text("[algorithm]\nsteps = 100\n")
+    run_dir.close()
+    found = record_of(examine(tmp_path / "run"), [])
+    assert found["steps"] == steps
+    assert (found["seconds_left"] is None) == (steps is None)
+    assert json.dumps(found)
