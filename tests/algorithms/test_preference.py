@@ -22,7 +22,7 @@ from agentlightning.trajectory import TokenTree, Trajectory, Transition
 GOOD, BAD = (41, 42, 43), (61, 62)
 
 
-def session(name: str, reward: float, *answers: Sequence[int], group: str = "g") -> Trajectory:
+def session(name: str, reward: Any, *answers: Sequence[int], group: str = "g") -> Trajectory:
     """One call for each answer, each continuing the one before."""
     history, calls = (1, 2, 3), list[Transition]()
     for number, answer in enumerate(answers):
@@ -138,6 +138,14 @@ async def test_margins_are_against_the_reference(loss: str, margins: list[float]
     assert found == [{margin} for margin in margins]
     if loss == "dpo":
         assert (training.metrics[0]["margin"], training.metrics[0]["accuracy"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), {"right": float("nan"), "short": 1.0}])
+def test_a_reward_that_is_not_finite_rejects_its_session_alone(reward: Any) -> None:
+    weights = {"right": 1.0, "short": 0.0} if isinstance(reward, dict) else None
+    found = DPO(reward_weights=weights).rejections([session("wrong", reward, GOOD)], None)
+    assert [(each.rollout_id, each.reason) for each in found] == [("wrong", "bad_reward")]
+    assert "which is not finite" in found[0].message
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

@@ -141,7 +141,8 @@ class LightningRLConfig(BaseModel):
     equal_groups: EqualGroups | None = None
     """What becomes of groups whose rewards are all equal: keep, they count in what the loss is divided by, and in
     losses that read no advantages, such as kl and distill (GRPO); filter, they are left out of the batch (DAPO). None:
-    filter with `dynamic_sampling`, which requests others in their place, else keep."""
+    filter with `dynamic_sampling`, which requests others in their place, and with loss "awr", which would imitate
+    groups that all failed; else keep."""
     replay: Replay | None = None
     """Recent successful rollouts that join groups of their task in which none succeeded: a table with `capacity`,
     `max_age`, `success` and `rollouts`. None: none are kept."""
@@ -186,8 +187,9 @@ class LightningRLConfig(BaseModel):
     @property
     def assignment(self) -> Assignment:
         """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
-        filters = self.dynamic_sampling > 0 if self.equal_groups is None else self.equal_groups == "filter"
-        equal_groups = "filter" if filters and self.reads_advantages else "keep"
+        imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in self.losses)
+        filters = imitates or (self.dynamic_sampling > 0 and self.reads_advantages)
+        equal_groups = self.equal_groups or ("filter" if filters else "keep")
         return Assignment.of(self.credit, self.normalization, self.agent_rewards, self.reward_weights, equal_groups)
 
     @model_validator(mode="after")
