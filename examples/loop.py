@@ -163,11 +163,11 @@ def batch_of(groups: Sequence[Sequence[Rollout]]) -> list[Row]:
     """Rows with their advantages and weights.
 
     A = (R - mean R) / std R over the group (GRPO, arXiv:2402.03300, section 4.1.2), the same for every token of the
-    rollout. Groups of equal rewards teach nothing and are left out. Every rollout of the others has the same weight,
-    however many tokens it has: that of a token is 1 / (rollouts * tokens of its rollout).
+    rollout. Every rollout has the same weight, however many tokens it has: that of a token is
+    1 / (rollouts * tokens of its rollout). Groups of equal rewards have A = 0: they count, and need no pass.
     """
     useful = [group for group in groups if len({rollout.reward for rollout in group}) > 1]
-    rollouts = sum(map(len, useful))
+    rollouts = sum(map(len, groups))
     batch: list[Row] = []
     for group in useful:
         rewards = [rollout.reward for rollout in group]

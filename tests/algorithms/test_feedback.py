@@ -148,7 +148,7 @@ async def test_a_group_without_spread_learns_from_its_errors(chat: HFChatFormat)
     assert training.metrics["groups_without_spread"] == 1
     assert training.scored[0][0] == {"logprobs"}, "rate 1: the teacher is the policy"
     assert "average" not in options
-    assert sample.share == 0.0
+    assert sample.share == 1.0
     assert sum(float(w.sum()) for w in sample.columns["reference_kl_weights"]) > 0
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.presets import PRESETS
 from agentlightning.algorithms.reward_shaping import OverlongPenalty
 from agentlightning.algorithms.training import Collected
-from agentlightning.assemble import TURN_LIMIT_REACHED
+from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.mismatch import GeometricMask, Truncation
+from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.recorded.run import nobody_samples
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -37,6 +41,7 @@ class FakeLearner:
         self.calls: list[tuple[set[str], Path | None]] = []
         self.adapters: list[str | None] = []
         self.policy_version = 5
+        self.updates_of = int
 
     async def score(
         self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
@@ -122,9 +127,9 @@ def two_agents() -> list[Trajectory]:
 AGENTS: dict[str, Any] = {"writer": {"type": "lora", "r": 2}, "planner": "shared"}
 
 
-async def test_adapters_of_several_agents_are_compared_with_the_weights_below_them() -> None:
+async def test_adapters_of_several_agents_are_compared_with_the_weights_that_the_run_started_from() -> None:
     training = await trained(two_agents(), loss=["ppo", "kl"], agents=AGENTS)
-    assert training.learner.calls == [({"ref_logprobs"}, None)]
+    assert training.learner.calls == [({"ref_logprobs"}, Path("start"))], "None where the run says so"
     assert training.learner.adapters == [None], "the weights below are the same for all of them"
 
 
@@ -177,6 +182,30 @@ async def test_the_proximal_policy_is_computed_by_a_pass_or_interpolated_by_age(
     }
     assert found == {"r1": [0, 0], "r2": [0.75, 0.75]}
     assert (await trained(GOOD_AND_BAD, proximal="behavior")).learner.calls == []
+
+
+@pytest.mark.parametrize(
+    ("resumes", "now", "ages"),
+    [
+        ((), 5, {3: 2, 5: 0}),
+        (((5, 9),), 10, {4: 2, 5: 1, 9: 1, 10: 0}),
+        (((5, 9),), 10, {6: 0}),  # of a step that the killed process did and this one repeats
+        (((2, 4), (6, 20)), 21, {1: 4, 4: 3, 6: 1, 20: 1, 21: 0}),
+    ],
+)
+async def test_the_age_of_a_token_is_counted_in_updates_across_resumes(
+    resumes: Any, now: int, ages: dict[int, int]
+) -> None:
+    trained_with = FakeTraining([])
+    learner = PolicyLearner(SimpleNamespace(policy_version=now), nobody_samples, 100, resumes=resumes)  # type: ignore[arg-type]
+    trained_with.learner = learner  # type: ignore[assignment]
+    group = [replace_version(rollout(f"r{version}", 0.0), version) for version in ages]
+    columns = await scores(trained_with, [token_tree(group)], "interpolation", Models())  # type: ignore[arg-type]
+    found = [float(column[0]) for column in columns[0] if len(column)]
+    assert found == pytest.approx([age / (age + 1) for age in ages.values()])
+
+
+async def test_a_token_without_a_version_cannot_be_interpolated() -> None:
     with pytest.raises(PolicyError, match=r'has no policy_version .* use proximal="pass"'):
         await trained(GOOD_AND_BAD, proximal="interpolate")
 
@@ -246,6 +275,16 @@ async def test_a_rollout_that_is_too_long_is_penalised_and_counted() -> None:
     assert len(training.updates) == 1, "equal rewards, and yet a signal"
 
 
+@pytest.mark.parametrize("coefficient", [0.1, 0.5, 2.0])
+async def test_each_nat_of_divergence_costs_the_coefficient(coefficient: float) -> None:
+    """R' = R - beta sum_t (logprob - ref_logprob), 0.3 for each of two and of four tokens."""
+    batch = (rollout("short", 1.0, tokens=2), rollout("long", 1.0, tokens=4))
+    training = await trained(batch, kl_in_reward=coefficient, credit="reinforce")
+    ((sample,), _), = training.updates  # fmt: skip
+    gains = {n.rollout_id: float(a[0]) for n, a in zip(sample.tree.nodes, sample.advantages, strict=True) if len(a)}
+    assert gains == pytest.approx({"short": 1 - coefficient * 0.6, "long": 1 - coefficient * 1.2}, rel=1e-5)
+
+
 async def test_truncated_rollouts_are_counted_and_treated_as_configured() -> None:
     batch = (rollout("done", 0.0), rollout("cut", 1.0, finish="length"))
 
@@ -283,6 +322,91 @@ async def test_groups_without_spread_are_replaced_up_to_a_bound_and_counted() ->
     plain = await trained([rollout("x", 1.0), rollout("y", 1.0)])
     assert plain.requested == [1]
     assert "groups_resampled" not in plain.metrics
+
+
+# -- groups whose rewards are all equal ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "distill", "teacher": "models/large"},
+        {"loss": "kl"},
+        {"loss": ["ppo", "kl"]},
+        {"loss": ["gspo", {"type": "distill"}], "teacher": "models/large"},
+        {"loss": "nll"},
+        {"loss": ["ppo", "entropy"]},
+        {"loss": "awr", "equal_groups": "keep"},
+        {"loss": "distill", "teacher": "models/large", "dynamic_sampling": 1},
+        {"preset": "grpo"},
+    ],
+)
+async def test_losses_in_which_rewards_play_no_part_learn_from_equal_rewards(
+    settings: dict[str, Any], reward: float
+) -> None:
+    batch = (rollout("r1", reward), rollout("r2", reward))
+    training = await trained(batch, (), **settings)
+    ((sample,), _), = training.updates  # fmt: skip
+    assert sum(float(weights.sum()) for weights in sample.weights) == pytest.approx(1.0)
+    assert not any(advantages.any() for advantages in sample.advantages)
+    assert training.metrics["groups_without_spread"] == 1
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", {"type": "importance", "level": "rollout"}])
+async def test_where_nothing_learns_from_equal_rewards_nothing_is_computed(loss: Any) -> None:
+    equal = (rollout("r1", 1.0), rollout("r2", 1.0))
+    training = await trained(equal, loss=loss, mismatch="truncate")
+    assert (training.updates, training.learner.calls) == ([], [])
+    both = FakeTraining([*GOOD_AND_BAD, rollout("r3", 1.0, "h"), rollout("r4", 1.0, "h")])
+    await LightningRL(steps=1, tasks_per_step=2, group_size=2, loss=loss, mismatch="truncate").run(both)  # type: ignore[arg-type]
+    (samples, _), = both.updates  # fmt: skip
+    assert ["proximal_logprobs" in sample.columns for sample in samples] == [True, False]
+    assert [sample.share for sample in samples] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, True),
+        *(({"preset": name}, name != "dapo") for name in NAMES if name != "reinforce++"),
+        ({"preset": "grpo", "equal_groups": "filter"}, False),
+        ({"loss": "awr"}, False),
+        ({"loss": ["awr", "kl"]}, False),
+        ({"preset": "dapo", "equal_groups": "keep"}, True),
+        ({"dynamic_sampling": 1}, False),
+        ({"dynamic_sampling": 1, "equal_groups": "keep"}, True),
+    ],
+)
+async def test_groups_with_equal_rewards_are_kept_as_in_grpo_or_filtered_as_in_dapo(
+    settings: dict[str, Any], kept: bool
+) -> None:
+    batch = [*GOOD_AND_BAD, rollout("r3", 1.0, "h"), rollout("r4", 1.0, "h")]
+    training = FakeTraining(batch)
+    await LightningRL(steps=1, tasks_per_step=1, group_size=2, **settings).run(training)  # type: ignore[arg-type]
+    (samples, _), = training.updates  # fmt: skip
+    assert len(samples) == 1 + kept
+    assert training.metrics["groups_without_spread"] == 1
+
+
+def test_to_filter_groups_by_rewards_that_play_no_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'goes by rewards, which play no part in loss "nll"; keep them'):
+        LightningRL(loss="nll", equal_groups="filter")
+
+
+@pytest.mark.parametrize("rewards", [[[0.0], [1.0], [0.0], [1.0]], [[0.0, 0.0], [1.0, 1.0]], [[0.0, 1.0], [0.0, 0.0]]])
+async def test_reinforce_pp_learns_from_rewards_of_0_and_1(rewards: list[list[float]]) -> None:
+    batch = [rollout(f"{g}.{i}", r, str(g)) for g, own in enumerate(rewards) for i, r in enumerate(own)]
+    training = FakeTraining(batch)
+    settings = {"preset": "reinforce++", "kl_in_reward": 0.0, "group_size": len(rewards[0])}
+    await LightningRL(steps=1, tasks_per_step=len(rewards), **settings).run(training)  # type: ignore[arg-type]
+    (samples, _), = training.updates  # fmt: skip
+    found = {
+        n.rollout_id: float(a[0]) for s in samples for n, a in zip(s.tree.nodes, s.advantages, strict=True) if len(a)
+    }
+    given = np.array([each.reward for each in batch], float)
+    expected = (given - given.mean()) / given.std()
+    assert [found[each.rollout_id] for each in batch] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------

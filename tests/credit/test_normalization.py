@@ -64,7 +64,7 @@ def test_the_standard_deviation_of_a_batch_counts_rollouts_alike(batch: list[lis
     if not flat:
         return
     mean = sum(flat) / len(flat)
-    scale = std([(1 / len(flat), x) for x in flat])
+    scale = std([(1 / len(flat), x) for x in flat]) or 1.0
     found = assign(groups, "rloo", {"type": "batch", "center": center})
     expected = [
         None if each is None else [tuple((x - mean * center) / scale for x in own) for own in each] for each in raw
@@ -143,6 +143,34 @@ def test_numbers_for_tokens_are_divided_like_numbers_for_calls() -> None:
 def test_settings_that_make_no_sense_together_are_refused(rule: Any, settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Assignment.of(rule, *settings)
+
+
+@pytest.mark.parametrize("filtered", ["keep", "filter"])
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        ([[0.0], [1.0], [0.0], [1.0]], "batch"),
+        ([[0.0, 0.0], [1.0, 1.0]], "batch"),
+        ([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]], "batch"),
+        ([[0.0, 0.0], [1.0, 1.0]], "agent"),
+    ],
+)
+def test_reinforce_is_centred_on_all_groups_also_on_those_whose_rewards_are_all_zero(
+    batch: list[list[float]], kind: str, filtered: str
+) -> None:
+    """REINFORCE++, arXiv:2501.03262, section 3.2: (R - mean(R)) / std(R) over the batch."""
+    groups = [group(*values, prefix=f"{g}-") for g, values in enumerate(batch)]
+    found = assign(groups, "reinforce", {"type": kind, "center": True}, "shared", None, filtered)
+    rewards = [reward for values in batch for reward in values]
+    mean, scale = sum(rewards) / len(rewards), std([(1 / len(rewards), reward) for reward in rewards])
+    assert [[own[0] for own in each or []] for each in found] == [
+        pytest.approx([(reward - mean) / scale for reward in values]) for values in batch
+    ]
+
+
+def test_a_mean_that_is_rounding_moves_no_advantage() -> None:
+    groups = [group(0.1, 0.2, 0.4, prefix="a"), group(0.7, 0.7, prefix="b")]
+    assert assign(groups, "uniform", {"type": "batch", "center": True})[1] == [(0.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, {"right": math.nan}])

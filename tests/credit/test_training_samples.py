@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,9 @@ def test_groups_that_teach_nothing_are_skipped_each_under_its_own_count() -> Non
         [Trajectory("h", "at", (), 1.0), Trajectory("i", "at", (), 0.0)],
         [Trajectory("j", "at", (), 1.0), Trajectory("k", "at", (), 0.0)],
     ]
-    samples, report = training_samples(groups)
+    samples, report = training_samples(groups, equal_groups="filter")
     assert set(by_rollout(samples)) == {"e", "f"}
+    assert training_samples(groups)[1] == report, "whether it is kept or not"
     assert report == CreditReport(
         groups=5,
         rollouts=10,
@@ -96,6 +98,52 @@ def test_groups_that_teach_nothing_are_skipped_each_under_its_own_count() -> Non
         tokens_trained=4,
     )
     assert report.metrics()["groups_without_spread"] == 1.0
+
+
+@pytest.mark.parametrize("aggregate", ["rollout", "token", {"type": "constant", "length": 10}])
+@pytest.mark.parametrize(
+    "rule", ["group_relative", "rloo", "discounted", "intermediate", "state_value", "hierarchical"]
+)
+@pytest.mark.parametrize("flat", [0, 1, 3])
+def test_groups_whose_rewards_are_equal_count_in_what_the_loss_is_divided_by(
+    flat: int, rule: str, aggregate: Any
+) -> None:
+    groups = [[rollout("a", 1.0), rollout("b", 0.0)]]
+    groups += [[rollout(f"{g}x", 0.5), rollout(f"{g}y", 0.5)] for g in range(flat)]
+    (alone, _), (samples, report) = (training_samples(each, rule, aggregate=aggregate) for each in (groups[:1], groups))
+    before, after = by_rollout(alone), by_rollout(samples)
+    assert [weight * (1 + flat) for _, weight in after["a"]] == pytest.approx([weight for _, weight in before["a"]])
+    assert {advantage for name in after if name not in "ab" for advantage, _ in after[name]} <= {0.0}
+    assert (report.groups_trained, report.groups_without_spread, report.rollouts_trained) == (1, flat, 2)
+    filtered, _ = training_samples(groups, rule, aggregate=aggregate, equal_groups="filter")
+    assert by_rollout(filtered) == before
+
+
+@pytest.mark.parametrize(
+    ("reward", "more", "settings"),
+    [
+        (math.nan, {}, {}),
+        (math.inf, {}, {"rule": "reinforce"}),
+        (1.0, {"step": -math.inf}, {"rule": "discounted"}),
+        ({"right": math.nan, "short": 1.0}, {}, {"reward_weights": {"right": 0.0, "short": 1.0}}),
+        ({"right": math.inf, "short": 1.0}, {}, {"normalization": "gdpo", "reward_weights": {"right": 1, "short": 1}}),
+    ],
+)
+def test_a_reward_that_is_not_finite_is_named(reward: Any, more: Any, settings: Any) -> None:
+    good = {"right": 1.0, "short": 0.0} if isinstance(reward, dict) else 0.0
+    wrong = rollout("wrong", reward)
+    if "step" in more:
+        wrong = replace(wrong, transitions=(replace(wrong.transitions[0], reward=more["step"]),))
+    group = [rollout("a", good), wrong]
+    with pytest.raises(RewardError, match=r"rollout wrong has reward .*(nan|inf).*, which is not finite; emit a num"):
+        training_samples([group], **settings)
+
+
+def test_a_reward_of_one_agent_that_is_not_finite_is_named() -> None:
+    group = [rollout(name, 1.0, agent="w") for name in "ab"]
+    group[1] = replace(group[1], agent_rewards={"w": math.nan})
+    with pytest.raises(RewardError, match="rollout b has reward nan"):
+        training_samples([group], agent_rewards="own")
 
 
 def test_only_the_target_agent_learns_and_rollouts_without_it_take_no_share() -> None:
@@ -166,8 +214,10 @@ def test_a_rule_sees_all_groups_and_weighs_tokens() -> None:
     samples, report = training_samples(groups, LaterGroupsMatter())
     tokens = by_rollout(samples)
     assert (report.groups_trained, report.groups_without_spread) == (2, 1)
-    assert tokens["y0"] == [(1.0, 0.125), (1.0, 0.0)]
-    assert tokens["z1"] == [(2.0, 0.125), (2.0, 0.0)]
+    share = float(np.float32(1 / 12))
+    assert tokens["x0"] == [(0.0, share), (0.0, share)]
+    assert tokens["y0"] == [(1.0, share), (1.0, 0.0)]
+    assert tokens["z1"] == [(2.0, share), (2.0, 0.0)]
 
 
 class NumberedTokens(CreditRule):
@@ -275,7 +325,7 @@ def test_the_weights_of_a_batch_sum_to_one_and_advantages_to_zero(values: Any, a
         assert math.isclose(sum(own[0][0] for own in tokens.values()), 0.0, abs_tol=1e-6)
     outcomes = report.groups_trained + report.groups_without_spread + report.groups_too_small
     assert outcomes == report.groups == len(groups)
-    assert len(samples) == report.groups_trained
+    assert len(samples) == report.groups_trained + report.groups_without_spread
 
 
 def test_an_answer_that_several_rollouts_went_through_is_trained_once_with_their_mean_advantage() -> None:

@@ -141,7 +141,7 @@ def test_groups_of_equal_rewards_teach_nothing(loop: ModuleType) -> None:
     equal = [loop.Rollout((0,), [call], 1.0) for _ in range(2)]
     assert loop.batch_of([equal]) == []
     rows = loop.batch_of([equal, [loop.Rollout((0,), [call], reward) for reward in (1.0, 0.0)]])
-    assert [(row.advantage, row.weight) for row in rows] == [(1.0, 0.5), (-1.0, 0.5)]
+    assert [(row.advantage, row.weight) for row in rows] == [(1.0, 0.25), (-1.0, 0.25)], "and count"
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
+from agentlightning.training.recorded.run import RecordedTraining, learner_of
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 PARAMS = SamplingParams(max_tokens=6)
+PARTS: dict[str, Any] = {"rollouts": None, "total_steps": 1, "start": None, "progress": None}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,51 @@ async def test_a_teacher_may_have_another_shape_but_not_another_tokenizer(policy
     stranger = make_tiny(tmp_path / "stranger", ["quite other words: xylophone, zephyr"], seed=0)
     with pytest.raises(PolicyError, match="another tokenizer"):
         await policy.score([tree], {"ref_logprobs"}, reference=stranger)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"lora": Lora(r=2)}, True),
+        ({"agents": {"a": Lora(r=2)}}, True),
+        ({"agents": {"a": Lora(r=2), "b": "shared"}, "lora": Lora(r=3)}, True),
+        ({"agents": {"a": "shared", "b": "frozen"}}, True),
+        ({"agents": {"a": "shared"}, "lora": Lora(r=3)}, True),
+        ({"agents": {"a": "shared"}}, False),
+    ],
+)
+async def test_with_adapters_the_model_below_is_what_a_run_started_from(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, Any], expected: bool
+) -> None:
+    config = LocalPolicyConfig(model=checkpoint, device="cpu", optimizer=OptimizerConfig(lr=1e-2), **settings)
+    policy = LocalPolicy.open(config)
+    run = RecordedTraining(**{**PARTS, "learner": learner_of(policy, 100), "run_dir": tmp_path})
+    reference = await run.starting_weights()
+    assert (policy.starts_at_base, reference) == (expected, None if expected else tmp_path / "start")
+    assert (tmp_path / "start").exists() == (not expected), "no copy of the weights is written"
+    if "shared" in config.agents.values() and config.lora is not None:
+        assert policy.adapters["shared"].r == 3, "policy.lora is that of the shared agents"
+    sample = await policy.sample(prompt(policy), PARAMS)
+    own = replace(lesson(prompt(policy), sample), adapter=next((n for n in policy.adapters if n != "shared"), None))
+    start = (await policy.score([own.tree], {"logprobs"}, adapter=own.adapter))["logprobs"][0][1]
+    await policy.train([own])
+    now = await policy.score([own.tree], {"logprobs", "ref_logprobs"}, reference=reference, adapter=own.adapter)
+    assert now["ref_logprobs"][0][1].tolist() == pytest.approx(start.tolist(), abs=1e-4)
+    assert now["logprobs"][0][1].sum() > start.sum() + 1e-3
+    await policy.close()
+
+
+async def test_a_policy_that_opens_saved_adapters_does_not_start_at_the_model_below(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    policy = LocalPolicy.open(LocalPolicyConfig(model=checkpoint, device="cpu", lora=Lora(r=2)))
+    await policy.save(tmp_path / "adapters")
+    await policy.close()
+    again = LocalPolicy.open(LocalPolicyConfig(model=tmp_path / "adapters", device="cpu"))
+    assert set(again.adapters) == {"shared"}
+    assert not again.starts_at_base
+    await again.close()
 
 
 async def test_adapters_that_were_saved_are_a_reference(checkpoint: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from agentlightning.training.run import TrainingRun
 
 class FakeLearner:
     def __init__(self) -> None:
+        self.starts_at_base = False
         self.saved: list[Path] = []
 
     async def save(self, directory: Path) -> None:
@@ -35,6 +36,18 @@ async def test_a_copy_is_written_once_before_the_first_update(tmp_path: Path) ->
     assert await run.starting_weights() == await run.starting_weights() == run_dir.path / "reference"
     assert len(run.learner.saved) == 1  # type: ignore[union-attr]
     assert await run_in(run_dir, step=5).starting_weights() == run_dir.path / "reference", "a resumed run has them"
+    run_dir.close()
+
+
+async def test_with_adapters_the_weights_below_them_are_the_start_and_nothing_is_written(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    for made in (False, True):
+        if made:
+            run_dir.start.mkdir()
+        run = run_in(run_dir, step=5)
+        run.learner.starts_at_base = True  # type: ignore[union-attr]
+        assert await run.starting_weights() is None
+        assert run.learner.saved == []  # type: ignore[union-attr]
     run_dir.close()
 
 

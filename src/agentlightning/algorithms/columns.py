@@ -3,7 +3,7 @@ update starts from. They are computed here, in one place, whichever loss reads t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,15 +32,11 @@ class Models:
     reference: str | None = None
     """None: the weights that the run started from."""
     teacher: str | None = None
-    below_adapters: bool = False
-    """Whether the weights below the policy's adapters are the reference, unless another is given."""
 
     async def of(self, column: str, training: Training) -> Path | None:
         """The model that a column is computed with; None: the policy itself."""
         if column == REF_LOGPROBS:
-            if self.reference is None:
-                return None if self.below_adapters else await training.starting_weights()
-            return Path(self.reference)
+            return await training.starting_weights() if self.reference is None else Path(self.reference)
         if column == TEACHER_LOGPROBS:
             if self.teacher is None:
                 raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
@@ -60,12 +56,20 @@ def needed_columns(
 
 
 async def with_columns(
-    training: Training, samples: Sequence[TrainingSample], needed: Collection[str], models: Models
+    training: Training,
+    samples: Sequence[TrainingSample],
+    needed: Collection[str],
+    models: Models,
+    learns: Callable[[TrainingSample], bool],
 ) -> list[TrainingSample]:
-    """The samples with the columns they lack."""
+    """The samples with the columns they lack; those that nothing is learned from need no proximal policy."""
     found = list(samples)
     for column in sorted(needed):
-        lacking = [i for i, sample in enumerate(found) if column not in sample.columns]
+        lacking = [
+            i
+            for i, sample in enumerate(found)
+            if column not in sample.columns and (column != PROXIMAL_LOGPROBS or learns(sample))
+        ]
         if lacking:
             trees, adapters = [found[i].tree for i in lacking], [found[i].adapter for i in lacking]
             for i, values in zip(lacking, await scores(training, trees, column, models, adapters), strict=True):
@@ -83,7 +87,7 @@ async def scores(
     """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
     learner = learner_of(training)
     if column == INTERPOLATION:
-        return [interpolations(tree, learner.policy_version) for tree in trees]
+        return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
     if column == PROXIMAL_LOGPROBS:
         return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
     model = await models.of(column, training)

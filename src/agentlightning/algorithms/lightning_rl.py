@@ -11,7 +11,7 @@ For the token, a *loss* uses that advantage; `ppo` is the clipped ratio (arXiv 1
 
 with w_t such that every rollout has the same weight whatever its number of calls (`aggregate="rollout"`), or every
 token has (`aggregate="token"`). `preset` names published combinations of the two. Groups whose rewards are all equal
-teach nothing; they are skipped and counted.
+have advantages of 0; they are counted, and stay in the batch unless `equal_groups` filters them.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ from agentlightning.credit import (
     rejections,
 )
 from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.assignment import EqualGroups
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
+from agentlightning.policy.losses.base import ADVANTAGES
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.proximal import Proximal, check_proximal
@@ -119,7 +121,7 @@ class LightningRLConfig(BaseModel):
     ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
     reference: str | None = None
     """The model that loss "kl" and `kl_in_reward` keep the policy near: a directory that transformers loads. None: the
-    weights that the run started from."""
+    weights that the run started from; with adapters, those below them."""
     teacher: str | None = None
     """The model that loss "distill" learns from: a directory that transformers loads, with the policy's tokenizer."""
     feedback: Feedback | None = None
@@ -136,6 +138,11 @@ class LightningRLConfig(BaseModel):
     """Whether such rollouts count in the baseline of their group only, and are not learned from."""
     dynamic_sampling: int = Field(default=0, ge=0)
     """How often a step may request further tasks in place of those whose rollouts all had the same reward (DAPO)."""
+    equal_groups: EqualGroups | None = None
+    """What becomes of groups whose rewards are all equal: keep, they count in what the loss is divided by, and in
+    losses that read no advantages, such as kl and distill (GRPO); filter, they are left out of the batch (DAPO). None:
+    filter with `dynamic_sampling`, which requests others in their place, and with loss "awr", which would imitate
+    groups that all failed; else keep."""
     replay: Replay | None = None
     """Recent successful rollouts that join groups of their task in which none succeeded: a table with `capacity`,
     `max_age`, `success` and `rollouts`. None: none are kept."""
@@ -172,6 +179,19 @@ class LightningRLConfig(BaseModel):
         """The losses, one or several."""
         return token_losses(self.loss)
 
+    @property
+    def reads_advantages(self) -> bool:
+        """Whether rewards play a part in one of the losses."""
+        return any(ADVANTAGES in loss.needs for loss in self.losses)
+
+    @property
+    def assignment(self) -> Assignment:
+        """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
+        imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in self.losses)
+        filters = imitates or (self.dynamic_sampling > 0 and self.reads_advantages)
+        equal_groups = self.equal_groups or ("filter" if filters else "keep")
+        return Assignment.of(self.credit, self.normalization, self.agent_rewards, self.reward_weights, equal_groups)
+
     @model_validator(mode="after")
     def _check_losses(self) -> Self:
         if self.mismatch is not None:
@@ -181,6 +201,9 @@ class LightningRLConfig(BaseModel):
             raise ValueError('proximal="interpolate" counts versions of one policy; with agents use "pass"')
         if self.replay is not None:
             check_losses(self.losses)
+        if self.equal_groups == "filter" and not self.reads_advantages:
+            names = ", ".join(f'"{loss.type}"' for loss in self.losses)
+            raise ValueError(f'equal_groups="filter" goes by rewards, which play no part in loss {names}; keep them')
         types = {loss.type for loss in self.losses}
         if "distill" in types and self.teacher is None:
             raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
@@ -234,17 +257,12 @@ class LightningRLConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> Self:
-        rule = _assignment(self).rule
+        rule = self.assignment.rule
         rule.check_group_size(self.group_size)
         check_critic(rule, self.loss)
         if ANSWER_LOGPROBS in rule.needs:
             AgentRoles(self.agents).check_answers(rule.type)
         return self
-
-
-def _assignment(config: LightningRLConfig) -> Assignment:
-    """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
-    return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights)
 
 
 class LightningRLSettings(TypedDict, total=False):
@@ -273,6 +291,7 @@ class LightningRLSettings(TypedDict, total=False):
     truncated_reward: float | None
     mask_truncated: bool
     dynamic_sampling: int
+    equal_groups: EqualGroups | None
     replay: Replay | Mapping[str, Any] | None
     keep_groups: float
     minibatches: int
@@ -307,7 +326,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         )
         self._roles = AgentRoles(self.config.agents)
         self._credit = CreditAssigner(
-            _assignment(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)
+            self.config.assignment, self.config.aggregate, trains_values=trains_values(self.config.loss)
         )
         replay = self.config.replay
         self._replay = None if replay is None else ReplayBuffer(replay, self.config.reward_weights)
@@ -372,9 +391,15 @@ class LightningRL(Algorithm[LightningRLConfig]):
                 self._roles.trains,
             )
             metrics, options = metrics | own, {"average": feedback.rate} if feedback.rate < 1 else {}
-        if samples:
+        if self._learns(samples):
             metrics |= await self._update(training, samples, options)
         await training.finish_step(collected, metrics)
+
+    def _learns(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether an update has anything to learn: not where all advantages are 0 and no loss does without them."""
+        if any(loss.trains_zero_advantage for loss in self.config.losses):
+            return bool(samples)
+        return any(advantages.any() for sample in samples for advantages in sample.advantages)
 
     def _filtered(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         """The groups to learn from, and how many were left out."""
@@ -389,13 +414,13 @@ class LightningRL(Algorithm[LightningRLConfig]):
     ) -> Mapping[str, float]:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
-        samples = await with_columns(training, samples, needed, self._models)
+        samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))
         options = {**options, **({} if config.mismatch is None else {"mismatch": config.mismatch})}
         return await training.update(samples, loss=config.loss, minibatches=config.minibatches, **options)
 
     @property
     def _models(self) -> Models:
-        return Models(self.config.reference, self.config.teacher, below_adapters=bool(self.config.agents))
+        return Models(self.config.reference, self.config.teacher)
 
     async def _collect(
         self, training: Training, target: str | None

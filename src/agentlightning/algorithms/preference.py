@@ -29,6 +29,7 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.assignment import refuse_not_finite
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.policy.losses import DPOLoss, Loss, LossSetting, PreferenceLoss
@@ -176,6 +177,7 @@ class DPO(Algorithm[DPOConfig]):
         found: list[Rejection] = []
         for each in trajectories:
             try:
+                refuse_not_finite(each)
                 reward = team_score(each, self.config.reward_weights)
             except RewardError as error:
                 found.append(rejection(each.rollout_id, error))

@@ -1,13 +1,12 @@
 """Presets of LightningRL: the settings that published algorithms consist of, by name.
 
 A preset fills in the settings that are not given; those that are given win. The configuration of a run shows the
-settings in effect.
+settings in effect. All but `dapo` keep groups whose rewards are all equal, as their papers do.
 
     grpo        Shao et al. 2024, arXiv:2402.03300, section 4.1: clipped ratio and k3 divergence from the reference
     dr_grpo     Liu et al. 2025, arXiv:2503.20783: no division by the standard deviation or by the length of a response
-    dapo        Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, tokens of equal weight; `overlong`,
-    which
-                depends on the task, is left to you
+    dapo        Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, groups with equal rewards filtered,
+                tokens of equal weight; `overlong`, which depends on the task, is left to you
     gspo        Zheng et al. 2025, arXiv:2507.18071: one ratio for each rollout
     cispo       MiniMax 2025, arXiv:2506.13585: the clipped ratio as a weight
     sapo        Gao et al. 2025, arXiv:2511.20347: a smooth gate in place of a clip
@@ -56,7 +55,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "loss": CLIP,
             "kl_in_reward": 0.01,
         },
-        "rloo": {"credit": "leave_one_out", "aggregate": BY_LENGTH, "loss": "importance"},
+        "rloo": {"credit": "leave_one_out", "aggregate": BY_LENGTH, "loss": {"type": "importance", "level": "rollout"}},
         "loop": {"credit": "leave_one_out", "aggregate": "rollout", "loss": CLIP},
     }
 )

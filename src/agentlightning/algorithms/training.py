@@ -163,6 +163,10 @@ class Learner(Protocol):
         """The version of the present weights. It only grows."""
         ...
 
+    def updates_of(self, version: int) -> int:
+        """The number of updates behind weights of this version: loading a checkpoint raises it and is none."""
+        ...
+
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
         """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
         across the update. `options` are those of the policy's `train`."""
@@ -267,8 +271,8 @@ class Training(Protocol):
         ...
 
     async def starting_weights(self) -> Path | None:
-        """The weights that the run started from, in a directory that transformers loads; None where the learner has
-        them itself. Raises ConfigError in a run that trained before anyone asked for them."""
+        """The weights that the run started from, in a directory that transformers loads; None where they are the ones
+        below the learner's adapters. Raises ConfigError in a run that trained before anyone asked for them."""
         ...
 
     async def collect(

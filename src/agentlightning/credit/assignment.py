@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
@@ -21,6 +21,10 @@ from agentlightning.credit.memory import memory_key
 from agentlightning.credit.normalization import GDPO, Normalization, dimensions, normalization
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Reward, Trajectory, Transition
+
+EqualGroups: TypeAlias = Literal["keep", "filter"]
+"""What becomes of groups whose rewards are all equal: keep, with advantages of 0, so that they count in what the loss
+is divided by and in losses that read no advantages; or filter, as if they were not in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,13 @@ class GroupCredit:
     group: list[Trajectory]
     """Its rollouts with a reward."""
     credit: Credit | None
-    """None: it teaches nothing."""
+    """None: it is left out."""
     too_small: bool = False
+
+    @property
+    def without_spread(self) -> bool:
+        """Whether no call was better or worse than expected, and there is nothing for a critic either."""
+        return not self.too_small and (self.credit is None or _teaches_nothing(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class Assignment:
     normalization: Normalization = field(default_factory=Normalization)
     agent_rewards: AgentRewards = "shared"
     reward_weights: Mapping[str, float] | None = None
+    equal_groups: EqualGroups = "keep"
 
     @classmethod
     def of(
@@ -65,6 +75,7 @@ class Assignment:
         normalize: str | Mapping[str, Any] | Normalization = "rule",
         agent_rewards: AgentRewards = "shared",
         reward_weights: Mapping[str, float] | None = None,
+        equal_groups: EqualGroups = "keep",
     ) -> Assignment:
         """From settings; one that is made already stays as it is. Raises ConfigError for those that cannot work, or not
         together."""
@@ -79,15 +90,15 @@ class Assignment:
                 f'credit rule "{found.type}" reads {sorted(found.needs)}, which are not per dimension; use another '
                 'normalization than "gdpo"'
             )
-        return cls(found, own, agent_rewards, reward_weights)
+        return cls(found, own, agent_rewards, reward_weights, equal_groups)
 
     def check(self, trajectory: Trajectory) -> bool:
         """Whether a rollout has a reward. Raises RewardError where it has one that cannot be used."""
         check_agents(trajectory, self.agent_rewards)
+        refuse_not_finite(trajectory)
         known = False
         for view in self._views([[trajectory]]):
             shown = self._shown(trajectory, view)
-            refuse_not_finite(shown)
             self.rule.check(shown)
             self.normalization.check(shown)
             known = known or shown.reward is not None
@@ -95,6 +106,8 @@ class Assignment:
 
     def assign(self, groups: Sequence[Group], context: CreditContext) -> list[GroupCredit]:
         """The credit of each group of a batch. Raises RewardError as `check` does."""
+        for trajectory in (each for group in groups for each in group):
+            refuse_not_finite(trajectory)
         views = self._views(groups)
         shown = [[[self._shown(each, view) for each in group] for group in groups] for view in views]
         if len(views) > 1:
@@ -117,12 +130,14 @@ class Assignment:
         members = [[i for i, each in enumerate(group) if each.reward is not None] for group in groups]
         large = [g for g, own in enumerate(members) if len(own) >= self.rule.min_group]
         chosen = [[groups[g][i] for i in members[g]] for g in large]
-        credits = self.rule.assign(chosen, context)
         how = Normalization(type="group") if self.normalization.type == GDPO else self.normalization
-        credits = how.apply(chosen, credits)
+        credits = self.rule.assign(chosen, context)
+        if keeps := self.equal_groups == "keep":
+            credits = [_zeros(group) if own is None else own for group, own in zip(chosen, credits, strict=True)]
         found: list[tuple[list[int], Credit] | None] = [None] * len(groups)
-        for g, credit in zip(large, credits, strict=True):
-            found[g] = None if credit is None else (members[g], credit)
+        for g, credit in zip(large, how.apply(chosen, credits), strict=True):
+            if credit is not None and (keeps or not _teaches_nothing(credit)):
+                found[g] = members[g], credit
         return found
 
     def _views(self, groups: Sequence[Group]) -> list[View]:
@@ -158,13 +173,25 @@ class Assignment:
 
 def refuse_not_finite(trajectory: Trajectory) -> None:
     """Raises RewardError for a reward that is no finite number."""
-    for reward in (trajectory.reward, *(call.reward for call in trajectory.transitions)):
-        numbers = reward.values() if isinstance(reward, dict) else () if reward is None else (reward,)
-        if not all(map(math.isfinite, numbers)):
+    steps = (call.reward for call in trajectory.transitions)
+    for reward in (trajectory.reward, *trajectory.agent_rewards.values(), *steps):
+        numbers = reward.values() if isinstance(reward, dict) else (reward,)
+        if not all(number is None or math.isfinite(number) for number in numbers):
             raise RewardError(
                 f"rollout {trajectory.rollout_id} has reward {reward!r}, which is not finite; emit a number, or none "
                 "to mark it missing"
             )
+
+
+def _teaches_nothing(credit: Credit) -> bool:
+    import numpy as np
+
+    advantages = [bool(np.any(each)) for own in credit.advantages for each in own]
+    return credit.returns is None and bool(advantages) and not any(advantages)
+
+
+def _zeros(group: Group) -> Credit:
+    return Credit([(0.0,) * len(each.transitions) for each in group])
 
 
 def _apart(groups: Sequence[Sequence[Trajectory]], view: View) -> list[list[Trajectory]]:

@@ -61,15 +61,13 @@ class CreditContext:
 
     def of_call(self, column: str, call: Transition) -> Any:
         """A column's array for one call. Raises ConfigError where the column was not computed."""
-        if not call.response_token_ids:
-            return ()
-        try:
-            return self.columns[column][call.rollout_id, call.span_id]
-        except KeyError:
+        found = self.columns.get(column, {}).get((call.rollout_id, call.span_id))
+        if found is None and call.response_token_ids:
             raise ConfigError(
                 f"this credit rule needs the column {column!r} of call {call.span_id} of rollout {call.rollout_id}, "
                 "which was not computed"
-            ) from None
+            )
+        return () if found is None else found
 
 
 class CreditRule(BaseModel, ABC):

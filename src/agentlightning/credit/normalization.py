@@ -89,9 +89,8 @@ class Normalization(BaseModel):
 
     def _by_mean_reward(self, group: Group, credit: Credit | None) -> Credit | None:
         mean = sum(map(plain_reward, group)) / max(1, len(group))
-        if credit is None or mean <= 0:
-            return None
-        return replace(credit, advantages=[[value / mean for value in own] for own in credit.advantages])
+        factor = 1 / mean if mean > 0 else 0.0
+        return credit and replace(credit, advantages=[[factor * value for value in own] for own in credit.advantages])
 
     def _sets(self, groups: Sequence[Group], places: Iterable[Place]) -> list[list[Place]]:
         sets: dict[Any, list[Place]] = {}
@@ -149,8 +148,8 @@ def _moments(entries: Sequence[tuple[Place, Any]]) -> tuple[float, float]:
     weights = 1.0 / (len(counts) * counts[index]) if len(flat) == len(owners) else np.ones(1)
     mean = float(weights @ flat)
     scale = float(np.sqrt(weights @ (flat - mean) ** 2))
-    largest = float(np.abs(flat).max(initial=0.0))
-    return mean, scale if scale > SMALLEST_SPREAD * max(largest, 1e-300) else 1.0
+    rounding = SMALLEST_SPREAD * max(float(np.abs(flat).max(initial=0.0)), 1e-300)
+    return mean if abs(mean) > rounding else 0.0, scale if scale > rounding else 1.0
 
 
 def _replaced(credits: Sequence[Credit | None], found: Mapping[Place, Any]) -> list[Credit | None]:

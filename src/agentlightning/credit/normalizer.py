@@ -61,4 +61,4 @@ def token_share(setting: Aggregate, batch: Totals, rollout_tokens: int) -> float
 
 def sample_share(setting: Aggregate, batch: Totals, sample: Totals) -> float:
     """The share of one sample. Those of a batch sum to 1."""
-    return sample.tokens / batch.tokens if setting == "token" else sample.rollouts / batch.rollouts
+    return sample.tokens / max(1, batch.tokens) if setting == "token" else sample.rollouts / batch.rollouts

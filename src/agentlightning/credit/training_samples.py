@@ -1,7 +1,7 @@
 """From groups of trajectories to training samples: a token tree, and an advantage and a weight for each token.
 
-`rejections` lists the rollouts that cannot be used at all, which the rollout source excludes; `training_samples` skips
-groups that teach nothing, and counts them.
+`rejections` lists the rollouts that cannot be used at all, which the rollout source excludes; `training_samples` counts
+groups that teach nothing, and keeps or filters those whose rewards are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit.agent_rewards import AgentRewards
-from agentlightning.credit.assignment import Assignment
+from agentlightning.credit.assignment import Assignment, EqualGroups
 from agentlightning.credit.base import Credit, CreditContext, CreditRule
 from agentlightning.credit.normalization import Normalization
 from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
@@ -41,7 +41,7 @@ class CreditReport:
     rollouts: int = 0
     groups_trained: int = 0
     groups_without_spread: int = 0
-    """All rewards are equal."""
+    """All advantages are 0, because all rewards are equal."""
     groups_too_small: int = 0
     """Fewer rollouts with a reward than the rule needs."""
     groups_without_tokens: int = 0
@@ -145,43 +145,43 @@ def training_samples(
     agent_rewards: AgentRewards = "shared",
     trains: Trains | None = None,
     context: CreditContext | None = None,
+    equal_groups: EqualGroups = "keep",
 ) -> tuple[list[TrainingSample], CreditReport]:
-    """One training sample for each group that teaches something, and a count of all of them. With `trains`, one for
-    each adapter that the calls of a group train, each normalised as a batch of its own.
+    """One training sample for each group, and a count of what became of them. With `trains`, one for each adapter that
+    the calls of a group train, each normalised as a batch of its own.
 
     `aggregate` decides the share of each token in the loss. Rollouts with a missing reward are excluded from their
-    group; groups too small for the rule or without spread are skipped. With `target_agent`, a regular expression for
+    group; groups too small for the rule are skipped. Groups whose rewards are all equal have advantages of 0 and their
+    share of the loss, or are skipped with `equal_groups="filter"`. With `target_agent`, a regular expression for
     the whole name of an agent, tokens of other agents have weight 0. `context` is what the rule remembers of earlier
     batches, and the columns it needs.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p or
     top_k and no record of what these kept, temperature 0 or anything else that reshapes the distribution.
     """
-    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights)
+    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights, equal_groups)
     aggregate, context = normalizer(aggregate), context or CreditContext()
     counts: Counter[str] = Counter()
     by_rule: Counter[str] = Counter()
     credited: list[dict[str, CreditedGroup]] = []
     for found in assignment.assign(groups, context):
         counts["rewards"] += len(found.group)
-        if found.credit is None:
+        outcome: dict[str, CreditedGroup] = {}
+        if found.credit is not None:
+            by_rule.update(found.credit.counts)
+            outcome = _credit_group(found.group, found.credit, target_agent, trains)
+            credited += [outcome] * bool(outcome)
+        if found.too_small or found.without_spread:
             counts["groups_too_small" if found.too_small else "groups_without_spread"] += 1
             continue
-        by_rule.update(found.credit.counts)
-        if outcome := _credit_group(found.group, found.credit, target_agent, trains):
-            credited.append(outcome)
-        else:
-            counts["groups_without_tokens"] += 1
+        counts["groups_trained" if outcome else "groups_without_tokens"] += 1
+        counts["rollouts_trained"] += len({rollout for each in outcome.values() for rollout in each.tokens})
+        counts["tokens_trained"] += sum(each.totals.tokens for each in outcome.values())
     batches = {name: _totals([each[name] for each in credited if name in each]) for name in _names(credited)}
     counts |= {
         "groups": len(groups),
         "rollouts": sum(map(len, groups)),
-        "groups_trained": len(credited),
         "rewards_missing": sum(map(len, groups)) - counts.pop("rewards", 0),
-        "rollouts_trained": sum(
-            len({rollout for each in group.values() for rollout in each.tokens}) for group in credited
-        ),
-        "tokens_trained": sum(batch.tokens for batch in batches.values()),
     }
     values = context.columns.get(VALUES)
     samples = [

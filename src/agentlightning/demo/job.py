@@ -60,6 +60,7 @@ def settings(demonstrations_file: Path, seed: int, steps: int | None = None) -> 
             tasks_per_step=recipe.TASKS_PER_STEP,
             group_size=recipe.GROUP_SIZE,
             minibatches=recipe.MINIBATCHES,
+            equal_groups="filter",
             aggregate="token",
             optimizer=recipe.RL_OPTIMIZER,
         ),

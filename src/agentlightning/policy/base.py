@@ -39,6 +39,12 @@ class Policy(Engine, Protocol):
         return None
 
     @property
+    def starts_at_base(self) -> bool:
+        """Whether it trains adapters that began with no effect: the model below them, which `score` takes as the
+        reference where none is given, is then the one that it started from."""
+        return False
+
+    @property
     def can_update_in_flight(self) -> bool:
         """Whether `train` and `load` accept `in_flight=True`."""
         ...

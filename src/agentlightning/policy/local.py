@@ -67,6 +67,7 @@ class LocalPolicy:
         self._model = model
         self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
+        self._reads_adapters = False
         self._weights: TrainedWeights = weights or trained_weights(model, config)
         self._learner = Learner(model, tokenizer, self._weights)
         self._views = AgentViews(self, config.agents, [name for name in self._weights.updaters if name is not None])
@@ -103,6 +104,7 @@ class LocalPolicy:
         policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
         if adapters is not None:
             policy._weights.read_weights(adapters)()
+            policy._reads_adapters = True
         return policy
 
     @property
@@ -141,6 +143,11 @@ class LocalPolicy:
     def adapters(self) -> Mapping[str, Lora]:
         """See `AdapterLearner.adapters`."""
         return adapters_of(self.config.lora, self.config.agents)
+
+    @property
+    def starts_at_base(self) -> bool:
+        """See `Policy.starts_at_base`."""
+        return bool(self.adapters) and not self._reads_adapters
 
     async def save_adapter(self, name: str, directory: Path) -> None:
         """See `AdapterLearner.save_adapter`."""

@@ -16,7 +16,7 @@ token of the present version has a = 0. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, PolicyError
@@ -55,8 +55,9 @@ def check_token_level(several: Sequence[Correction]) -> None:
             )
 
 
-def interpolations(tree: TokenTree, version: int) -> tuple[FloatArray, ...]:
+def interpolations(tree: TokenTree, version: int, updates_of: Callable[[int], int] = int) -> tuple[FloatArray, ...]:
     """For each node, `a` of its tokens, where the update starts from weights of this version; empty for prompts.
+    `updates_of` counts the updates behind a version, which resumes raise too.
 
     Raises PolicyError for a token whose version is not recorded."""
     import numpy as np
@@ -68,6 +69,6 @@ def interpolations(tree: TokenTree, version: int) -> tuple[FloatArray, ...]:
                 f"call {node.call} of rollout {node.rollout_id} has no policy_version to interpolate from; use "
                 'proximal="pass"'
             )
-        age = max(0, version - (node.policy_version or 0)) if node.sampled else 0
+        age = max(0, updates_of(version) - updates_of(node.policy_version or 0)) if node.sampled else 0
         found.append(np.full(len(node.token_ids) if node.sampled else 0, age / (age + 1), np.float32))
     return tuple(found)

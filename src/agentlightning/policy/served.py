@@ -232,6 +232,11 @@ class ServedPolicy:
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
 
+    @property
+    def starts_at_base(self) -> bool:
+        """See `Policy.starts_at_base`."""
+        return self.learner.starts_at_base
+
     async def score(
         self,
         trees: Sequence[TokenTree],

@@ -48,10 +48,19 @@ class PolicyLearner:
         return self.policy.policy_version
 
     @property
+    def starts_at_base(self) -> bool:
+        """See `Policy.starts_at_base`."""
+        return self.policy.starts_at_base
+
+    @property
     def versions(self) -> Mapping[str, int]:
         """The versions of the weights that may answer, by model name."""
         policy = self.policy
         return policy.versions if isinstance(policy, AgentEngines) else {policy.model: policy.policy_version}
+
+    def updates_of(self, version: int) -> int:
+        """See `algorithms.training.Learner`."""
+        return updates_of(version, self.resumes)
 
     def version_of(self, adapter: str | None) -> int:
         """The version of what samples of this adapter train."""

@@ -253,8 +253,11 @@ class TrainingRun:
         await self._learner().save(directory)
 
     async def starting_weights(self) -> Path | None:
-        """The policy after its warm start, or a copy that is written when it is first asked for."""
+        """The policy after its warm start, or a copy that is written when it is first asked for; None with adapters
+        that began with no effect."""
         run_dir = self.account.run_dir
+        if self._learner().starts_at_base:
+            return None
         if run_dir.start.exists():
             return run_dir.start
         if not run_dir.reference.exists():

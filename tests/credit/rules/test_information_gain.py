@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,41 @@ def test_a_call_has_the_rise_of_the_probability_and_the_last_one_the_reward(make
         [[make("a", 0.0, "x"), make("b", 0.0, "x")]],
         context([make("a", 0.0, "x"), make("b", 0.0, "x")], {"a": [0.5], "b": [0.1]}),
     ) == [None], "one call each and the same reward: nothing was gained"
+
+
+@pytest.mark.parametrize("silent", [{0}, {1}, {2}, {0, 1}, {0, 1, 2}])
+def test_a_call_that_sampled_no_token_neither_gains_nor_loses(make: Any, silent: set[int]) -> None:
+    """Without its p; where the policy scored the answer after its prompt all the same, that counts."""
+
+    def calls(each: Any) -> tuple[Any, ...]:
+        return tuple(
+            replace(call, response_token_ids=(), logprobs=()) if k in silent else call
+            for k, call in enumerate(each.transitions)
+        )
+
+    group = [make("a", 1.0, "xyz"), make("b", 0.0, "xw")]
+    given = context(group, {"a": [0.1, 0.5, 0.4], "b": [0.1, 0.3]})
+    quiet = [replace(group[0], transitions=calls(group[0])), group[1]]
+    known = InformationGainCredit(normalize_std=False).assign([group], given)
+    assert InformationGainCredit(normalize_std=False).assign([quiet], given) == known
+    missing = {key: value for key, value in given.columns["answer_logprobs"].items() if key[0] == "b"}
+    missing |= {
+        (call.rollout_id, call.span_id): given.of_call("answer_logprobs", call)
+        for call in quiet[0].transitions
+        if call.response_token_ids
+    }
+    (credit,) = InformationGainCredit(gamma=0.0, normalize_std=False).assign(
+        [quiet], CreditContext(columns={"answer_logprobs": missing})
+    )
+    assert credit is not None
+    chances = [None if k in silent else chance for k, chance in enumerate([0.1, 0.5, 0.4])]
+    last = next((each for each in chances if each is not None), 0.0)
+    gains: list[float] = []
+    for chance in chances[1:]:
+        gains.append(0.0 if chance is None else chance - last)
+        last = last if chance is None else chance
+    mean = (sum(gains) + 1.0 + 0.2) / 5
+    assert credit.advantages[0] == pytest.approx([each - mean for each in (*gains, 1.0)])
 
 
 def test_a_task_without_a_known_answer_is_rejected_with_the_fields_that_it_has(make: Any) -> None:

@@ -96,4 +96,5 @@ def test_a_column_that_was_not_computed_is_named(make: Any) -> None:
 
 def test_calls_without_tokens_do_no_harm(make: Any) -> None:
     (credit,) = ValueCredit().assign([[make("r", 1.0, "xy", tokens=0)]], CreditContext(columns={"values": {}}))
-    assert credit is None
+    assert credit is not None
+    assert [len(own) for rollout in credit.advantages for own in rollout] == [0, 0]

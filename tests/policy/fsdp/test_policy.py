@@ -72,6 +72,30 @@ async def answers(policy: Policy) -> list[Any]:
     return [await policy.sample((1, 2, n), GREEDY) for n in range(3)]
 
 
+@pytest.mark.parametrize("broken", [("2.1",), ("0.0", "3.2"), ("1.0", "1.1", "1.2")])
+async def test_the_ranks_agree_which_rollouts_are_not_finite(model: Path, opened: Any, broken: tuple[str, ...]) -> None:
+    """Finite numbers whose loss is not: only a gradient shows it, which the ranks compute together. Each of them has
+    another order of sets of strings."""
+
+    def column(sample: TrainingSample, name: str, value: float) -> list[Any]:
+        pairs = zip(sample.tree.nodes, sample.columns[name], strict=True)
+        return [(value,) * len(own) if node.rollout_id in broken else own for node, own in pairs]
+
+    batch = [
+        TrainingSample(
+            s.tree, columns={"advantages": column(s, "advantages", 3e38), "weights": column(s, "weights", 1)}
+        )
+        for s in samples(0, trees=4)
+    ]
+    metrics = []
+    for ranks in (None, 2):
+        policy = await opened(model, ranks, optimizer={"lr": 1e-3, "clip_norm": None})
+        metrics.append(await policy.train(batch, loss="importance"))
+    assert [m["rollouts_not_finite"] for m in metrics] == [len(broken)] * 2
+    assert [m["optimizer_steps"] for m in metrics] == [1.0, 1.0]
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-4)
+
+
 async def assert_same(one: Policy, several: Policy) -> None:
     """The same answers, with the same probabilities."""
     for own, other in zip(await answers(one), await answers(several), strict=True):

@@ -45,4 +45,4 @@ def test_a_setting_is_a_loss_a_name_or_a_list_of_them() -> None:
 def test_a_loss_that_reads_advantages_leaves_out_what_has_none(name: str) -> None:
     (loss,) = token_losses(name)
     imitates = name == "awr"  # an average answer has the weight 1
-    assert loss.trains_zero_advantage == (imitates or "advantages" not in loss.needs or loss.spans_rollout)
+    assert loss.trains_zero_advantage == (imitates or "advantages" not in loss.needs)

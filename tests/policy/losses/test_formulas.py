@@ -62,6 +62,15 @@ def of_sequence(tokens: Tokens, name: str, low: float, high: float) -> float:
     return total
 
 
+def whole_rollout(tokens: Tokens, _: Past) -> float:
+    """arXiv:2402.14740, section 3: one action, whose ratio is that of the likelihoods of all that was sampled."""
+    total = 0.0
+    for t in tokens:
+        own = [u for u in tokens if u.rollout == t.rollout]
+        total -= t.weight * t.advantage * math.prod(math.exp(u.now - u.old) for u in own)
+    return total
+
+
 def cispo(tokens: Tokens, _: Past) -> float:
     """arXiv:2506.13585, equations 4 and 5."""
     return -sum(t.weight * clip(math.exp(t.now - t.old), 0.7, 1.5) * t.advantage * t.now for t in tokens)
@@ -133,6 +142,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tokens, Past], float]]] = {
     "sapo": ({}, sapo),
     "dppo": ({}, dppo),
     "importance": ({}, lambda tokens, _: -sum(t.weight * math.exp(t.now - t.old) * t.advantage for t in tokens)),
+    "importance, rollout": ({"level": "rollout"}, whole_rollout),
     "awr": ({}, awr),
     "nll": ({}, lambda tokens, _: -sum(t.weight * t.now for t in tokens)),
     "entropy": ({"smoothing": 0.5}, entropy),
@@ -192,7 +202,9 @@ def test_a_loss_is_its_formula(name: str, seed: int, past: Past) -> None:
     assert value.loss.item() == pytest.approx(FORMULAS[name][1](tokens, past), rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"cispo", "sdpo", "distill", "gspo", "turn"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(FORMULAS) - {"cispo", "sdpo", "distill", "gspo", "turn", "importance, rollout"})
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_its_gradient_is_that_of_the_formula(name: str, seed: int) -> None:
     """Central differences of the transcription, for losses that stop no gradient."""
@@ -222,14 +234,15 @@ def test_distillation_is_a_policy_gradient_with_the_teachers_surprise_as_advanta
     assert made.trained_logprobs.grad.tolist() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gspo", "turn"])
-def test_tokens_of_one_ratio_learn_by_advantages_of_their_own(name: str) -> None:
+@pytest.mark.parametrize(("name", "log_ratio"), [("gspo", 0.05), ("turn", 0.05), ("importance, rollout", 0.1)])
+def test_tokens_of_one_ratio_learn_by_advantages_of_their_own(name: str, log_ratio: float) -> None:
     """GSPO-token, arXiv:2507.18071, equation 14: the shared ratio is the weight of each token's own gradient."""
     tokens = [Token(-1.0, -1.05, a, 0.5, 0, 0, 0, 0, 0) for a in (1.0, -2.0)]
     made = batch(tokens)
     loss_of(name)(made).loss.backward()
     assert made.trained_logprobs.grad is not None
-    assert made.trained_logprobs.grad.tolist() == pytest.approx([-0.5 * math.exp(0.05), math.exp(0.05)], rel=1e-9)
+    ratio = math.exp(log_ratio)
+    assert made.trained_logprobs.grad.tolist() == pytest.approx([-0.5 * ratio, ratio], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

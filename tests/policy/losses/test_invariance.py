@@ -29,8 +29,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.9, "clip_high": 9.0},  # so wide that most rollouts learn
     "turn": {"clip_low": 0.9, "clip_high": 9.0},
     "entropy": {"smoothing": 0.5},
+    "importance, rollout": {"level": "rollout"},
 }
-TESTED = sorted(set(LOSSES) - {"value"})
+TESTED = [*sorted(set(LOSSES) - {"value"}), "importance, rollout"]
 DEPENDS_ON_CALLS = {"turn"}
 """Losses with a ratio for each call, which do not claim that dividing a call changes nothing."""
 
@@ -126,7 +127,7 @@ def test_dividing_merging_reordering_and_packing_leave_the_gradient_unchanged(
     changed = [draw.sample([change(t, draw) for t in each], len(each)) for each in plain]
     if name in DEPENDS_ON_CALLS and change is divide:
         changed = plain
-    loss = {"type": name, **SETTINGS.get(name, {})}
+    loss = {"type": name.partition(",")[0], **SETTINGS.get(name, {})}
     mismatch = ["truncate", {"type": "geometric_mask", "low": 0.8, "high": 1.3}]
     expected = gradient(updater, samples(plain), loss, mismatch, token_budget=10_000, sharing="merged")
     found = gradient(updater, samples(changed), loss, mismatch, token_budget=budget, sharing=mode)

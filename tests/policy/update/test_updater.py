@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -375,6 +376,89 @@ def test_tokens_without_advantage_cost_nothing() -> None:
     nothing = updater.step([replace(batch, advantages=none)])
     assert (nothing["tokens_computed"], nothing["optimizer_steps"]) == (0.0, 0.0)
     assert torch.equal(before, weights(updater.model))
+
+
+@pytest.mark.parametrize("flat", [0, 1, 3])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_gradient_is_that_of_grpo_also_where_groups_have_equal_rewards(
+    flat: int, beta: float, minibatches: int
+) -> None:
+    """arXiv:2402.03300, equation 3, literally: the mean over all rollouts of the mean over their tokens."""
+    rollouts = [
+        [
+            Trajectory(f"{g}.{i}", "at", (call(f"{g}.{i}", 1, (g, 2, 3), (g + i, 7, 9 + i)[: 1 + i]),), reward)
+            for i, reward in enumerate((0.5, 0.5, 0.5) if g < flat else (0.0, 1.0, 1.0))
+        ]
+        for g in range(4)
+    ]
+    updater = Updater(made(llama), OptimizerConfig(lr=1e-12, clip_norm=None))
+    batch = [
+        replace(s, columns={**s.columns, "ref_logprobs": [np.full(len(a), -3.0, np.float32) for a in s.advantages]})
+        for s in samples(rollouts)
+    ]
+    loss: list[Any] = [{"type": "ppo", "clip_low": 0.2, "clip_high": 0.2}]
+    losses = loss + [{"type": "kl", "coefficient": beta, "estimator": "k3"}] * bool(beta)
+    seen: list[torch.Tensor] = []
+    step = updater.optimizer.step
+    updater.optimizer.step = lambda *given: (  # type: ignore[method-assign]
+        seen.append(flat_gradient(updater)),
+        step(*given),
+    )[1]
+    metrics = updater.step(batch, loss=losses, minibatches=minibatches)
+
+    def literal(part: Sequence[Sequence[Trajectory]]) -> torch.Tensor:
+        updater.optimizer.zero_grad()
+        total = torch.zeros(())
+        for group in part:
+            rewards = torch.tensor([each.reward for each in group])
+            spread = rewards.std(unbiased=False)
+            advantages = (rewards - rewards.mean()) / (spread if spread else 1.0)
+            for each, advantage in zip(group, advantages, strict=True):
+                (made_call,) = each.transitions
+                prompt, answer = made_call.prompt_token_ids, made_call.response_token_ids
+                logits = updater.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+                now = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+                ratio = (now - torch.tensor(made_call.logprobs)).exp()
+                objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                k3 = (-3.0 - now).exp() - 1 - (-3.0 - now)
+                total = total - (objective - beta * k3).mean()
+        (total / sum(map(len, part))).backward()
+        return flat_gradient(updater)
+
+    expected = [literal(rollouts[i::minibatches]) for i in range(minibatches)]
+    expected = [each for each in expected if each.any()]
+    assert len(seen) == len(expected)
+    assert max(map(apart, seen, expected)) < 1e-5
+    if not beta:
+        learned = [group for group in rollouts if len({each.reward for each in group}) > 1]
+        most = sum(
+            len(t.prompt_token_ids) + len(t.response_token_ids) for g in learned for r in g for t in r.transitions
+        )
+        assert metrics["tokens_computed"] <= most, "nothing is computed for the others"
+
+
+def flat_gradient(updater: Updater) -> torch.Tensor:
+    return flat([p.grad.clone() for p in updater.optimizer.parameters if p.grad is not None])
+
+
+@pytest.mark.parametrize("loss", ["gspo", {"type": "importance", "level": "rollout"}])
+def test_of_a_ratio_over_the_rollout_only_rollouts_with_an_advantage_are_computed(loss: Any) -> None:
+    def batch(reward: float) -> list[TrainingSample]:
+        return samples([[conversation("a", 1, (1, 2)), conversation("b", 2, (1, 2))],
+                        [replace(conversation(name, 3, (4, 5)), reward=reward) for name in "cd"]])  # fmt: skip
+
+    both = made_batch = batch(1.0)
+    computed = Updater(made(llama)).step(made_batch, loss=loss)["tokens_computed"]
+    assert computed == Updater(made(llama)).step(both[:1], loss=loss)["tokens_computed"]
+    (first, _) = both
+    quiet = tuple(a * (n.call != "a-1") for n, a in zip(first.tree.nodes, first.advantages, strict=True))
+    partly = replace(first, advantages=quiet)
+    assert Updater(made(llama)).step([partly], loss=loss)["tokens_trained"] == computed_tokens(first)
+
+
+def computed_tokens(sample: TrainingSample) -> int:
+    return sum(len(node.token_ids) for node in sample.tree.nodes if node.sampled)
 
 
 def not_finite(batch: TrainingSample, *rollouts: str) -> TrainingSample:

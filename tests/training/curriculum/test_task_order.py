@@ -54,6 +54,41 @@ def test_solved_tasks_come_back_by_their_age() -> None:
     assert all(drawn[index] >= 2 for index in range(6, 12))
 
 
+@pytest.mark.parametrize("staleness", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_a_task_whose_first_groups_had_no_reward_is_drawn_again(lost: int, staleness: float) -> None:
+    settings = CurriculumConfig(tasks="learnability", staleness_share=staleness)
+    order, draws = LearnabilityOrder(20, 0, settings, {}), Counter[int]()
+
+    def rewards(index: int, turn: int) -> list[float]:
+        draws[index] += 1
+        return [] if index in (7, 8) and draws[index] <= lost else [0.0, 1.0]
+
+    drawn = trained(order, rewards, turns=200)
+    others = [count for index, count in drawn.items() if index not in (7, 8)]
+    assert min(drawn[7], drawn[8]) > 0.5 * min(others)
+    assert order.metrics()["curriculum_tasks_tried"] == 20
+
+
+def test_a_task_that_never_has_a_reward_takes_no_more_than_its_share() -> None:
+    order = LearnabilityOrder(10, 0, LEARNABILITY, {})
+    drawn = trained(order, lambda index, turn: [] if index == 3 else [0.0, 1.0], turns=100)
+    assert 10 < drawn[3] < 80, "400 draws of 10 tasks"
+    assert order.metrics()["curriculum_tasks_tried"] == 9
+
+
+def test_tasks_that_still_run_are_not_drawn_again_before_others_are_tried() -> None:
+    order = LearnabilityOrder(32, 0, LEARNABILITY, {})
+    drawn = [index for turn in range(4) for index in order.draw(turn, 8)]
+    assert sorted(drawn) == list(range(32)), "no group has finished yet"
+
+
+def test_a_state_without_the_count_of_groups_without_reward_is_read() -> None:
+    order = LearnabilityOrder(2, 0, LEARNABILITY, {"0": [3, 2, 0.5, 0.5, 0.5]})
+    order.observe(0, [])
+    assert order.state["0"] == [3, 2, 0.5, 0.5, 0.5, 1]
+
+
 def test_without_a_share_for_age_what_was_solved_stays_away() -> None:
     order = LearnabilityOrder(12, 0, CurriculumConfig(tasks="learnability", staleness_share=0.0), {})
     drawn = trained(order, lambda index, turn: [0.0, 1.0] if index < 6 else [1.0, 1.0], turns=100)

@@ -120,7 +120,9 @@ class HierarchicalCredit(CreditRule):
     ) -> Credit | None:
         if chosen == "value":
             return by_value.assign_group(group, context)
-        credit = by_state.assign_group(group, keys, context) if chosen == "state_value" else uniform_returns(group)
+        if chosen == "state_value":
+            return by_state.assign_group(group, keys, context)
+        credit = uniform_returns(group)
         if VALUES not in context.columns:
             return credit
         returns = monte_carlo_returns([returns_to_go(each) for each in group], group)

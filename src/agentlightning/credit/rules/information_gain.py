@@ -6,6 +6,8 @@ With a the answer of L tokens, s_k the history that call k saw, and n calls,
     r_k = p_{k+1} - p_k  for k < n,   r_n = R
     A_k = sum_{j >= k} gamma^(j - k) (r_j - mean(r)) / std(r)        over all calls of the group
 
+A call whose p is not known, because it sampled no token, neither gains nor loses: p stays what it was.
+
 Wang et al. 2025 (arXiv:2510.14967, section 3), with the final reward R at the last call. The answer is a field of the
 task; the policy scores it after the prompt of each call, which is one forward pass over the prompts.
 """
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
@@ -85,12 +86,14 @@ class InformationGainCredit(OutcomeRule):
         return Credit([_to_go([next(every) for _ in own], self.gamma) for own in gains])
 
     def _gains(self, trajectory: Trajectory, context: CreditContext) -> list[float]:
-        chances = [
-            math.exp(float(sum(logprobs)) / len(logprobs))
-            for logprobs in (context.of_call(ANSWER_LOGPROBS, call) for call in trajectory.transitions)
-        ]
-        steps = [after - before for before, after in pairwise(chances)]
-        return [*steps, plain_reward(trajectory)] if chances else []
+        columns = [context.of_call(ANSWER_LOGPROBS, call) for call in trajectory.transitions]
+        chances = [math.exp(float(sum(own)) / len(own)) if len(own) else None for own in columns]
+        known = [chance for chance in chances if chance is not None]
+        gains, before = list[float](), known[0] if known else 0.0
+        for chance in chances[1:]:
+            gains.append(0.0 if chance is None else chance - before)
+            before = before if chance is None else chance
+        return [*gains, plain_reward(trajectory)] if chances else []
 
 
 def _to_go(numbers: list[float], gamma: float) -> list[float]:

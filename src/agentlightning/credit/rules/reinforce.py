@@ -23,6 +23,4 @@ class ReinforceCredit(OutcomeRule):
         for trajectory in group:
             self.check(trajectory)
         gains = [reward - self.baseline for reward in final_rewards(group)]
-        if not any(gains):
-            return None
         return [(gain,) * len(t.transitions) for gain, t in zip(gains, group, strict=True)]

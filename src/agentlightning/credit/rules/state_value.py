@@ -84,11 +84,14 @@ class StateValueCredit(CreditRule):
         values = self._values(group, keys, context)
         found = [_differences(trajectory, own) for trajectory, own in zip(group, values, strict=True)]
         size = max((abs(plain_reward(each)) for each in group), default=0.0)
-        if max((abs(advantage) for own in found for advantage in own), default=0.0) <= SMALLEST_SPREAD * max(1.0, size):
-            return None
+        learns = VALUES in context.columns
+        largest = max((abs(advantage) for own in found for advantage in own), default=0.0)
+        if largest <= SMALLEST_SPREAD * max(1.0, size):
+            if not learns:
+                return None
+            found = [(0.0,) * len(own) for own in found]
         repeated, later = repeated_states(keys)
         counts = {"states": float(later), "states_repeated": float(repeated)}
-        learns = VALUES in context.columns
         returns = monte_carlo_returns([returns_to_go(each) for each in group], group) if learns else None
         return Credit(found, returns=returns, counts=counts)
 

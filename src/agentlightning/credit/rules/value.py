@@ -11,9 +11,11 @@ values v_1 = V_k, ..., v_J, what the call led to, V_k + A_k, stands behind its l
 
     d_j = v_{j+1} - v_j,  v_{J+1} = V_k + A_k;       a_j = sum_{l >= 0} token_lambda^l d_{j+l}
 
-Two levels as in VAGEN (Wang et al. 2025, arXiv:2510.16907, section 3). With token_lambda = 1 the first token has A_k,
-and one token has no more lambda than a call has: rewards reach the first of a hundred calls undamped by their length.
-The head learns a_j + v_j.
+Two levels as in VAGEN (Wang et al. 2025, arXiv:2510.16907, section 3), with another anchor of a turn. There the value
+of a turn is the one behind the last token of its answer, and A_k starts the token level at that token. Here it is the
+one before the first token, and what the answer itself changed is in A_k, too: with token_lambda = 1 the first token has
+A_k. One token then has no more lambda than a call has: rewards reach the first of a hundred calls undamped by their
+length. The head learns a_j + v_j.
 """
 
 from __future__ import annotations
@@ -48,14 +50,13 @@ class ValueCredit(CreditRule):
     def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
         return [self.assign_group(group, context) for group in groups]
 
-    def assign_group(self, group: Group, context: CreditContext) -> Credit | None:
+    def assign_group(self, group: Group, context: CreditContext) -> Credit:
         """The credit of one group."""
         found = [self._rollout(trajectory, context) for trajectory in group]
-        advantages = [[advantage for advantage, _ in own] for own in found]
-        if not any(advantage.any() for own in advantages for advantage in own):
-            return None
         return Credit(
-            advantages, returns=[[target for _, target in own] for own in found], counts={"value_groups": 1.0}
+            [[advantage for advantage, _ in own] for own in found],
+            returns=[[target for _, target in own] for own in found],
+            counts={"value_groups": 1.0},
         )
 
     def _rollout(self, trajectory: Trajectory, context: CreditContext) -> list[tuple[Any, Any]]:

@@ -47,7 +47,7 @@ class BatchCredit:
 def credit_of(trajectories: Sequence[Trajectory], config: LightningRLConfig) -> BatchCredit:
     """The credit of the rollouts of a step."""
     try:
-        assignment = Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights)
+        assignment = config.assignment
     except AgentLightningError as error:
         return BatchCredit(notes=(f"the credit rule cannot be made from the settings: {error}",))
     rule = assignment.rule

@@ -75,8 +75,8 @@ class TokenBatch:
     values: Tensor | None = None
     """The value head's predictions under the weights being trained [N], with gradient; for losses that need them."""
     rollout_log_ratio: Tensor | None = None
-    """The mean log-ratio of the whole rollout of each token [N], without gradient, where this batch holds a part of
-    that rollout only."""
+    """For each token, the sum of the log-ratios of its whole rollout, and the number of these [2, N], without gradient,
+    where this batch holds a part of that rollout only."""
     step: int = 0
     """Optimiser steps before this one."""
     past_entropy: float | None = None
@@ -130,7 +130,8 @@ class TokenLoss(BaseModel, ABC):
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """Whether a call whose advantages are all 0 has a gradient; if not, it is not computed."""
+        """Whether a call whose advantages are all 0 has a gradient; if not, it is not computed, unless the loss
+        `spans_rollout` and another call of its rollout has one."""
         return ADVANTAGES not in self.needs
 
     def coefficient_at(self, step: int) -> float:
@@ -167,19 +168,25 @@ def limited(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def mean_over(group_N: Tensor, values_N: Tensor) -> Tensor:
-    """For each entry the mean over its group [N]."""
+def sums_over(group_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor]:
+    """For each entry the sum over its group, and the number of entries in it [N]."""
     counts_G = group_N.bincount()
     sums_G = values_N.new_zeros(len(counts_G)).index_add(0, group_N, values_N)
-    return (sums_G / counts_G)[group_N]
+    return sums_G[group_N], counts_G[group_N]
 
 
-def shared_ratio(tokens: TokenBatch, mean_log_ratio_N: Tensor) -> Tensor:
+def sums_over_rollout(tokens: TokenBatch, log_ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token the sum of the log-ratios of its rollout, and the number of these [N]."""
+    whole = tokens.rollout_log_ratio
+    return sums_over(tokens.rollout, log_ratio_N) if whole is None else (whole[0], whole[1])
+
+
+def shared_ratio(tokens: TokenBatch, log_ratio_N: Tensor) -> Tensor:
     """exp of a log-ratio that several tokens share [N]. Its value is the shared one, its gradient for each token that
     of the token's own log-probability, so that tokens of one ratio may have different advantages (GSPO-token, Zheng et
     al. 2025, arXiv:2507.18071, equation 14)."""
     own = tokens.trained_logprobs - tokens.trained_logprobs.detach()
-    return (mean_log_ratio_N.detach() + own).exp()
+    return (log_ratio_N.detach() + own).exp()
 
 
 def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

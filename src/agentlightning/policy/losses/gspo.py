@@ -23,10 +23,10 @@ from agentlightning.policy.losses.base import (
     TokenLoss,
     clamped_log_ratio,
     clipped_objective,
-    mean_over,
     ratio_metrics,
     register,
     shared_ratio,
+    sums_over_rollout,
 )
 
 
@@ -45,14 +45,9 @@ class GSPOLoss(TokenLoss):
     decoupled: ClassVar[bool] = True
     spans_rollout: ClassVar[bool] = True
 
-    @property
-    def trains_zero_advantage(self) -> bool:
-        """A call without advantage still counts in the ratio of its rollout."""
-        return True
-
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
-        mean = tokens.rollout_log_ratio
-        ratio = shared_ratio(tokens, mean_over(tokens.rollout, log_ratio) if mean is None else mean)
+        total, count = sums_over_rollout(tokens, log_ratio)
+        ratio = shared_ratio(tokens, total / count)
         objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
         return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))

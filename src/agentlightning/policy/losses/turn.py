@@ -22,10 +22,10 @@ from agentlightning.policy.losses.base import (
     TokenLoss,
     clamped_log_ratio,
     clipped_objective,
-    mean_over,
     ratio_metrics,
     register,
     shared_ratio,
+    sums_over,
 )
 
 
@@ -45,6 +45,7 @@ class TurnLoss(TokenLoss):
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
-        ratio = shared_ratio(tokens, mean_over(tokens.call, log_ratio))
+        total, count = sums_over(tokens.call, log_ratio)
+        ratio = shared_ratio(tokens, total / count)
         objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
         return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))

@@ -155,6 +155,11 @@ class TinkerPolicy:
             await self._publish(self._version + 1)
         return metrics
 
+    @property
+    def starts_at_base(self) -> bool:
+        """See `Policy.starts_at_base`."""
+        return True
+
     async def score(
         self,
         trees: Sequence[TokenTree],

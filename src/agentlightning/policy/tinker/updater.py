@@ -275,7 +275,7 @@ def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
     low, high = "clip_low_threshold", "clip_high_threshold"
     if isinstance(loss, NLLLoss):
         return "cross_entropy", {}
-    if isinstance(loss, ImportanceLoss):
+    if isinstance(loss, ImportanceLoss) and loss.level == "token":
         return "importance_sampling", {}
     if isinstance(loss, PPOLoss) and loss.dual_clip is None:
         return "ppo", {low: 1 - loss.clip_low, high: 1 + loss.clip_high}

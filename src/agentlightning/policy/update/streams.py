@@ -72,7 +72,7 @@ def _completed(
         columns.setdefault(PROXIMAL_LOGPROBS, tuple(_array(node.logprobs) for node in tree.nodes))
     if INTERPOLATION in given:
         columns.setdefault(INTERPOLATION, _zeros(tree.nodes))
-    columns[TRAINED] = _trained(columns, losses, given)
+    columns[TRAINED] = _trained(tree.nodes, columns, losses, given)
     faithful = {weights_name(loss, given) for loss in losses if SAMPLED_LOGPROBS in loss.needs}
     if not any(_any(columns[name]) for name in faithful):  # Imitated only: the whole distribution at temperature 1.
         tree = TokenTree(tuple(replace(node, temperature=1.0, kept_sets=None) for node in tree.nodes))
@@ -80,13 +80,18 @@ def _completed(
     return replace(sample, tree=tree, columns=columns, share=share)
 
 
-def _trained(columns: Mapping[str, Column], losses: Sequence[TokenLoss], given: set[str]) -> Column:
+def _trained(
+    nodes: Sequence[Node], columns: Mapping[str, Column], losses: Sequence[TokenLoss], given: set[str]
+) -> Column:
+    advantages = columns.get(ADVANTAGES)
+    learning = {node.rollout_id for node, own in zip(nodes, advantages or (), strict=False) if own.any()}
     counts = [np.zeros(len(each), bool) for each in columns[WEIGHTS]]
     for loss in losses:
-        weights, advantages = columns[weights_name(loss, given)], columns.get(ADVANTAGES)
-        for i, weight in enumerate(weights):
-            trains_all = loss.trains_zero_advantage or advantages is None
-            counts[i] |= (weight != 0) if trains_all or advantages is None else (weight != 0) & (advantages[i] != 0)
+        for i, weight in enumerate(columns[weights_name(loss, given)]):
+            own = weight != 0
+            if advantages is not None and not loss.trains_zero_advantage:
+                own &= nodes[i].rollout_id in learning if loss.spans_rollout else advantages[i] != 0
+            counts[i] |= own
     return tuple(each.astype(np.float32) for each in counts)
 
 
@@ -123,6 +128,9 @@ def corrected(
     log_ratios: list[FloatArray] = []
     products: list[FloatArray] = []
     for sample in samples:
+        if not _any(sample.columns.get(TRAINED, sample.weights)):
+            found.append(replace(sample, columns={**sample.columns, CORRECTED_WEIGHTS: sample.weights}))
+            continue
         counts = np.concatenate([a != 0 for a in sample.weights])
         sampled = np.concatenate([_array(node.logprobs) for node in sample.tree.nodes])
         log_ratio = (np.concatenate(sample.columns[PROXIMAL_LOGPROBS]) - sampled)[counts]
@@ -133,7 +141,7 @@ def corrected(
         found.append(replace(sample, columns={**sample.columns, CORRECTED_WEIGHTS: weights}))
         log_ratios.append(log_ratio)
         products.append(product[counts])
-    return found, _mismatch_metrics(np.concatenate(log_ratios), np.concatenate(products))
+    return found, _mismatch_metrics(np.concatenate(log_ratios), np.concatenate(products)) if products else {}
 
 
 def _mismatch_metrics(log_ratio: FloatArray, product: FloatArray) -> dict[str, float]:

@@ -179,23 +179,32 @@ class Updater:
         needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
         found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
         if not found:
-            every = {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
-            found = {each for each in every if not self._is_finite(part, each, gradient)}
-            if found == every:
+            every = sorted(
+                {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
+            )
+            found = self._not_finite(part, every, gradient)
+            if len(found) == len(every):
                 return part, 0
         logger.warning(
             "%d rollouts are left out of this update, because their loss or its gradient is not finite: %s",
             len(found),
             ", ".join(sorted(rollout for _, rollout in found)),
         )
-        kept = [streams.without(s, lambda node, i=i: (i, str(node.rollout_id)) in found) for i, s in enumerate(part)]
-        return kept, len(found)
+        return _where(part, lambda rollout: rollout not in found), len(found)
 
-    def _is_finite(self, part: Sequence[TrainingSample], rollout: tuple[int, str], gradient: Gradient) -> bool:
-        """Whether the gradient of one rollout alone is finite."""
+    def _not_finite(
+        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], gradient: Gradient
+    ) -> set[tuple[int, str]]:
+        """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
+        together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = gradient([streams.without(part[rollout[0]], lambda node: str(node.rollout_id) != rollout[1])])
-        return not sums or _finite(sums, self.optimizer.grad_norm())
+        sums = gradient(_where(part, set(rollouts).__contains__))
+        if not sums or _finite(sums, self.optimizer.grad_norm()):
+            return set()
+        if len(rollouts) == 1:
+            return set(rollouts)
+        half = len(rollouts) // 2
+        return self._not_finite(part, rollouts[:half], gradient) | self._not_finite(part, rollouts[half:], gradient)
 
     def _gradient(
         self,
@@ -244,8 +253,9 @@ class Updater:
     def _rollout_log_ratios(
         self, batches: Sequence[MicroBatch], losses: Sequence[TokenLoss], at_temperature: bool
     ) -> Tensor | None:
-        """For each rollout of the table the mean log-ratio of its tokens, if a loss needs it and a rollout has tokens
-        in several micro-batches: their log-probabilities are then computed once more."""
+        """For each rollout of the table the sum of the log-ratios of its tokens, and their number [2, R], if a loss
+        needs them and a rollout has tokens in several micro-batches: their log-probabilities are then computed once
+        more."""
         spanning = [loss for loss in losses if loss.spans_rollout]
         if not spanning or not self._divides_rollouts(batches):
             return None
@@ -260,7 +270,7 @@ class Updater:
                 rollout_N = self.forward.tensor(batch.table.rollout[batch.places])
                 sums_R.index_add_(0, rollout_N, clamped_log_ratio(tokens) * counts)
                 counts_R.index_add_(0, rollout_N, counts)
-        return sums_R / counts_R.clamp(min=1)
+        return torch.stack((sums_R, counts_R))
 
     def _divides_rollouts(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether a rollout has tokens in several micro-batches."""
@@ -316,7 +326,7 @@ class Updater:
             call=self.forward.tensor(_renumbered(table.call[places])),
             rollout=self.forward.tensor(_renumbered(rollout)),
             entropy=entropy_N,
-            rollout_log_ratio=None if ratios_R is None else ratios_R[self.forward.tensor(rollout)],
+            rollout_log_ratio=None if ratios_R is None else ratios_R[:, self.forward.tensor(rollout)],
             step=self.optimizer.steps,
             past_entropy=self.entropy.value,
         )
@@ -393,7 +403,7 @@ def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     counts = _counts(tokens, loss)
     if bool(counts.all()):
         return replace(tokens, columns=columns)
-    mean = tokens.rollout_log_ratio
+    whole = tokens.rollout_log_ratio
     return replace(
         tokens,
         trained_logprobs=tokens.trained_logprobs[counts],
@@ -402,7 +412,7 @@ def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
         rollout=tokens.rollout[counts].unique(return_inverse=True)[1],
         entropy=None if tokens.entropy is None else tokens.entropy[counts],
         values=None if tokens.values is None else tokens.values[counts],
-        rollout_log_ratio=None if mean is None else mean[counts],
+        rollout_log_ratio=None if whole is None else whole[:, counts],
     )
 
 
@@ -440,6 +450,11 @@ def _as_whole(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
         replace(s, columns={**s.columns, **{n: [w / share for w in s.columns[n]] for n in names if n in s.columns}})
         for s in samples
     ]
+
+
+def _where(samples: Sequence[TrainingSample], chosen: Callable[[tuple[int, str]], bool]) -> Sequence[TrainingSample]:
+    """The samples, with weights for rollouts that are chosen by the place of their sample and their id."""
+    return [streams.without(s, lambda node, i=i: not chosen((i, str(node.rollout_id)))) for i, s in enumerate(samples)]
 
 
 def _finite(sums: Mapping[str, float], norm: Tensor) -> bool:

@@ -8,7 +8,8 @@
 after Prioritized Level Replay (Jiang et al. 2021, arXiv:2010.03934, equation 2, with scores in proportion instead of
 ranks). mean and std are moving averages of the rewards of the task's groups, best is the highest mean so far: a task
 whose rollouts differ is learnable (Rutherford et al. 2024, arXiv:2408.15099, section 4), and one that the policy has
-forgotten is again. Tasks that nobody has tried come first, for a share of each turn.
+forgotten is again. Tasks that nobody has tried come first, for a share of each turn. Of a task whose groups have had no
+reward so far nothing is known: it has the mean score of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Final, Protocol
 
 from agentlightning.config import CurriculumConfig
@@ -77,6 +78,8 @@ class TaskRecord:
     mean: float = 0.0
     std: float = 0.0
     best: float = 0.0
+    unrewarded: float = 0
+    """Groups without any reward."""
 
     @classmethod
     def read(cls, values: Sequence[float]) -> TaskRecord:
@@ -85,13 +88,16 @@ class TaskRecord:
 
     @property
     def score(self) -> float:
-        return self.std + max(0.0, self.best - self.mean) if self.groups else 0.0
+        return self.std + max(0.0, self.best - self.mean)
 
     @property
     def is_forgotten(self) -> bool:
         return self.groups > 1 and self.best - self.mean > FORGOTTEN * max(abs(self.best), 1e-9)
 
     def add(self, rewards: Sequence[float]) -> None:
+        if not rewards:
+            self.unrewarded += 1
+            return
         mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
         weight = MEMORY if self.groups else 1.0
         self.mean += weight * (mean - self.mean)
@@ -123,7 +129,7 @@ class LearnabilityOrder:
         rng = random.Random(f"{self.seed}:turn:{turn}")
         known = {int(index): TaskRecord.read(values) for index, values in self.state.items()}
         untried = [index for index in self._shuffled if index not in known]
-        tried = [index for index, record in known.items() if record.groups]
+        tried = [index for index, record in known.items() if record.groups or record.unrewarded]
         fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
         drawn = [*fresh, *self._by_score(known, tried, turn, count - len(fresh), rng)]
         while len(drawn) < count:  # Fewer tasks than a turn takes: some are drawn twice.
@@ -135,10 +141,9 @@ class LearnabilityOrder:
         return drawn
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
-        if rewards:
-            record = TaskRecord.read(self.state.get(str(index), [0, 0]))
-            record.add(rewards)
-            self._keep(index, record)
+        record = TaskRecord.read(self.state.get(str(index), [0, 0]))
+        record.add(rewards)
+        self._keep(index, record)
 
     def metrics(self) -> dict[str, float]:
         tried = [record for record in map(TaskRecord.read, self.state.values()) if record.groups]
@@ -152,7 +157,9 @@ class LearnabilityOrder:
         self, known: dict[int, TaskRecord], tried: Sequence[int], turn: int, count: int, rng: random.Random
     ) -> list[int]:
         """`count` different ones of the tried tasks, each drawn by P(i) among those that are left."""
-        scores = {index: known[index].score for index in tried}
+        rewarded = [known[index].score for index in tried if known[index].groups]
+        unknown = statistics.fmean(rewarded) if rewarded else 0.0
+        scores = {index: known[index].score if known[index].groups else unknown for index in tried}
         ages = {index: float(max(1, turn - known[index].turn)) for index in tried}
         left, drawn = list(tried), list[int]()
         while left and len(drawn) < count:
@@ -166,7 +173,7 @@ class LearnabilityOrder:
         return drawn
 
     def _keep(self, index: int, record: TaskRecord) -> None:
-        self.state[str(index)] = [record.turn, record.groups, record.mean, record.std, record.best]
+        self.state[str(index)] = list(astuple(record))
 
 
 def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:

@@ -142,6 +142,8 @@ class RecordedTraining:
 
     async def starting_weights(self) -> Path | None:
         """See `Training.starting_weights`."""
+        if self.learner.starts_at_base:
+            return None
         if self.start is None:
             if self.step:
                 raise ConfigError("the weights that this run started from were not kept; give reference=DIRECTORY")
