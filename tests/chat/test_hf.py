@@ -38,7 +38,7 @@ def test_arguments_that_are_not_json_stay_text(chat):
 
 def test_a_template_that_concatenates_arguments_gets_text():
     calls = "{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.arguments }}{% endfor %}"
-    template = "{% for m in messages %}{{ m.content }}" + calls + "<|im_end|>{% endfor %}"
+    template = "{{ tools or '' }}{% for m in messages %}{{ m.content }}" + calls + "<|im_end|>{% endfor %}"
     text = HFChatFormat(tiny_tokenizer(template)).render([assistant('{"a":1}')], add_generation_prompt=False)
     assert text == 'CALL {"a":1}<|im_end|>'
 
@@ -63,11 +63,11 @@ def test_a_tokenizer_without_a_chat_template_is_rejected_with_a_remedy(tmp_path)
 
 
 def test_errors_quote_the_template():
-    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    refusal = "{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
     template = "{% for m in messages %}" + refusal + "{{ m.content }}<|im_end|>{% endfor %}"
     chat = HFChatFormat(tiny_tokenizer(template))
-    with pytest.raises(ConfigError, match="no tools here"):
-        chat.render([{"role": "tool", "content": "42"}])
+    with pytest.raises(ConfigError, match="no critics here"):
+        chat.render([{"role": "critic", "content": "42"}])
 
 
 def test_the_tokenizer_is_independent_of_the_trainers():

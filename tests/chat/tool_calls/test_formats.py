@@ -98,13 +98,20 @@ def test_an_option_overrides_detection_and_unknown_formats_are_rejected():
 
 def test_hermes_is_the_fallback_format():
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("hermes")
+    assert HFChatFormat(tiny_tokenizer(template)).tool_calls.name == "hermes"
 
 
 def test_a_template_that_mentions_a_format_uses_it():
     mentions = "{% if false %}[TOOL_CALLS]{% endif %}"
-    template = mentions + "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("mistral")
+    template = mentions + "{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    chat = HFChatFormat(tiny_tokenizer(template.replace("TOOL_CALLS", "no")))
+    assert (chat.tool_calls.name, chat.tools_in_messages) == ("hermes", True)
+    for opening, name in [("<|tool_call_start|>", "lfm2"), ("<|tool_call|>", "granite"), ("<TOOLCALL>", "nemotron")]:
+        chat = HFChatFormat(tiny_tokenizer(template.replace("[TOOL_CALLS]", opening)))
+        assert (chat.tool_calls.name, chat.tools_in_messages) == (name, False)
+        text = chat.render([ASKED, turn(("f", '{"x": 1}'))], add_generation_prompt=False)
+        assert opening in text
+        assert meant(chat.parse(text.removeprefix("?<|im_end|>").removesuffix("<|im_end|>"))) == [("f", {"x": 1})]
 
 
 SPECIAL = [
@@ -212,6 +219,18 @@ CALLED = {
     "llama3": '{"name": "f", "parameters": {"x": "}"}}',
     "pythonic": "[f(x='a)', y=[1, {'k': None}])]",
     "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "]"}, "id": "abcdefgh1"}]',
+    "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "invoke": '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>',
+    "lfm2": "<|tool_call_start|>[f(x='a)', y=1)]<|tool_call_end|>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"x": 1}<|tool_call_end|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {"x": "]"}}]',
+    "functools": 'functools[{"name": "f", "arguments": {"x": "]"}}]',
+    "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {"x": "</TOOLCALL>"}}]</TOOLCALL>',
+    "tool_calls": '<tool_calls>[{"name": "f", "arguments": {"x": "]"}}]</tool_calls>',
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}}]<|END_ACTION|>',
+    "gemma": '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true]}}<tool_call|>',
+    "harmony": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": "<|call|>"}',
     "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>',
 }
 PARTS = {
@@ -230,6 +249,20 @@ PARTS = {
         '{"name": "f", "arguments": 1}',
         "]",
     ],
+    "glm": ["<tool_call>", "f\n", "<arg_key>", "x", "</arg_key>", "<arg_value>", "1", "</arg_value>", "</tool_call>"],
+    "invoke": ["<minimax:tool_call>", '<invoke name="f">', '<parameter name="x">', "1", "</parameter>", "</invoke>"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[", "f(", "x=", "-1.5e", ")", ", ", "]"],
+    "kimi": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("<|tool_call_argument_begin|>", "functions.f:0", "f", "{}"),
+    ],
+    "granite": ["<|tool_call|>", "<|/tool_call|>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "functools": ["functools", "func", "[", "]", '{"name": "f"}', ", ", '"'],
+    "nemotron": ["<TOOLCALL>", "</TOOLCALL>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "tool_calls": ["<tool_calls>", "</tool_calls>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "cohere": ["<|START_ACTION|>", "<|END_ACTION|>", "[", "]", '{"tool_name": "f", "parameters": {}}', ", ", '"'],
+    "gemma": ["<|tool_call>", "<tool_call|>", "call:f", "{", "x:", '<|"|>', "}", "1", ","],
+    "harmony": ["<|start|>assistant", "<|channel|>commentary", " to=functions.f", "json", "<|mess", "{}", "<|call|>"],
     "deepseek": [
         *(
             "<｜tool▁calls▁begin｜>",

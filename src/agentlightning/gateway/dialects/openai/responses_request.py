@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.messages import arguments_text
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
@@ -21,7 +22,6 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_UNSUPPORTED, RESPONSES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    as_arguments,
     optional,
     read_json,
     reject_unsupported,
@@ -189,7 +189,7 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
         messages.append({"role": "assistant", "content": ""})
     call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
     name = require_type(f"{where}.name", item.get("name"), str)
-    function = {"name": name, "arguments": as_arguments(item.get("arguments"))}
+    function = {"name": name, "arguments": arguments_text(item.get("arguments"))}
     message = messages[-1] = dict(messages[-1])
     call = {"id": call_id, "type": "function", "function": function}
     message["tool_calls"] = [*message.get("tool_calls", ()), call]
