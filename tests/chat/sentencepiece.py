@@ -1,4 +1,4 @@
-"""Tiny tokenizers of SentencePiece's kinds, which write a space before a text, and templates of models that have one."""
+"""Tiny tokenizers of SentencePiece's kinds, which write a space before a text, and templates of models with one."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class HFChatFormat(ChatFormat):
     Raises ConfigError if the tokenizer has no chat template or no end-of-turn token, and for an unknown format.
     """
 
-    _lists_tools = True
+    _fits = True
+    """Whether the template writes tools, calls and results."""
     _unread: str | None = None
     """A call as the template writes it, where no format parses it."""
     _calls_as_text = False
@@ -97,6 +98,8 @@ class HFChatFormat(ChatFormat):
         self._escaper: TokenEscaper | None = None
         """None while the template is probed."""
         self._backend = self._encoder.backend
+        self.option = tool_calls
+        """The constructor's, for a format of the same model elsewhere."""
         self._said = set[str]()
         named = tool_calls not in (None, IN_MESSAGES, BY_TEMPLATE)
         self.tool_calls: CallFormat = call_format(str(tool_calls)) if named else HERMES
@@ -104,7 +107,7 @@ class HFChatFormat(ChatFormat):
         self._detect_content()
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
         self.markers: Mapping[str, int] | None = _markers(self._tokenizer)
-        self._detect_tool_calls(tool_calls)
+        self._detect_tool_calls()
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         turns = self._turn_markers()
         self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
@@ -116,13 +119,12 @@ class HFChatFormat(ChatFormat):
         add_generation_prompt: bool = True,
     ) -> str:
         """See `ChatFormat.render`. The error quotes the template's message."""
-        if tools:
-            self._check_tools()
+        has_calls = any("tool_calls" in message for message in messages)
+        self._check_tools(bool(tools), bool(tools) or has_calls or any(each["role"] == "tool" for each in messages))
         if self.tool_calls.short_ids:
             messages = [_with_ids(message, self.tool_calls) for message in messages]
         if self._thought_key not in (None, _THOUGHT_KEYS[0]):
             messages = [_renamed(message, _THOUGHT_KEYS[0], str(self._thought_key)) for message in messages]
-        has_calls = any("tool_calls" in message for message in messages)
         if has_calls and not (self.tools_in_messages or self._calls_as_text) and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
         if self._escaper is not None:
@@ -132,17 +134,18 @@ class HFChatFormat(ChatFormat):
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
 
-    def _check_tools(self) -> None:
-        """Raises ConfigError for tools that the model would not see, or whose calls nothing parses."""
+    def _check_tools(self, offered: bool, used: bool) -> None:
+        """Raises ConfigError for tools, calls and results that the model would not see, and tools whose calls nothing
+        parses."""
         way_out = f'set policy.tool_calls = "{IN_MESSAGES}", which writes tools into the messages in Hermes\' format'
-        if self._unread is not None:
+        if offered and self._unread is not None:
             raise ConfigError(
                 f"the chat template of {self._name} writes a tool call as {self._unread!r}, and no format parses it"
                 f" ({', '.join(FORMATS)}); {way_out}, or name the format that the model writes"
             )
-        if not self._lists_tools and not self.tools_in_messages:
-            raise ConfigError(f"the chat template of {self._name} has no place for tools; {way_out}")
-        if self.tools_in_messages and IN_MESSAGES not in self._said:
+        if used and not self._fits and not self.tools_in_messages:
+            raise ConfigError(f"the chat template of {self._name} has no place for tools, calls or results; {way_out}")
+        if used and self.tools_in_messages and IN_MESSAGES not in self._said:
             self._said.add(IN_MESSAGES)
             _logger.warning(
                 "the chat template of %s has no place for tools, calls or results, so they stand in its messages, in "
@@ -269,12 +272,13 @@ class HFChatFormat(ChatFormat):
         # Some templates begin a thought in the prompt and omit it from a turn without one.
         return text.removeprefix(before if text.startswith(before) else _TRAILING_MARKER.sub("", before))
 
-    def _detect_tool_calls(self, option: str | None) -> None:
-        """See the module. `option`: as in the constructor."""
+    def _detect_tool_calls(self) -> None:
+        """See the module."""
+        option = self.option
         arguments: Any = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._render_probe(arguments)
         question: Message = {"role": "user", "content": "?"}
-        self._lists_tools = _PROBE in self._try([question], [_PROBE_TOOL])
+        lists = _PROBE in self._try([question], [_PROBE_TOOL])
         writes, results = _PROBE in text, self._takes_results(arguments)
         declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
         if option in (None, BY_TEMPLATE):
@@ -283,9 +287,9 @@ class HFChatFormat(ChatFormat):
             self._unread = text if known is None and writes else None
             self.tool_calls = known or mentioned or HERMES
             self._calls_as_text = not writes and mentioned is not None and self.tool_calls.write([]) is not None
-        fits = self._lists_tools and results and (writes or self._calls_as_text)
+        self._fits = lists and results and (writes or self._calls_as_text)
         can_write = (option is None and declared is None) or option == HERMES.name
-        if option == IN_MESSAGES or (not fits and can_write):
+        if option == IN_MESSAGES or (not self._fits and can_write):
             self.tools_in_messages, self._calls_as_text, self._unread = True, False, None
             self.tool_calls = HERMES
         if self.tools_in_messages or self._calls_as_text:

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 
 from agentlightning.algorithms.recorded.conversations import to_trajectories
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
@@ -11,7 +12,6 @@ from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import DatasetError
 from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
-from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "computes", "parameters": {"type": "object"}}}]
 R1 = (
@@ -149,7 +149,7 @@ def test_a_thought_after_a_prompt_that_begins_none_is_written_whole():
 
 def test_history_that_begins_otherwise_is_refused_with_a_remedy():
     template = "{{ messages | length }}" + CHATML
-    with pytest.raises(DatasetError, match="turn 2: the chat template does not render it after its own prompt.*leave"):
+    with pytest.raises(DatasetError, match=r"turn 2: the chat template does not render it after.*leave"):
         trained(template, [user(), answer()])
 
 
