@@ -42,6 +42,7 @@ def sentencepiece(kind: str, template: str) -> Any:
     return tokenizer
 
 
-def own_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+def own_tokens(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     """The tokens of the template's own text."""
-    return tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return tokenizer.encode(text, add_special_tokens=False)

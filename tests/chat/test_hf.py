@@ -109,6 +109,7 @@ WITHOUT_A_PLACE = {
     "content is a list of parts": PARTS,
     "tools are listed, and results dropped": RESULTS_ARE_LOST,
     "calls are written, and no tools listed": CALLS_BUT_NO_LIST,
+    "tools are listed, and calls only mentioned": "{% if false %}[TOOL_CALLS]{% endif %}{{ tools or '' }}" + ANY_ROLE,
 }
 
 

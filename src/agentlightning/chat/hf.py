@@ -27,7 +27,7 @@ from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.text_encoder import TextEncoder
 from agentlightning.chat.token_escaping import TokenEscaper
 from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
-from agentlightning.chat.tool_calls.format import CallFormat, MarkedFormat, Tools
+from agentlightning.chat.tool_calls.format import CallFormat, Tools
 from agentlightning.chat.tool_calls.in_messages import offer_tools, write_calls, write_results
 from agentlightning.chat.tool_calls.reader import parse_answer
 from agentlightning.chat.tool_calls.response_template import response_template_format
@@ -76,8 +76,6 @@ class HFChatFormat(ChatFormat):
     """Whether the template writes tools, calls and results."""
     _unread: str | None = None
     """A call as the template writes it, where no format parses it."""
-    _calls_as_text = False
-    """The template lists tools and takes results, but writes no calls."""
     _takes_system = True
     _wants_parts = False
     """Whether the template reads content as a list of parts only."""
@@ -125,7 +123,7 @@ class HFChatFormat(ChatFormat):
             messages = [_with_ids(message, self.tool_calls) for message in messages]
         if self._thought_key not in (None, _THOUGHT_KEYS[0]):
             messages = [_renamed(message, _THOUGHT_KEYS[0], str(self._thought_key)) for message in messages]
-        if has_calls and not (self.tools_in_messages or self._calls_as_text) and self._wants_objects:
+        if has_calls and not self.tools_in_messages and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
         if self._escaper is not None:
             messages, tools = self._escaper.escape_messages(messages, tools)
@@ -216,10 +214,8 @@ class HFChatFormat(ChatFormat):
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
         if self.tools_in_messages:
-            messages = write_results(write_calls(messages, self.tool_calls))
+            messages = write_results(write_calls(messages))
             messages, tools = offer_tools(messages, tools, self._takes_system) if tools else messages, None
-        elif self._calls_as_text:
-            messages = write_calls(messages, self.tool_calls)
         if self._wants_parts:
             messages = [_with_parts(message) for message in messages]
         return self._tokenizer.apply_chat_template(
@@ -283,16 +279,13 @@ class HFChatFormat(ChatFormat):
         declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
         if option in (None, BY_TEMPLATE):
             parsing = (format for format in FORMATS.values() if self._parses(format, text))
-            known, mentioned = declared or next(parsing, None), self._mentioned_format()
+            known = declared or next(parsing, None)
             self._unread = text if known is None and writes else None
-            self.tool_calls = known or mentioned or HERMES
-            self._calls_as_text = not writes and mentioned is not None and self.tool_calls.write([]) is not None
-        self._fits = lists and results and (writes or self._calls_as_text)
+            self.tool_calls = known or HERMES
+        self._fits = lists and writes and results
         can_write = (option is None and declared is None) or option == HERMES.name
         if option == IN_MESSAGES or (not self._fits and can_write):
-            self.tools_in_messages, self._calls_as_text, self._unread = True, False, None
-            self.tool_calls = HERMES
-        if self.tools_in_messages or self._calls_as_text:
+            self.tools_in_messages, self._unread, self.tool_calls = True, None, HERMES
             arguments = json.dumps(ARGUMENTS)
             text = self._render_probe(arguments)
         if _PROBE in text:
@@ -317,13 +310,6 @@ class HFChatFormat(ChatFormat):
         _, closing, after = text.rpartition(self.tool_calls.closing or "\0")
         ids = self._encoder.encode(after.strip() if closing else self.tool_calls.end)
         return frozenset(ids if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else ())
-
-    def _mentioned_format(self) -> CallFormat | None:
-        """The format whose marker the template or the vocabulary has, for a template that renders no call."""
-        template, added = str(self._tokenizer.chat_template), self._tokenizer.get_added_vocab()
-        marked = [format for format in FORMATS.values() if isinstance(format, MarkedFormat)]
-        mentioned = (format for format in marked if format.opening in template)
-        return next(mentioned, next((format for format in marked if format.opening in added), None))
 
     def _parses(self, format: CallFormat, text: str) -> bool:
         # A template that rewrites the history writes other turns here too.

@@ -125,7 +125,7 @@ def arguments_text(value: Any) -> str:
     """The arguments of a tool call as JSON text, whether they came as text or as an object."""
     if isinstance(value, str):
         return value or "{}"
-    return "{}" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return "{}" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def read_tools(where: str, value: Any) -> list[dict[str, Any]] | None:
@@ -157,6 +157,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_SPOKEN: Final = ("text", "reasoning")
+
+
 # -- recorded in spans -------------------------------------------------------------------------------------------------
 
 
@@ -170,23 +173,33 @@ def parsed(text: object) -> list[Any]:
     return cast("list[Any]", text) if isinstance(text, list) else []
 
 
-def chat_messages(recorded: Sequence[Any]) -> list[Message]:
+def chat_messages(recorded: Sequence[Any], *, thoughts: bool = False) -> list[Message]:
     """OpenTelemetry's messages `{"role": ..., "parts": [...]}` as `{"role": ..., "content": ...}`; those that have no
-    parts are read as they are.
+    parts are read as they are. `thoughts`: with those of the model, which is not given them again,
+    and a DatasetError for content that is no text.
 
     >>> chat_messages([{"role": "user", "parts": [{"type": "text", "content": "hi"}]}])
     [{'role': 'user', 'content': 'hi'}]
     """
-    return [message for each in recorded if isinstance(each, dict) for message in _of_span(each)]
+    content = read_text if thoughts else _as_it_is
+    found = [message for each in recorded if isinstance(each, dict) for message in _of_span(each, content)]
+    return found if thoughts else [{key: each[key] for key in each if key != _THOUGHTS[0]} for each in found]
 
 
-def _of_span(given: Mapping[str, Any]) -> Iterator[Message]:
+def _as_it_is(where: str, content: Any) -> Any:
+    try:
+        return read_text(where, content)
+    except DatasetError:
+        return content
+
+
+def _of_span(given: Mapping[str, Any], content_of: ReadContent) -> Iterator[Message]:
     parts = given.get("parts")
     role = str(given.get("role", "user"))
     if not isinstance(parts, list):
         if given.get("content") is not None or given.get("tool_calls"):
             named = {name: value for name, value in given.items() if name != "finish_reason"}
-            yield read_message("a recorded message", {"role": role, **named})
+            yield read_message("a recorded message", {"role": role, **named}, content_of)
         return
     own = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
     results = [part for part in own if part.get("type") == "tool_call_response"]
@@ -195,20 +208,15 @@ def _of_span(given: Mapping[str, Any]) -> Iterator[Message]:
         yield {"role": "tool", "tool_call_id": str(part.get("id") or "call"), "content": _text(response)}
     rest = [part for part in own if part not in results]
     if rest or not results:
-        yield _of_parts(role, rest)
+        kinds = [(part, part.get("type", "text")) for part in rest]
+        content = [{"type": kind, "text": _text(part.get("content"))} for part, kind in kinds if kind in _SPOKEN]
+        called = [_recorded_call(part) for part, kind in kinds if kind == "tool_call"]
+        yield read_message("a recorded message", {"role": role, "content": content, "tool_calls": called})
 
 
-def _of_parts(role: str, parts: Sequence[Mapping[str, Any]]) -> Message:
-    text = "".join(_text(part.get("content")) for part in parts if part.get("type", "text") == "text")
-    calls = [
-        {"id": str(part.get("id") or "call"), "type": "function", "function": called}
-        for part in parts
-        if part.get("type") == "tool_call"
-        for called in ({"name": str(part.get("name")), "arguments": arguments_text(part.get("arguments"))},)
-    ]
-    thought = "".join(_text(part.get("content")) for part in parts if part.get("type") == "reasoning")
-    message: Message = {"role": role, "content": text}
-    return message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
+def _recorded_call(part: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": str(part.get("name")), "arguments": part.get("arguments")}
+    return {"id": str(part.get("id") or "call"), "function": function}
 
 
 def _text(value: Any) -> str:

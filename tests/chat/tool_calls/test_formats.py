@@ -101,19 +101,6 @@ def test_hermes_is_the_fallback_format():
     assert HFChatFormat(tiny_tokenizer(template)).tool_calls.name == "hermes"
 
 
-def test_a_template_that_mentions_a_format_uses_it():
-    mentions = "{% if false %}[TOOL_CALLS]{% endif %}"
-    template = mentions + "{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    chat = HFChatFormat(tiny_tokenizer(template.replace("TOOL_CALLS", "no")))
-    assert (chat.tool_calls.name, chat.tools_in_messages) == ("hermes", True)
-    for opening, name in [("<|tool_call_start|>", "lfm2"), ("<|tool_call|>", "granite"), ("<TOOLCALL>", "nemotron")]:
-        chat = HFChatFormat(tiny_tokenizer(template.replace("[TOOL_CALLS]", opening)))
-        assert (chat.tool_calls.name, chat.tools_in_messages) == (name, False)
-        text = chat.render([ASKED, turn(("f", '{"x": 1}'))], add_generation_prompt=False)
-        assert opening in text
-        assert meant(chat.parse(text.removeprefix("?<|im_end|>").removesuffix("<|im_end|>"))) == [("f", {"x": 1})]
-
-
 SKELETON = (
     "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "BEFORE{% for c in m.tool_calls or [] %}CALL{% endfor %}AFTER<|im_end|>\n{% endfor %}"

@@ -174,7 +174,7 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
 
 def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
     attributes = span.attributes
-    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)))
+    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
     agent = attributes.get(names.AGENT_NAME)
     transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
     tools = tuple(each for each in parsed(attributes.get(names.TOOL_DEFINITIONS)) if isinstance(each, dict))
@@ -182,7 +182,7 @@ def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
         span.span_id,
         span.sequence_id,
         agent if isinstance(agent, str) else None,
-        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)))),
+        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
         {**answers[0], "role": "assistant"} if answers else None,
         tools,
         transition,

@@ -28,7 +28,7 @@ from agentlightning.chat.tool_calls.pythonic import Pythonic
 from agentlightning.chat.tool_calls.tagged import TaggedCalls
 from agentlightning.errors import ConfigError
 
-HERMES: Final = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>", lists=False)
+HERMES: Final = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>")
 
 FORMATS: Final[dict[str, CallFormat]] = {
     format.name: format

@@ -112,10 +112,6 @@ class CallFormat(ABC):
         be parsed back unchanged."""
         return lark.json(schema)
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str | None:
-        """The text of calls, given as (name, arguments in JSON), for templates that write none; None: unknown."""
-        return None
-
     def new_id(self, prefix: str) -> str:
         """An id for a call that has none; `prefix` is the usual one of the caller's API."""
         if self.short_ids:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -43,16 +42,6 @@ class JsonCalls(MarkedFormat):
 
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments",)
-    lists: bool = True
-    """Whether the calls of an answer stand in one list."""
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """See `CallFormat.write`."""
-        one = '{{"' + self.name_key + '": {}, "' + self.argument_keys[0] + '": {}}}'
-        texts = [one.format(json.dumps(name, ensure_ascii=False), _spaced(arguments)) for name, arguments in calls]
-        if self.lists:
-            return f"{self.opening}[{', '.join(texts)}]{self.closing or self.end}"
-        return "\n".join(f"{self.opening}\n{text}\n{self.closing or self.end}" for text in texts)
 
     def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
         body = skip_space(text, start)
@@ -75,14 +64,6 @@ class JsonCalls(MarkedFormat):
     def _read(self, body: str) -> ParsedToolCall:
         call = object_call(body, self.argument_keys, name_key=self.name_key)
         return replace(call, id=None) if self.short_ids and call.id and not is_short_id(call.id) else call
-
-
-def _spaced(arguments: str) -> str:
-    """Arguments as templates write them; a text that is not JSON as a string."""
-    try:
-        return json.dumps(json.loads(arguments), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
-from agentlightning.chat.tool_calls.format import CallFormat
 
 OFFER: Final = """\
 You can call tools. They are listed here, one JSON object a line:
@@ -42,17 +42,24 @@ def offer_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]], ta
     return found
 
 
-def write_calls(messages: Sequence[Message], format: CallFormat) -> list[Message]:
-    """The messages with calls in the content of their turns. Raises ValueError for arguments that are not JSON, in
-    formats that write them otherwise."""
+def write_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls in the content of their turns."""
     found: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            written = format.write([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+            text = "\n".join(f"<tool_call>\n{_object(call['function'])}\n</tool_call>" for call in calls)
             message = {key: value for key, value in message.items() if key != "tool_calls"}
-            message["content"] = _joined(message.get("content") or "", written or "", "\n")
+            message["content"] = _joined(message.get("content") or "", text, "\n")
         found.append(message)
     return found
+
+
+def _object(function: dict[str, Any]) -> str:
+    """A call in JSON; arguments that are not JSON are a string."""
+    arguments = function["arguments"]
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
 
 
 def write_results(messages: Sequence[Message]) -> list[Message]:

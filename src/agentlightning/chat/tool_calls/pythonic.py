@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,14 +49,6 @@ _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "
 class Pythonic(MarkedFormat):
     bare: bool = True
     """Whether a list without markers may be the answer."""
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """See `CallFormat.write`. JSON's constants are read as Python's."""
-        written = [
-            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in given.items())})"
-            for name, given in ((name, json.loads(arguments)) for name, arguments in calls)
-        ]
-        return f"{self.opening}[{', '.join(written)}]{self.end}"
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
         parameters = read_parameters(schema)
