@@ -60,6 +60,7 @@ _PROBE_TOOL: Final = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
+_QUESTION: Final[Message] = {"role": "user", "content": "?"}
 _logger: Final = logging.getLogger(__name__)
 
 
@@ -169,7 +170,7 @@ class HFChatFormat(ChatFormat):
         texts = [token.content for token in added if token.content and not token.normalized]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
-    @property
+    @cached_property
     def end_of_turn(self) -> int:
         """The token that the template writes after an answer, or the tokenizer's end of a sequence."""
         eos = self._tokenizer.eos_token_id
@@ -226,10 +227,12 @@ class HFChatFormat(ChatFormat):
             **self.template_kwargs,
         )
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def _try(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, generate: bool = False
+    ) -> str:
         """What the template writes; "" if it refuses."""
         try:
-            return self._apply(messages, tools, False)
+            return self._apply(messages, tools, generate)
         except _TEMPLATE_ERRORS:
             return ""
 
@@ -240,12 +243,10 @@ class HFChatFormat(ChatFormat):
         if _PROBE not in self._try([asked]):
             self._wants_parts = True
             self._wants_parts = _PROBE in self._try([asked])
-        question: Message = {"role": "user", "content": "?"}
-        self._takes_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, question])
+        self._takes_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, _QUESTION])
         for key in _THOUGHT_KEYS:
-            if _PROBE in self._try([question, {**answer, key: _PROBE}]):
+            if self._thought_key is None and _PROBE in self._try([_QUESTION, {**answer, key: _PROBE}]):
                 self._thought_key = key
-                break
         self.takes_thoughts = self._thought_key is not None
 
     @cached_property
@@ -256,15 +257,8 @@ class HFChatFormat(ChatFormat):
 
     def _render_probe(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
         """What the template writes for a turn with one call per id; "" if it refuses."""
-        function = {"name": NAME, "arguments": arguments}
-        calls = [{"id": name, "type": "function", "function": function} for name in ids]
-        question: Message = {"role": "user", "content": "?"}
-        turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-        try:
-            before = self._apply([question], None, True)
-            text = self._apply([question, turn], None, False)
-        except _TEMPLATE_ERRORS:
-            return ""
+        before = self._try([_QUESTION], generate=True)
+        text = self._try([_QUESTION, _called(arguments, ids)])
         # Some templates begin a thought in the prompt and omit it from a turn without one.
         return text.removeprefix(before if text.startswith(before) else _TRAILING_MARKER.sub("", before))
 
@@ -273,9 +267,10 @@ class HFChatFormat(ChatFormat):
         option = self.option
         arguments: Any = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._render_probe(arguments)
-        question: Message = {"role": "user", "content": "?"}
-        lists = _PROBE in self._try([question], [_PROBE_TOOL])
-        writes, results = _PROBE in text, self._takes_results(arguments)
+        lists = _PROBE in self._try([_QUESTION], [_PROBE_TOOL])
+        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _PROBE * 2}
+        results = _PROBE * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
+        writes = _PROBE in text
         declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
         if option in (None, BY_TEMPLATE):
             parsing = (format for format in FORMATS.values() if self._parses(format, text))
@@ -294,14 +289,6 @@ class HFChatFormat(ChatFormat):
             found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
             self.tool_calls = replace(found, layout=probe_layout(found, text, two, self._turn_ends()))
             self.eos_token_ids |= self._call_eos(text)
-
-    def _takes_results(self, arguments: Any) -> bool:
-        """Whether the template writes the result of a call."""
-        call = {"id": IDS[0], "type": "function", "function": {"name": NAME, "arguments": arguments}}
-        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _PROBE * 2}
-        question: Message = {"role": "user", "content": "?"}
-        called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return _PROBE * 2 in self._try([question, called, result])
 
     def _call_eos(self, text: str) -> frozenset[int]:
         """The token after which results follow, where it is not the end of a turn: Harmony's and Gemma's."""
@@ -325,10 +312,7 @@ class HFChatFormat(ChatFormat):
         """Markers that the template writes around turns, and the texts that end a turn."""
         question: Message = {"role": "user", "content": _PROBE}
         answer: Message = {"role": "assistant", "content": _PROBE}
-        try:
-            text = self._apply([question, answer, question], None, True)
-        except _TEMPLATE_ERRORS:
-            text = ""
+        text = self._try([question, answer, question], generate=True)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
         return frozenset([*_unpaired(self._tokenizer, found), *self._turn_ends()])
@@ -385,6 +369,13 @@ def _with_ids(message: Message, format: CallFormat) -> Message:
         calls = [{**call, "id": format.convert_id(call.get("id") or "")} for call in calls]
         message = {**message, "tool_calls": calls}
     return message
+
+
+def _called(arguments: Any, ids: Sequence[str]) -> Message:
+    """A turn of the assistant with one call per id."""
+    function = {"name": NAME, "arguments": arguments}
+    calls = [{"id": name, "type": "function", "function": function} for name in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _renamed(message: Message, key: str, new: str) -> Message:

@@ -34,7 +34,7 @@ def read_conversation(messages: Any, tools: Any = None, where: str = "") -> tupl
 
 def read_text(where: str, content: Any) -> str:
     """Content that is text, or a list of text parts."""
-    return "".join(read_parts(where, content, TEXT_FIELDS, lambda text: text, lambda _: None))
+    return "".join(read_parts(where, content, TEXT_FIELDS, str))
 
 
 def read_parts(
@@ -42,7 +42,7 @@ def read_parts(
     content: Any,
     text_fields: Mapping[str, str],
     of_text: Callable[[str], Any],
-    of_other: Callable[[Any], Sequence[Any] | None],
+    of_other: Callable[[Any], Sequence[Any] | None] | None = None,
 ) -> Iterator[Any]:
     """The parts of a message's content: those of text by `of_text`, others by `of_other`, which gives None for what it
     cannot read."""
@@ -59,7 +59,7 @@ def read_parts(
         text = part.get(field) if field is not None else None
         if isinstance(text, str):
             yield of_text(text)
-        elif (found := of_other(part)) is not None:
+        elif of_other is not None and (found := of_other(part)) is not None:
             yield from found
         else:
             raise DatasetError(

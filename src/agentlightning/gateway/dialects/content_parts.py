@@ -105,8 +105,9 @@ def read_content(
 
     Raises ApiError 400 on parts that cannot be read; images and files are read only with `attachments`."""
     try:
-        of_other = parts_of if attachments else lambda _: None
-        return content_of(read_parts(where, content, text_fields, text_part, of_other), between)
+        return content_of(
+            read_parts(where, content, text_fields, text_part, parts_of if attachments else None), between
+        )
     except DatasetError as error:
         raise bad_request(field_of(where), str(error)) from None
 
