@@ -7,7 +7,7 @@ from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
-from agentlightning.testing.tokenizer import tiny_tokenizer
+from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +160,20 @@ def test_a_setting_writes_tools_into_the_messages_of_any_template():
     assert "Tools: [" not in text
 
 
-def test_a_template_with_a_place_is_left_alone(chat):
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "{{ tools | tojson }}",
+        "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties | join(', ') }}) {% endfor %}",
+        "{% for t in tools %}{{ t.function.name }}: {{ t.function.description }}{% endfor %}",
+        "{% for t in tools %}{{ t | string }}{% endfor %}",
+    ],
+)
+def test_a_template_with_a_place_is_left_alone(listed):
+    chat = HFChatFormat(tiny_tokenizer(CHATML.replace("{{ tools | tojson }}", listed)))
     assert not chat.tools_in_messages
-    assert "Tools: [" in chat.render([ASKED], TOOLS)
+    assert "calculator" in chat.render([ASKED], TOOLS)
+    assert "<tools>" not in chat.render([ASKED], TOOLS)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ _THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 _PROBE_TOOL: Final = {
     "type": "function",
     "function": {
-        "name": NAME,
-        "description": _PROBE,
+        "name": _PROBE,  # Some templates write names and no descriptions.
+        "description": "x",
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
