@@ -236,7 +236,7 @@ def test_a_declared_format_is_validated_but_not_constrained():
 def test_a_grammar_needs_markers_and_a_layout():
     assert answer_grammar(ByteChatFormat(), AnswerShape(TWO, True)) is None
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    chat = HFChatFormat(tiny_tokenizer(template))
+    chat = HFChatFormat(tiny_tokenizer(template), tool_calls="template")
     assert chat.tool_calls.layout is None
     assert answer_grammar(chat, AnswerShape(TWO, True)) is None
 

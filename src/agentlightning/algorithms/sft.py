@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,6 +119,9 @@ class SFTResult:
     """By step, the mean loss of a token of the validation conversations; 0 is before the first step."""
     best_step: int | None = None
     """The step whose weights the model has, where there are validation conversations; else it is the last one."""
+    notes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What the chat template could not write as the conversations have it, and what was done, with the number of
+    answers: end_of_turn_added, thoughts_added, thoughts_left_out, empty_thoughts, tools_in_messages, drift."""
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values, as `--json` prints it."""
@@ -127,6 +131,7 @@ class SFTResult:
             "tokens": self.tokens,
             "loss": self.losses[-1] if self.losses else None,
             "left_out": dict(self.left_out),
+            "notes": dict(self.notes),
             "validation_losses": {str(step): loss for step, loss in self.validation_losses.items()},
             "best_step": self.best_step,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -245,7 +250,10 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         """Do the steps after `learner.first_step`."""
         await self._load()
         steps, found, target = self.total_steps, self._demonstrations, self.config.target_agent
-        into = partial(to_examples, target=target, chat=learner.chat, context_length=learner.context_length)
+        notes = Counter[str]()
+        into = partial(
+            to_examples, target=target, chat=learner.chat, context_length=learner.context_length, notes=notes
+        )
         examples, left_out = await asyncio.to_thread(into, found.training)
         held_back, _ = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
         validation = Validation([token_tree([each]) for each in held_back], learner)
@@ -277,6 +285,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             {**found.left_out, **left_out},
             dict(validation.losses),
             validation.best_step,
+            dict(notes),
         )
 
     def _open(self, model: Any, steps: int) -> Policy:

@@ -28,7 +28,8 @@ class ThoughtMarkers:
 
 class ChatFormat(Protocol):
     """A model's chat template, tokenizer and tool-call format. Subclass it to inherit the defaults of the optional
-    members: `markers`, `template_kwargs`, `with_template_kwargs`, `min_token_count`, `escape` and `unescape`."""
+    members: `markers`, `template_kwargs`, `tools_in_messages`, `takes_thoughts`, `end_of_turn`, `with_template_kwargs`,
+    `min_token_count`, `encode_after`, `escape` and `unescape`."""
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
@@ -39,6 +40,11 @@ class ChatFormat(Protocol):
     can be written."""
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
     """Variables passed to the chat template."""
+    tools_in_messages: bool = False
+    """Whether tools, calls and results are written into messages, as the template has no place for them
+    (`tool_calls.in_messages`)."""
+    takes_thoughts: bool = True
+    """Whether the template writes `reasoning_content` anywhere."""
 
     def render(
         self,
@@ -52,6 +58,23 @@ class ChatFormat(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of rendered text: special tokens are recognised, none is added."""
         ...
+
+    @property
+    def end_of_turn(self) -> int:
+        """The token that ends an answer where the template writes none."""
+        return min(self.eos_token_ids)
+
+    def encode_after(self, before: str, text: str) -> tuple[list[int], bool]:
+        """(tokens of `text` where it follows `before`, whether the tokens of both together end in them)."""
+        head, whole = self.encode(before), self.encode(before + text)
+        if whole[: len(head)] == head:
+            return whole[len(head) :], True
+        # A token spans the border. Some tokenizers write a space before a text that begins anew, so it does not.
+        for anchor in (*(self.decode([token]) for token in sorted(self.eos_token_ids)), "\n", "x"):
+            start, both = self.encode(anchor), self.encode(anchor + text)
+            if both[: len(start)] == start and self.decode(both) == self.decode(start) + self.unescape(text):
+                return both[len(start) :], False
+        return self.encode(text), False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 

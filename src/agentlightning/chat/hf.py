@@ -2,9 +2,10 @@
 
 It never guesses: a tokenizer without a chat template is rejected, and a malformed tool call stays in the content.
 
-The tool-call format is detected by rendering a conversation with a call: the format that parses this call is the
-model's. A tokenizer that declares its response format takes precedence, and an explicit option over both. If the
-template renders no call, it is the format whose marker the template mentions, or Hermes.
+What the template does with tools is found by rendering them, a call and its result. The format that parses the call is
+the model's; a tokenizer that declares its response format takes precedence, and an explicit option over both. A
+template that has no place for one of the three gets all of them in its messages, in Hermes' format
+(`tool_calls.in_messages`). One that writes calls which no format parses is refused tools.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +26,9 @@ import jinja2
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.text_encoder import TextEncoder
 from agentlightning.chat.token_escaping import TokenEscaper
-from agentlightning.chat.tool_calls import FORMATS, call_format
-from agentlightning.chat.tool_calls.format import CallFormat, MarkedFormat, Tools
-from agentlightning.chat.tool_calls.hermes import HERMES
+from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
+from agentlightning.chat.tool_calls.format import CallFormat, Tools
+from agentlightning.chat.tool_calls.in_messages import offer_tools, write_calls, write_results
 from agentlightning.chat.tool_calls.reader import parse_answer
 from agentlightning.chat.tool_calls.response_template import response_template_format
 from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, probe_layout
@@ -47,15 +49,38 @@ _RESERVED: Final = frozenset(
 """Parameters of transformers that are no template variables."""
 _MAX_VIEWS: Final = 64
 _LONG_IDS: Final = ("call_probe1",)
+IN_MESSAGES: Final = "messages"
+BY_TEMPLATE: Final = "template"
+_THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,  # Some templates write names and no descriptions.
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
+    },
+}
+_QUESTION: Final[Message] = {"role": "user", "content": "?"}
+_logger: Final = logging.getLogger(__name__)
 
 
 class HFChatFormat(ChatFormat):
     """`ChatFormat` over a transformers tokenizer.
 
     `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
-    names the tool-call format (a key of `tool_calls.FORMATS`); None detects it. Raises ConfigError if the tokenizer has
-    no chat template or no end-of-turn token, and for an unknown format.
+    names the tool-call format (a key of `tool_calls.FORMATS`); None detects it, and writes tools into the messages
+    where the template has no place for them. "messages" always does that, "template" never: tools are then refused.
+    Raises ConfigError if the tokenizer has no chat template or no end-of-turn token, and for an unknown format.
     """
+
+    _fits = True
+    """Whether the template writes tools, calls and results."""
+    _unread: str | None = None
+    """A call as the template writes it, where no format parses it."""
+    _takes_system = True
+    _wants_parts = False
+    """Whether the template reads content as a list of parts only."""
+    _thought_key: str | None = None
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tool_calls: str | None = None) -> None:
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
@@ -72,11 +97,16 @@ class HFChatFormat(ChatFormat):
         self._escaper: TokenEscaper | None = None
         """None while the template is probed."""
         self._backend = self._encoder.backend
-        self.tool_calls: CallFormat = HERMES if tool_calls is None else call_format(tool_calls)
+        self.option = tool_calls
+        """The constructor's, for a format of the same model elsewhere."""
+        self._said = set[str]()
+        named = tool_calls not in (None, IN_MESSAGES, BY_TEMPLATE)
+        self.tool_calls: CallFormat = call_format(str(tool_calls)) if named else HERMES
         """The detected format; `tool_calls.name` names it."""
+        self._detect_content()
         self.eos_token_ids: frozenset[int] = self._find_eos(eos_token_ids)
         self.markers: Mapping[str, int] | None = _markers(self._tokenizer)
-        self._detect_tool_calls(tool_calls is not None)
+        self._detect_tool_calls()
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         turns = self._turn_markers()
         self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, _unpaired(self._tokenizer, special), turns)
@@ -88,9 +118,13 @@ class HFChatFormat(ChatFormat):
         add_generation_prompt: bool = True,
     ) -> str:
         """See `ChatFormat.render`. The error quotes the template's message."""
+        has_calls = any("tool_calls" in message for message in messages)
+        self._check_tools(bool(tools), bool(tools) or has_calls or any(each["role"] == "tool" for each in messages))
         if self.tool_calls.short_ids:
             messages = [_with_ids(message, self.tool_calls) for message in messages]
-        if any("tool_calls" in message for message in messages) and self._wants_objects:
+        if self._thought_key not in (None, _THOUGHT_KEYS[0]):
+            messages = [_renamed(message, _THOUGHT_KEYS[0], str(self._thought_key)) for message in messages]
+        if has_calls and not self.tools_in_messages and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
         if self._escaper is not None:
             messages, tools = self._escaper.escape_messages(messages, tools)
@@ -99,9 +133,48 @@ class HFChatFormat(ChatFormat):
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
 
+    def _check_tools(self, offered: bool, used: bool) -> None:
+        """Raises ConfigError for tools, calls and results that the model would not see, and tools whose calls nothing
+        parses."""
+        way_out = f'set policy.tool_calls = "{IN_MESSAGES}", which writes tools into the messages in Hermes\' format'
+        if offered and self._unread is not None:
+            raise ConfigError(
+                f"the chat template of {self._name} writes a tool call as {self._unread!r}, and no format parses it"
+                f" ({', '.join(FORMATS)}); {way_out}, or name the format that the model writes"
+            )
+        if used and not self._fits and not self.tools_in_messages:
+            raise ConfigError(f"the chat template of {self._name} has no place for tools, calls or results; {way_out}")
+        if used and self.tools_in_messages and IN_MESSAGES not in self._said:
+            self._said.add(IN_MESSAGES)
+            _logger.warning(
+                "the chat template of %s has no place for tools, calls or results, so they stand in its messages, in "
+                'Hermes\' format; policy.tool_calls = "%s" refuses them instead',
+                self._name,
+                BY_TEMPLATE,
+            )
+
     def encode(self, text: str) -> list[int]:
         """See `ChatFormat.encode`. Special tokens in message text are encoded as text (`chat.token_escaping`)."""
         return self._escaper.encode(text) if self._escaper is not None else self._encoder.encode(text)
+
+    def encode_after(self, before: str, text: str) -> tuple[list[int], bool]:
+        """See `ChatFormat.encode_after`. Texts between markers are encoded by themselves, so the last marker will do as
+        what is before."""
+        place = max((found.start() for found in self._borders.finditer(before)), default=0)
+        return super().encode_after(before[place:], text)
+
+    @cached_property
+    def _borders(self) -> re.Pattern[str]:
+        """The tokens that split a text before it is encoded; none for a tokenizer that is not known to do that."""
+        added = self._tokenizer.added_tokens_decoder.values() if self._backend is not None else ()
+        texts = [token.content for token in added if token.content and not token.normalized]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The token that the template writes after an answer, or the tokenizer's end of a sequence."""
+        eos = self._tokenizer.eos_token_id
+        return next(iter(self._template_eos()), min(self.eos_token_ids) if eos is None else int(eos))
 
     def escape(self, text: str) -> str:
         return self._escaper.escape(text) if self._escaper is not None else text
@@ -141,6 +214,11 @@ class HFChatFormat(ChatFormat):
         return parse_answer(self.tool_calls, self.unescape(text), tools)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+        if self.tools_in_messages:
+            messages = write_results(write_calls(messages))
+            messages, tools = offer_tools(messages, tools, self._takes_system) if tools else messages, None
+        if self._wants_parts:
+            messages = [_with_parts(message) for message in messages]
         return self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
@@ -148,6 +226,28 @@ class HFChatFormat(ChatFormat):
             tokenize=False,
             **self.template_kwargs,
         )
+
+    def _try(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, generate: bool = False
+    ) -> str:
+        """What the template writes; "" if it refuses."""
+        try:
+            return self._apply(messages, tools, generate)
+        except _TEMPLATE_ERRORS:
+            return ""
+
+    def _detect_content(self) -> None:
+        """What the template takes as content, system messages and thoughts."""
+        asked: Message = {"role": "user", "content": _PROBE}
+        answer: Message = {"role": "assistant", "content": "!"}
+        if _PROBE not in self._try([asked]):
+            self._wants_parts = True
+            self._wants_parts = _PROBE in self._try([asked])
+        self._takes_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, _QUESTION])
+        for key in _THOUGHT_KEYS:
+            if self._thought_key is None and _PROBE in self._try([_QUESTION, {**answer, key: _PROBE}]):
+                self._thought_key = key
+        self.takes_thoughts = self._thought_key is not None
 
     @cached_property
     def _wants_objects(self) -> bool:
@@ -157,43 +257,51 @@ class HFChatFormat(ChatFormat):
 
     def _render_probe(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
         """What the template writes for a turn with one call per id; "" if it refuses."""
-        function = {"name": NAME, "arguments": arguments}
-        calls = [{"id": name, "type": "function", "function": function} for name in ids]
-        question: Message = {"role": "user", "content": "?"}
-        turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-        try:
-            before = self._apply([question], None, True)
-            text = self._apply([question, turn], None, False)
-        except _TEMPLATE_ERRORS:
-            return ""
+        before = self._try([_QUESTION], generate=True)
+        text = self._try([_QUESTION, _called(arguments, ids)])
         # Some templates begin a thought in the prompt and omit it from a turn without one.
         return text.removeprefix(before if text.startswith(before) else _TRAILING_MARKER.sub("", before))
 
-    def _detect_tool_calls(self, configured: bool) -> None:
-        """See the module. `configured`: an option names the format."""
-        arguments = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
+    def _detect_tool_calls(self) -> None:
+        """See the module."""
+        option = self.option
+        arguments: Any = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._render_probe(arguments)
-        if not configured:
+        lists = _PROBE in self._try([_QUESTION], [_PROBE_TOOL])
+        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _PROBE * 2}
+        results = _PROBE * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
+        writes = _PROBE in text
+        declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
+        if option in (None, BY_TEMPLATE):
             parsing = (format for format in FORMATS.values() if self._parses(format, text))
-            self.tool_calls = (
-                response_template_format(self._tokenizer) or next(parsing, None) or self._mentioned_format()
-            )
+            known = declared or next(parsing, None)
+            self._unread = text if known is None and writes else None
+            self.tool_calls = known or HERMES
+        self._fits = lists and writes and results
+        can_write = (option is None and declared is None) or option == HERMES.name
+        if option == IN_MESSAGES or (not self._fits and can_write):
+            self.tools_in_messages, self._unread, self.tool_calls = True, None, HERMES
+            arguments = json.dumps(ARGUMENTS)
+            text = self._render_probe(arguments)
         if _PROBE in text:
             two = self._render_probe(arguments, _SHORT_IDS)
             long = self._render_probe(arguments, _LONG_IDS) != ""
             found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
             self.tool_calls = replace(found, layout=probe_layout(found, text, two, self._turn_ends()))
+            self.eos_token_ids |= self._call_eos(text)
 
-    def _mentioned_format(self) -> CallFormat:
-        """The format whose marker the template mentions, for a template that renders no call."""
-        template = str(self._tokenizer.chat_template)
-        marked = (format for format in FORMATS.values() if isinstance(format, MarkedFormat))
-        return next((format for format in marked if format.opening in template), HERMES)
+    def _call_eos(self, text: str) -> frozenset[int]:
+        """The token after which results follow, where it is not the end of a turn: Harmony's and Gemma's."""
+        if any(end in text for end in self._turn_ends()):
+            return frozenset()
+        _, closing, after = text.rpartition(self.tool_calls.closing or "\0")
+        ids = self._encoder.encode(after.strip() if closing else self.tool_calls.end)
+        return frozenset(ids if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else ())
 
     def _parses(self, format: CallFormat, text: str) -> bool:
-        for end in self._turn_ends():
-            text = text.partition(end)[0]
-        calls = parse_answer(format, text).tool_calls
+        # A template that rewrites the history writes other turns here too.
+        turns = re.split("|".join(map(re.escape, self._turn_ends())), text)
+        calls = parse_answer(format, next((turn for turn in turns if _PROBE in turn), "")).tool_calls
         return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
 
     def _turn_ends(self) -> list[str]:
@@ -204,10 +312,7 @@ class HFChatFormat(ChatFormat):
         """Markers that the template writes around turns, and the texts that end a turn."""
         question: Message = {"role": "user", "content": _PROBE}
         answer: Message = {"role": "assistant", "content": _PROBE}
-        try:
-            text = self._apply([question, answer, question], None, True)
-        except _TEMPLATE_ERRORS:
-            text = ""
+        text = self._try([question, answer, question], generate=True)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
         return frozenset([*_unpaired(self._tokenizer, found), *self._turn_ends()])
@@ -264,6 +369,22 @@ def _with_ids(message: Message, format: CallFormat) -> Message:
         calls = [{**call, "id": format.convert_id(call.get("id") or "")} for call in calls]
         message = {**message, "tool_calls": calls}
     return message
+
+
+def _called(arguments: Any, ids: Sequence[str]) -> Message:
+    """A turn of the assistant with one call per id."""
+    function = {"name": NAME, "arguments": arguments}
+    calls = [{"id": name, "type": "function", "function": function} for name in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _renamed(message: Message, key: str, new: str) -> Message:
+    return {new if each == key else each: value for each, value in message.items()}
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_objects(message: Message) -> Message:

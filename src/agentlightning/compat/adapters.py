@@ -11,10 +11,10 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
+from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.training.export.chat_messages import chat_messages
 
 GONE: Final = {
     "llm_call_match": "model calls are found by their attributes, whatever their spans are called",

@@ -24,6 +24,8 @@ class Counters:
     """Requests whose prompt continues the tokens of an earlier call."""
     drift: int = 0
     """Requests that looked like a continuation but could not be proven to be one."""
+    tools_in_messages: int = 0
+    """Requests whose tools stand in their messages, as the model's template has no place for them."""
     overridden: int = 0
     """Calls of training rollouts whose sampling parameters were overridden (`callers.on_policy`)."""
     violated: int = 0

@@ -39,8 +39,9 @@ class PolicyConfig(Section):
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
     tool_calls: str | None = None
-    """How the model writes tool calls: hermes, qwen_coder, llama3, pythonic, mistral or deepseek. None: as its chat
-    template shows."""
+    """How the model writes tool calls: a format's name, such as hermes, llama3 or harmony (docs/guides/offline.md).
+    None: as its chat template shows; where it has no place for tools, calls or results, all of them stand in the
+    messages, in Hermes' format. "messages" writes them so with any template, "template" with none."""
     lora: Lora | None = None
     """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
     max_kept_tokens: int = Field(default=1024, ge=0, le=MAX_SET)

@@ -41,7 +41,7 @@ class LocalPolicyConfig(BaseModel):
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and answer together, in tokens; None: all that the model can hold."""
     tool_calls: str | None = None
-    """The format of its tool calls, a key of `chat.tool_calls.FORMATS`. None: as its chat template shows."""
+    """See `PolicyConfig.tool_calls`."""
     value_head: ValueHeadSetting = None
     """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
     critic."""

@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
+from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
-from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START, HERMES
 from agentlightning.chat.tool_calls.reader import parse_answer
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
@@ -182,7 +182,7 @@ def _call(function: dict[str, Any]) -> str:
         arguments = orjson.loads(function["arguments"])
     except orjson.JSONDecodeError:
         arguments = function["arguments"]
-    return f"{CALL_START}\n{_json({'name': function['name'], 'arguments': arguments})}\n{CALL_END}"
+    return f"{HERMES.opening}\n{_json({'name': function['name'], 'arguments': arguments})}\n{HERMES.closing}"
 
 
 def _json(value: Any) -> str:

@@ -19,7 +19,6 @@ from urllib.parse import quote
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
-from agentlightning.chat.tool_calls import FORMATS
 from agentlightning.config import TrainConfig
 from agentlightning.engine.servers.adapter_versions import AdapterVersion
 from agentlightning.engine.servers.base import ModelServerError
@@ -146,7 +145,6 @@ class JoinedGateways:
     def _join_request(self) -> JoinRequest:
         policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
         assert isinstance(policy.chat, HFChatFormat)
-        format_name = policy.chat.tool_calls.name
         return JoinRequest(
             run_id=self._run_id,
             protocol=PROTOCOL,
@@ -167,7 +165,7 @@ class JoinedGateways:
             record_top_logprobs=self._settings.record_top_logprobs,
             lease_seconds=self._lease,
             tokenizer=self._tokenizer,
-            tool_calls=format_name if format_name in FORMATS else None,
+            tool_calls=policy.chat.option,
             eos_token_ids=tuple(sorted(policy.chat.eos_token_ids)),
             probe=tuple(probe_tokens(policy.chat)),
         )

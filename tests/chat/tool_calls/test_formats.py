@@ -98,13 +98,90 @@ def test_an_option_overrides_detection_and_unknown_formats_are_rejected():
 
 def test_hermes_is_the_fallback_format():
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("hermes")
+    assert HFChatFormat(tiny_tokenizer(template)).tool_calls.name == "hermes"
 
 
-def test_a_template_that_mentions_a_format_uses_it():
-    mentions = "{% if false %}[TOOL_CALLS]{% endif %}"
-    template = mentions + "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert HFChatFormat(tiny_tokenizer(template)).tool_calls == call_format("mistral")
+SKELETON = (
+    "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "BEFORE{% for c in m.tool_calls or [] %}CALL{% endfor %}AFTER<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+JSON_CALL = '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
+LISTED = JSON_CALL + "{{ ', ' if not loop.last }}"
+PYTHON = (
+    "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}"
+)
+VALUES = "{{ v if v is string else v | tojson }}"
+FURTHER = {
+    "glm": (
+        "",
+        "\n<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}"
+        f"\n<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUES}</arg_value>{{% endfor %}}\n</tool_call>",
+        "",
+    ),
+    "invoke": (
+        "",
+        '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">{% for k, v in c.function.arguments | items %}\n'
+        f'<parameter name="{{{{ k }}}}">{VALUES}</parameter>{{% endfor %}}\n</invoke>\n</minimax:tool_call>',
+        "",
+    ),
+    "lfm2": ("<|tool_call_start|>[", PYTHON, "]<|tool_call_end|>"),
+    "kimi": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "granite": ("<|tool_call|>[", LISTED, "]"),
+    "functools": ("functools[", LISTED, "]"),
+    "nemotron": ("<TOOLCALL>[", LISTED, "]</TOOLCALL>"),
+    "tool_calls": ("<tool_calls>[", LISTED, "]</tool_calls>"),
+    "cohere": (
+        "<|START_ACTION|>[",
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": {{ c.function.name | tojson }}, '
+        '"parameters": {{ c.function.arguments | tojson }}}{{ ", " if not loop.last }}',
+        "]<|END_ACTION|>",
+    ),
+    "gemma": (
+        "",
+        "<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments | items %}{{ k }}:"
+        "{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v | tojson }}{% endif %}{{ ',' if not loop.last }}"
+        "{% endfor %}{{ '}' }}<tool_call|>",
+        "",
+    ),
+    "harmony": (
+        "",
+        "<|start|>assistant<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json<|message|>"
+        "{{ c.function.arguments | tojson }}",
+        "<|call|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_family_is_detected_and_its_calls_are_read_back(name):
+    before, call, after = FURTHER[name]
+    template = SKELETON.replace("CALL", call)
+    template = template.replace("BEFORE", "{% if m.tool_calls %}" + before + "{% endif %}")
+    chat = HFChatFormat(tiny_tokenizer(template.replace("AFTER", "{% if m.tool_calls %}" + after + "{% endif %}")))
+    assert (chat.tool_calls.name, chat.tools_in_messages) == (name, False)
+    calls = [("f", {"x": "say", "n": 3, "yes": True}), ("g", {"text": "a [b] c"})]
+    text = written(chat, turn(*((called, json.dumps(arguments)) for called, arguments in calls)))
+    parsed = chat.parse(text.removesuffix("<|im_end|>"), offered(calls))
+    assert (parsed.content, meant(parsed)) == (None, calls)
+
+
+def test_harmonys_channels_are_no_content():
+    text = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>It is 42."
+    assert parse_answer(call_format("harmony"), text).content == "Let me see.It is 42."
+    first = ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'
+    assert parse_answer(call_format("harmony"), first).tool_calls == (ParsedToolCall("f", '{"x": 1}'),)
+
+
+@pytest.mark.parametrize("name", ["granite", "deepseek", "lfm2", "kimi"])
+def test_a_missing_marker_after_the_calls_is_no_matter(name):
+    assert [call.name for call in parse_answer(call_format(name), CALLED[name]).tool_calls] == ["f"]
 
 
 SPECIAL = [
@@ -212,6 +289,18 @@ CALLED = {
     "llama3": '{"name": "f", "parameters": {"x": "}"}}',
     "pythonic": "[f(x='a)', y=[1, {'k': None}])]",
     "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "]"}, "id": "abcdefgh1"}]',
+    "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "invoke": '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>',
+    "lfm2": "<|tool_call_start|>[f(x='a)', y=1)]<|tool_call_end|>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"x": 1}<|tool_call_end|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {"x": "]"}}]',
+    "functools": 'functools[{"name": "f", "arguments": {"x": "]"}}]',
+    "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {"x": "</TOOLCALL>"}}]</TOOLCALL>',
+    "tool_calls": '<tool_calls>[{"name": "f", "arguments": {"x": "]"}}]</tool_calls>',
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}}]<|END_ACTION|>',
+    "gemma": '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true]}}<tool_call|>',
+    "harmony": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": "<|call|>"}',
     "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>',
 }
 PARTS = {
@@ -230,6 +319,20 @@ PARTS = {
         '{"name": "f", "arguments": 1}',
         "]",
     ],
+    "glm": ["<tool_call>", "f\n", "<arg_key>", "x", "</arg_key>", "<arg_value>", "1", "</arg_value>", "</tool_call>"],
+    "invoke": ["<minimax:tool_call>", '<invoke name="f">', '<parameter name="x">', "1", "</parameter>", "</invoke>"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[", "f(", "x=", "-1.5e", ")", ", ", "]"],
+    "kimi": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("<|tool_call_argument_begin|>", "functions.f:0", "f", "{}"),
+    ],
+    "granite": ["<|tool_call|>", "<|/tool_call|>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "functools": ["functools", "func", "[", "]", '{"name": "f"}', ", ", '"'],
+    "nemotron": ["<TOOLCALL>", "</TOOLCALL>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "tool_calls": ["<tool_calls>", "</tool_calls>", "[", "]", '{"name": "f"}', ", ", '"'],
+    "cohere": ["<|START_ACTION|>", "<|END_ACTION|>", "[", "]", '{"tool_name": "f", "parameters": {}}', ", ", '"'],
+    "gemma": ["<|tool_call>", "<tool_call|>", "call:f", "{", "x:", '<|"|>', "}", "1", ","],
+    "harmony": ["<|start|>assistant", "<|channel|>commentary", " to=functions.f", "json", "<|mess", "{}", "<|call|>"],
     "deepseek": [
         *(
             "<｜tool▁calls▁begin｜>",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import ParsedToolCall
-from agentlightning.chat.tool_calls.hermes import HERMES
 from agentlightning.chat.tool_calls.reader import parse_answer
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
@@ -312,3 +313,39 @@ def test_the_last_value_for_a_string_counts():
     prefixes.add(b"a", 1)
     prefixes.add(b"a", 2)
     assert prefixes.longest(b"ab") == (1, 2)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_an_answer_has_sentencepieces_tokens_within_the_whole(kind, template):
+    tokenizer = sentencepiece(kind, template)
+    agent, said = Agent(HFChatFormat(tokenizer)), [user("hi"), {"role": "assistant", "content": "Paris"}, user("more")]
+    own = own_tokens(tokenizer, said, add_generation_prompt=True)
+    first = own_tokens(tokenizer, said[:1], add_generation_prompt=True)
+    answer = own[len(first) : own.index(tokenizer.eos_token_id, len(first)) + 1]
+    said[1] = agent.call(said[:1], "Paris", tools=None, tokens=answer)
+    agent.call(said, "ok", tools=None, tokens=[tokenizer.eos_token_id])
+    assert (agent.continues(1), agent.drift(1)) == ("span-0", False)
+    assert agent.turns[1][0].token_ids == own
+
+
+@pytest.mark.parametrize("ends", ["<|im_end|><|endoftext|>", "<|im_end|>\n<|endoftext|>", "<|im_end|>\n<|im_end|>\n"])
+def test_what_follows_the_first_of_two_ends_is_kept(ends):
+    chat = HFChatFormat(tiny_tokenizer(CHATML.replace("<|im_end|>\n{% endfor", ends + "{% endfor")))
+    agent = Agent(chat)
+    answer = agent.call([user("hi")], "Hello")
+    agent.call([user("hi"), answer, user("more")], "ok")
+    assert (agent.continues(1), agent.drift(1)) == ("span-0", False)
+    assert agent.turns[1][0].token_ids == chat.encode(chat.render([user("hi"), answer, user("more")], TOOLS))
+
+
+def test_text_after_a_raw_prompt_begins_without_a_space_of_its_own():
+    tokenizer = sentencepiece("first", "mistral")
+    chat, conversations = HFChatFormat(tokenizer), Conversations()
+    first = conversations.raw_prompt(ATTEMPT, "m", chat, "The capital")
+    tokens = chat.encode_after("The capital", " of")[0]
+    sample = Sample(tuple(tokens), (0.0,) * len(tokens), "stop", 0)
+    conversations.add_raw_answer(ATTEMPT, first, chat, " of", sample, "span-0")
+    second = conversations.raw_prompt(ATTEMPT, "m", chat, "The capital of<Fran")
+    assert second.continues
+    assert chat.decode(second.token_ids) == "The capital of<Fran"

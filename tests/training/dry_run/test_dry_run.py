@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.chat.hf import HFChatFormat
+from agentlightning.testing.tokenizer import tiny_tokenizer
 from agentlightning.training.dry_run.checks import DryRun
+from agentlightning.training.dry_run.rehearsal import check_tool_format
 
 pytest.importorskip("torch")
 TASKS = [{"word": f"word {number}"} for number in range(12)]
@@ -138,3 +141,12 @@ def test_an_agent_that_cannot_be_imported_is_one_finding(tmp_path, monkeypatch):
     found = dry_run("broken.py:solve", tmp_path)
     assert not found.is_ready
     assert "no_such_package" in check(found, "agent").text
+
+
+@pytest.mark.parametrize(("setting", "texts"), [(None, 1), ("messages", 1), ("template", 0), ("hermes", 1)])
+def test_where_tools_stand_is_said_if_the_template_has_no_place_for_them(setting, texts):
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    found = check_tool_format(HFChatFormat(tiny_tokenizer(template), tool_calls=setting))
+    assert [each.text for each in found if "in Hermes' format" in each.text] == [each.text for each in found]
+    assert len(found) == texts
+    assert not check_tool_format(HFChatFormat(tiny_tokenizer()))

@@ -12,10 +12,10 @@ import orjson
 import pytest
 
 from agentlightning import span as names
+from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.span import Span, new_span_id
 from agentlightning.store import LightningStore
-from agentlightning.training.export.chat_messages import chat_messages
 from agentlightning.training.export.datasets import ExportedDataset, Selection, export_dataset
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 

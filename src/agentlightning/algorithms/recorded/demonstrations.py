@@ -62,13 +62,13 @@ async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
 
 
 def to_examples(
-    records: Sequence[Any], *, target: str | None, chat: ChatFormat, context_length: int
+    records: Sequence[Any], *, target: str | None, chat: ChatFormat, context_length: int, notes: Counter[str]
 ) -> tuple[list[Trajectory], dict[str, int]]:
     """The records as trajectories whose sampled tokens are to be imitated, and sessions that cannot be, by reason.
-    Raises DatasetError where none can."""
+    `notes` gets what deviates from the chat template (`conversations.NOTES`). Raises DatasetError where none can."""
     own = [each for each in records if not isinstance(each, Session)]
-    found = to_trajectories(own, chat, context_length) if own else []
-    tokenizer = Tokenizer(chat, context_length, None, target)
+    found = to_trajectories(own, chat, context_length, notes) if own else []
+    tokenizer = Tokenizer(chat, context_length, None, target, notes)
     rejected: list[Rejection] = []
     for session in (each for each in records if isinstance(each, Session)):
         made = tokenizer(session)

@@ -7,6 +7,7 @@ assistant's in an answer. Without a prompt, what both conversations begin with i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.algorithms.recorded.conversations import message_transitions
+from agentlightning.algorithms.recorded.conversations import AnswerRenderer
 from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, TOO_LONG
 from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
@@ -99,7 +101,9 @@ def _record(value: Any, where: str) -> PreferenceRecord:
             raise DatasetError(f"{where}: {name} has no message of the assistant after the prompt; {FORM}")
     if chosen == rejected:
         raise DatasetError(f"{where}: chosen and rejected are equal, so nothing is preferred; remove the line")
-    return PreferenceRecord(where, prompt, chosen, rejected, _tools(fields.get("tools"), where))
+    return PreferenceRecord(
+        where, prompt, chosen, rejected, tuple(read_tools(f"{where}: tools", fields.get("tools")) or ())
+    )
 
 
 def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tuple[Message, ...]:
@@ -120,14 +124,7 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
         content = turn.get("content")
         if not (isinstance(content, str | list) or (given == "assistant" and turn.get("tool_calls"))):
             raise DatasetError(f"{where}: {name}[{place}].content is {_shown(content)}, not a text; {FORM}")
-    return tuple(turns)
-
-
-def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    tools = cast("list[Any]", value) if isinstance(value, list) else []
-    if (value is not None and not isinstance(value, list)) or not all(isinstance(tool, dict) for tool in tools):
-        raise DatasetError(f"{where}: tools is {_shown(value)}, not a list of tools in OpenAI's form")
-    return tuple(tools)
+    return tuple(read_message(f"{where}: {name}[{place}]", turn) for place, turn in enumerate(turns))
 
 
 def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> tuple[Message, ...]:
@@ -146,14 +143,20 @@ def _shown(value: Any) -> str:
 
 
 def to_preferences(
-    records: Sequence[PreferenceRecord], chat: ChatFormat, context_length: int, target: str | None
+    records: Sequence[PreferenceRecord],
+    chat: ChatFormat,
+    context_length: int,
+    target: str | None,
+    counts: Counter[str] | None = None,
 ) -> tuple[list[Trajectory], list[Rejection]]:
     """Two trajectories for each pair, a group of their own with the rewards 1 and 0, and the pairs that the model
-    cannot hold or that have no answer of the agents to train."""
+    cannot hold or that have no answer of the agents to train. `counts` gets what deviates from the chat template
+    (`conversations.NOTES`)."""
+    renderer = AnswerRenderer(chat, Counter() if counts is None else counts)
     found: list[Trajectory] = []
     rejected: list[Rejection] = []
     for record in records:
-        pair = [_trajectory(record, name, chat) for name in ("chosen", "rejected")]
+        pair = [_trajectory(record, name, renderer) for name in ("chosen", "rejected")]
         calls = [call for each in pair for call in each.transitions]
         longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in calls)
         if longest > context_length:
@@ -166,11 +169,11 @@ def to_preferences(
     return found, rejected
 
 
-def _trajectory(record: PreferenceRecord, name: str, chat: ChatFormat) -> Trajectory:
+def _trajectory(record: PreferenceRecord, name: str, renderer: AnswerRenderer) -> Trajectory:
     answer = record.chosen if name == "chosen" else record.rejected
     rollout_id = f"{record.where} {name}"
     messages = [*record.prompt, *answer]
-    calls = message_transitions(messages, list(record.tools) or None, chat, f"{record.where}: {name}")
+    calls = renderer.transitions(messages, list(record.tools) or None, f"{record.where}: {name}")
     own = tuple(_named(call, rollout_id) for call in calls if call.sequence_id > len(record.prompt))
     return Trajectory(rollout_id, "", own, PREFERRED if name == "chosen" else 0.0, group=record.where)
 

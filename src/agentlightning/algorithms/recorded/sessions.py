@@ -13,14 +13,14 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.algorithms.recorded.conversations import render_turn
-from agentlightning.algorithms.recorded.messages import chat_messages, parsed
+from agentlightning.algorithms.recorded.conversations import AnswerRenderer
 from agentlightning.assemble import calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.chat.messages import chat_messages, parsed
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABLE, Rejection, rejection
@@ -174,7 +174,7 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
 
 def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
     attributes = span.attributes
-    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)))
+    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
     agent = attributes.get(names.AGENT_NAME)
     transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
     tools = tuple(each for each in parsed(attributes.get(names.TOOL_DEFINITIONS)) if isinstance(each, dict))
@@ -182,7 +182,7 @@ def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
         span.span_id,
         span.sequence_id,
         agent if isinstance(agent, str) else None,
-        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)))),
+        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
         {**answers[0], "role": "assistant"} if answers else None,
         tools,
         transition,
@@ -216,6 +216,8 @@ class Tokenizer:
     """Token ids are smaller than this. None: unknown."""
     target: str | None = None
     """Only agents whose whole name matches must have usable calls."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """What deviates from the chat template in rendered calls (`conversations.NOTES`)."""
 
     def __call__(self, session: Session) -> TokenizedSession | Rejection:
         """The session's calls as transitions. Calls of other agents that cannot be put into tokens are left out; where
@@ -257,7 +259,7 @@ class Tokenizer:
             message = f"of call {call.span_id} neither tokens of this model nor prompt and answer were recorded"
             return Rejection(rollout_id, NO_MESSAGES, message)
         try:
-            prompt, answer = render_turn(call.messages, call.answer, call.tools, self.chat)
+            prompt, answer = AnswerRenderer(self.chat, self.counts).turn(call.messages, call.answer, call.tools)
         except (ConfigError, DatasetError) as error:
             return Rejection(rollout_id, NO_MESSAGES, f"call {call.span_id}: {error}")
         if (length := len(prompt) + len(answer)) > self.context_length:

@@ -3,7 +3,7 @@
 A format parses the beginning of a text into content followed by tool calls. It is stateless and called again whenever
 more text has arrived, and it reports only what is certain: text that may still become a call is withheld, text that no
 longer can is content. A call that is malformed or never completed stays text.
-A new format is one module with a subclass of `CallFormat`, and a line in the package's `FORMATS`.
+A new format is an entry in the package's `FORMATS`: of a class in `formats`, `tagged` or `pythonic`, or of its own.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class CallFormat(ABC):
     name: str
     closing: str | None = None
     """Text that ends a call and occurs nowhere else, so that an engine can stop there. None: there is no such text."""
+    end: str = ""
+    """A marker that may follow the calls of an answer, and is no content."""
     parallel: bool = True
     """Whether an answer may contain several calls. Some templates cannot write them; text after the first call is then
     content."""
@@ -128,14 +130,11 @@ class CallFormat(ABC):
         return digits
 
 
+@dataclass(frozen=True, slots=True)
 class MarkedFormat(CallFormat):
     """A format whose calls begin with a marker that is rare in content."""
 
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def opening(self) -> str: ...
+    opening: str = ""
 
     @abstractmethod
     def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:

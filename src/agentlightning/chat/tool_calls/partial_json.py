@@ -65,6 +65,20 @@ def outside_strings(text: str, start: int, marker: str, opening: str) -> int:
     raise IncompleteCall(f"{marker} is missing")
 
 
+def expect(text: str, position: int, marker: str, *others: str, optional: bool = False) -> int:
+    """The end of `marker` after whitespace. Raises IncompleteCall if it or one of `others` may follow; where it is
+    `optional`, its absence is no error."""
+    place = skip_space(text, position)
+    if text.startswith(marker, place):
+        return place + len(marker)
+    rest = text[place:]
+    if any(each != rest and each.startswith(rest) for each in (marker, *others)):
+        raise IncompleteCall(f"{marker} may follow")
+    if not optional:
+        raise MalformedCall(f"{marker} is missing")
+    return position
+
+
 def skip_space(text: str, position: int) -> int:
     return skip(text, position, _SPACE)
 
@@ -81,7 +95,10 @@ def is_utf8(value: Any) -> bool:
 
 
 def object_call(
-    body: str, keys: tuple[str, ...] = ("arguments",), only: frozenset[str] | None = None
+    body: str,
+    keys: tuple[str, ...] = ("arguments",),
+    only: frozenset[str] | None = None,
+    name_key: str = "name",
 ) -> ParsedToolCall:
     """The tool call in a JSON object with a name and arguments, which are under the first of `keys` that is present.
 
@@ -91,7 +108,7 @@ def object_call(
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
-    if not isinstance(call, dict) or not is_utf8(call.get("name")) or not call["name"]:
+    if not isinstance(call, dict) or not is_utf8(name := call.get(name_key)) or not name:
         raise MalformedCall("a call is an object with a name")
     if only is not None and not (only.issuperset(call) and call.keys() & set(keys)):
         raise MalformedCall("it has other keys than a call")
@@ -99,13 +116,13 @@ def object_call(
     call_id = call_id if is_utf8(call_id) and call_id else None
     key = next((key for key in keys if key in call), None)
     if key is None:
-        return ParsedToolCall(call["name"], "{}", call_id)
+        return ParsedToolCall(name, "{}", call_id)
     arguments = call[key]
     if isinstance(arguments, str):
         if not is_utf8(arguments):
             raise MalformedCall("the arguments contain a lone surrogate")
-        return ParsedToolCall(call["name"], arguments, call_id)
-    return ParsedToolCall(call["name"], raw_value(body, key), call_id)
+        return ParsedToolCall(name, arguments, call_id)
+    return ParsedToolCall(name, raw_value(body, key), call_id)
 
 
 def raw_value(body: str, key: str) -> str:
@@ -127,11 +144,3 @@ def raw_elements(body: str) -> Iterator[str]:
         start = position
         _, position = _decoder.raw_decode(body, start)
         yield body[start:position]
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -1,6 +1,6 @@
-"""Calls written as Python: `[get(city="Bern"), wait()]`, as Llama 4 and small Llama 3.2 models write them.
+"""Calls written as Python: `[get(city="Bern"), wait()]`, as Llama 4, small Llama 3.2 models and LFM2 write them.
 
-The list is the whole answer, bare or between `<|python_start|>` and `<|python_end|>`. Arguments are keyword arguments
+The list is the whole answer, or stands between two markers. Arguments are keyword arguments
 with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
 too.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning.chat.lark_grammar import LarkGrammar
@@ -26,8 +27,6 @@ from agentlightning.chat.tool_calls.format import (
 from agentlightning.chat.tool_calls.parameters import read_parameters
 from agentlightning.chat.tool_calls.partial_json import is_utf8, skip_space
 
-START: Final = "<|python_start|>"
-END: Final = "<|python_end|>"
 MAX_DEPTH: Final = 100
 """Nesting depth of lists and objects."""
 
@@ -46,12 +45,10 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-
 _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 
 
+@dataclass(frozen=True, slots=True)
 class Pythonic(MarkedFormat):
-    __slots__ = ()
-
-    @property
-    def opening(self) -> str:
-        return START
+    bare: bool = True
+    """Whether a list without markers may be the answer."""
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
         parameters = read_parameters(schema)
@@ -63,18 +60,12 @@ class Pythonic(MarkedFormat):
         return _argument_list(lark, written)
 
     def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
-        if preceding != "start":
+        if preceding != "start" or not self.bare:
             raise MalformedCall("a list of calls must start the answer")
         return Parsed(0, *_parse_list(text, skip_space(text, 0)))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
-        calls, end = _parse_list(text, skip_space(text, start))
-        after = skip_space(text, end)
-        if text.startswith(END, after):
-            return calls, after + len(END)
-        if END.startswith(text[after:]):
-            raise IncompleteCall(f"{END} may follow")
-        return calls, end
+        return _parse_list(text, skip_space(text, start))
 
 
 def _value(lark: LarkGrammar, schema: Mapping[str, Any]) -> str:
@@ -238,6 +229,3 @@ def _unescape(found: re.Match[str]) -> str:
     if octal:
         return chr(int(octal, 8))
     return _ESCAPED.get(other, other if other in "'\"\\/" else "\\" + other)
-
-
-PYTHONIC: Final = Pythonic("pythonic")

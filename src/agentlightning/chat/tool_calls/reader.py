@@ -38,7 +38,7 @@ class CallReader:
             pieces += [*self._content(self._pending[: parsed.content].rstrip()), *parsed.calls]
             self._pending = self._pending[parsed.end :]
             self._preceding = "call"
-            self._ended = bool(parsed.calls) and not self._format.parallel
+            self._ended |= bool(parsed.calls) and not self._format.parallel
         certain = self._pending[: parsed.content]
         certain = certain if final else certain.rstrip()
         self._pending = self._pending[len(certain) :]
@@ -46,7 +46,11 @@ class CallReader:
 
     def _parse(self, final: bool) -> Parsed:
         if self._preceding == "call":
-            self._pending = self._pending.lstrip()
+            self._pending, end = self._pending.lstrip(), self._format.end
+            if end and self._pending.startswith(end):
+                return Parsed(0, (), len(end))
+            if end.startswith(self._pending) and not final:
+                return Parsed(0)
         if self._ended:
             return Parsed(len(self._pending))
         return self._format.parse(self._pending, self._preceding, final, self._tools)

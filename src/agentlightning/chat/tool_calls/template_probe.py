@@ -22,7 +22,10 @@ IDS: Final = ("callprobe", "callother")
 
 _ARGUMENTS: Final = (
     re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{NAME}"\s*\}}'),
-    re.compile(rf"\s*<parameter={KEY}>\n?{NAME}\n?</parameter>"),
+    re.compile(
+        rf'\s*<(?:parameter=|parameter name="|arg_key>){KEY}(?:"?>|</arg_key>\s*<arg_value>)'
+        rf"\n?{NAME}\n?</(?:parameter|arg_value)>"
+    ),
     re.compile(rf"""{KEY}=(["']){NAME}\1"""),
 )
 

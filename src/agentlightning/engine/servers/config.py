@@ -146,7 +146,8 @@ class ServedModel(BaseModel):
     max_context: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and answer together; None: the servers' own limit."""
     tool_calls: str | None = None
-    """The format of its tool calls, such as `hermes` or `mistral`; None: detected from its chat template."""
+    """The format of its tool calls, such as `hermes`; None: detected from its chat template. "messages" and
+    "template" as in `policy.tool_calls`."""
 
     @model_validator(mode="after")
     def _reject_training_settings(self) -> ServedModel:

@@ -11,7 +11,9 @@ import mimetypes
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypedDict, cast
 
-from agentlightning.gateway.dialects.validation import field_of, kind_of, require_type, shorten
+from agentlightning.chat.messages import read_parts
+from agentlightning.errors import DatasetError
+from agentlightning.gateway.dialects.validation import field_of
 from agentlightning.gateway.errors import bad_request
 
 Json = dict[str, Any]
@@ -102,20 +104,12 @@ def read_content(
     """The content of a message in a request. `text_fields` maps the types of text parts to the field with their text.
 
     Raises ApiError 400 on parts that cannot be read; images and files are read only with `attachments`."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[Part] = []
-    for part in require_type(where, content, list):
-        kind = kind_of(part)
-        text = part.get(text_fields[kind]) if kind is not None and kind in text_fields else None
-        if isinstance(text, str):
-            parts.append(text_part(text))
-        elif attachments and (found := parts_of(part)) is not None:
-            parts += found
-        else:
-            message = f"{where} has a part of type {shorten(kind)}, which cannot be read here; this model reads text"
-            raise bad_request(field_of(where), message)
-    return content_of(parts, between)
+    try:
+        return content_of(
+            read_parts(where, content, text_fields, text_part, parts_of if attachments else None), between
+        )
+    except DatasetError as error:
+        raise bad_request(field_of(where), str(error)) from None
 
 
 def image_url(part: Mapping[str, Any]) -> str | None:

@@ -75,10 +75,3 @@ def shorten(value: Any) -> str:
     """A value as JSON, short enough for an error message."""
     text = orjson.dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def as_arguments(value: Any) -> str:
-    """The arguments of a tool call as JSON text, whether they came as text or as an object."""
-    if isinstance(value, str):
-        return value or "{}"
-    return "{}" if value is None else orjson.dumps(value).decode()

@@ -5,6 +5,7 @@ Returned only if the template is proven to write the earlier part as it did when
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,10 @@ def suffix_after(
     tools: Sequence[dict[str, Any]] | None,
     length: int,
     ended: bool,
-) -> str | None:
-    """The text after `messages[length - 1]`, the answer of a known path; see `_suffix`. The reasoning of earlier
-    answers is in the tokens of the path, so it does not matter whether the template or the client leaves it out."""
+) -> tuple[str, str] | None:
+    """(text before, text after) `messages[length - 1]`, the answer of a known path; see `_suffix`. The reasoning of
+    earlier answers is in the tokens of the path, so it does not matter whether the template or the client leaves it
+    out."""
     messages = [*(_without_reasoning(message) for message in messages[:length]), *messages[length:]]
     return _suffix(chat, chat.render(messages, tools), messages, tools, length, ended)
 
@@ -39,8 +41,9 @@ def _suffix(
     tools: Sequence[dict[str, Any]] | None,
     length: int,
     ended: bool,
-) -> str | None:
-    """The text after the answer `messages[length - 1]` within `text`, the rendering of all messages.
+) -> tuple[str, str] | None:
+    """The texts up to the answer `messages[length - 1]` and after it within `text`, the rendering of all messages. The
+    token that ends the answer is before, if it `ended`.
 
     None unless the template provably writes the earlier part as before. Either the rendering up to the answer is a
     prefix of the whole rendering; or, since some templates write the last message differently, everything before the
@@ -51,8 +54,8 @@ def _suffix(
     parts = parts or _by_reading(chat, text, messages[:length], tools, ends)
     if parts is None:
         return None
-    end_of_turn, rest = parts
-    return rest if ended else end_of_turn + rest
+    start, after = parts
+    return text[: after if ended else start], text[after if ended else start :]
 
 
 def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
@@ -61,20 +64,18 @@ def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
 
 def _by_prefix(
     chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
-) -> tuple[str, str] | None:
+) -> tuple[int, int] | None:
+    """Where the token that ends the answer starts and ends in `text`."""
     prefix = chat.render(history, tools, add_generation_prompt=False)
-    if not text.startswith(prefix):
-        return None
-    place, end = max(((prefix.rfind(end), end) for end in ends), default=(-1, ""))
-    after = place + len(end)
-    if place < 0 or prefix[after:].strip():
-        return None
-    return end, text[after:]
+    # At the first of several ends the sampler stops.
+    found = re.search(rf"({'|'.join(map(re.escape, ends))}|\s)+\Z", prefix) if text.startswith(prefix) else None
+    places = [(place, place + len(end)) for end in ends if found and (place := prefix.find(end, found.start())) >= 0]
+    return min(places, default=None)
 
 
 def _by_reading(
     chat: ChatFormat, text: str, history: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ends: list[str]
-) -> tuple[str, str] | None:
+) -> tuple[int, int] | None:
     markers = find_reasoning_markers(chat)
     before = strip_opening_marker(markers, chat.render(history[:-1], tools, add_generation_prompt=True))
     if not text.startswith(before):
@@ -86,7 +87,7 @@ def _by_reading(
     written = chat.unescape(text[len(before) : place])
     candidates = {written, strip_reasoning(markers, written)}
     return (
-        (end, text[place + len(end) :])
+        (place, place + len(end))
         if any(_reads_as(chat, candidate, history[-1], tools) for candidate in candidates)
         else None
     )

@@ -3,8 +3,8 @@
 For each attempt this keeps *paths*: the tokens, prompt and sampled, of every answer. A request whose messages begin
 with those of a path and its answer gets the tokens of the path, followed by an encoding of the remaining messages only.
 That text is cut from the template's rendering of the whole conversation, if the template is proven to write the earlier
-part as before (`continuation.suffix_after`). Otherwise the call starts a new path; if it looked like a continuation,
-that is drift.
+part as before (`continuation.suffix_after`), and encoded as it is within the whole. Otherwise the call starts a new
+path; if it looked like a continuation, that is drift.
 
 Worked example, `|` between tokens, sampled tokens in capitals:
 
@@ -178,18 +178,18 @@ class Conversations:
             tokens = encode_within(chat, chat.render(messages, tools) + chat.escape(prefill), context)
             return Prompt(tokens, digests=digests, variant=variant, prefill=prefill)
         length, path = _longest_path(memory, digests, variant, messages)
-        suffix = suffix_after(chat, messages, tools, length, path.ended) if path else None
-        if path is None or suffix is None:
+        cut = suffix_after(chat, messages, tools, length, path.ended) if path else None
+        known = path.all_tokens() if path and cut else []
+        added = cut and encode_after(chat, cut[0], cut[1] + chat.escape(prefill), len(known), context)
+        if path is None or not added or not added[1]:
             drift = _resembles_known_answer(memory, digests, messages, 0)
             text = chat.render(messages, tools) + chat.escape(prefill)
             reason = _drift_reason(memory, digests, path is not None) if drift else None
             tokens = encode_within(chat, text, context)
             return Prompt(tokens, None, 0, drift, digests, variant, reason, prefill=prefill)
-        known, drift = path.all_tokens(), _resembles_known_answer(memory, digests, messages, length)
+        drift = _resembles_known_answer(memory, digests, messages, length)
         reason = "edited" if drift else None
-        suffix += chat.escape(prefill)
-        tokens = known + encode_within(chat, suffix, context and context - len(known), context)
-        return Prompt(tokens, path, len(known), drift, digests, variant, reason, prefill=prefill)
+        return Prompt(known + added[0], path, len(known), drift, digests, variant, reason, prefill=prefill)
 
     def _paths_of(self, attempt: tuple[str, str]) -> _AttemptPaths | None:
         """The paths of an attempt, marked as recently used."""
@@ -215,7 +215,8 @@ class Conversations:
         known = path.all_tokens()
         if isinstance(prompt, str):
             rest = raw[length:].decode("utf-8", "surrogatepass")
-            prompt = known + encode_within(chat, rest, context and context - len(known), context)
+            before = raw[len(_raw(model, "")) : length].decode("utf-8", "surrogatepass")
+            prompt = known + encode_after(chat, before, rest, len(known), context)[0]
         return Prompt(prompt, path, len(known), raw=raw)
 
     def add_answer(
@@ -280,12 +281,22 @@ class Conversations:
 def encode_within(chat: ChatFormat, text: str, room: int | None, context: int | None = None) -> list[int]:
     """The tokens of a rendered text. Raises ContextLengthError, before encoding, if they certainly exceed `room`, the
     rest of `context`."""
+    _check_length(chat, text, room, context)
+    return chat.encode(text)
+
+
+def encode_after(chat: ChatFormat, before: str, text: str, known: int, context: int | None) -> tuple[list[int], bool]:
+    """`ChatFormat.encode_after`, and ContextLengthError as `encode_within` raises it, after `known` tokens."""
+    _check_length(chat, text, context and context - known, context)
+    return chat.encode_after(before, text)
+
+
+def _check_length(chat: ChatFormat, text: str, room: int | None, context: int | None) -> None:
     if room is not None and (count := chat.min_token_count(text, room)) > room:
         raise ContextLengthError(
             f"the prompt has more than {count + (context or room) - room} tokens and the context holds "
             f"{context or room}; shorten the prompt, or use a model with a longer context"
         )
-    return chat.encode(text)
 
 
 # -- raw prompts -----------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class LocalService:
         refuse_unsupported(engine, params)
         settings = self.settings_of.get(model, self.settings)
         chat = await offload(size, partial(_chat_format, engine, request))
+        self.counters.tools_in_messages += bool(request.tools) and chat.tools_in_messages
         if not request.prefill:  # A grammar describes whole answers.
             constrain = partial(constrain_sampling, tools=request.tools, trainable=trainable, size=size)
             params = await constrain(engine, chat, params, request.constraint, mode=settings.structured_output)

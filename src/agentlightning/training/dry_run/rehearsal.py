@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import Rejection
@@ -81,6 +82,7 @@ async def dry_run(
     try:
         async with wired() as (runner, run):
             checks += [check_imports(config), *([check_model(config)] if algorithm.learns_weights else [])]
+            checks += check_tool_format(run.chat) if algorithm.learns_weights else []
             rollouts = await run_beside(runner, rehearse(run, algorithm))
     except ConfigError:
         raise
@@ -97,6 +99,16 @@ def check_imports(config: TrainConfig) -> DryRunCheck:
     """Those that succeeded."""
     reward = "the number that it returns" if config.reward is None else config.reward
     return DryRunCheck("agent", "ok", f"{config.agent or 'the given object'} is loaded; its reward: {reward}")
+
+
+def check_tool_format(chat: ChatFormat) -> list[DryRunCheck]:
+    """Where tools stand, if it is not where the chat template has them."""
+    if not chat.tools_in_messages:
+        return []
+    text = (
+        "the chat template has no place for tools: those that the agent offers stand in its messages, in Hermes' format"
+    )
+    return [DryRunCheck("tool format", "ok", text)]
 
 
 def check_model(config: TrainConfig) -> DryRunCheck:

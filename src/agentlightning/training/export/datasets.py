@@ -23,6 +23,8 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
+from agentlightning.chat.base import Message
+from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
@@ -30,7 +32,6 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.export.chat_messages import Message, chat_messages
 from agentlightning.training.persistence.run_dir import read_state, write_atomically
 
 PAGE: Final = 200

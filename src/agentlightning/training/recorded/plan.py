@@ -10,6 +10,7 @@ from typing import Any
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
+from agentlightning.algorithms.recorded.conversations import describe_notes
 from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, choose, for_recorded
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
@@ -88,7 +89,7 @@ class Planner:
         if isinstance(prepared, DPO):
             await asyncio.to_thread(prepared.check_data, trajectories, self.target)
         rendered, foreign = sum(e.rendered for e in found), sum(e.foreign for e in found)
-        notes = (f"{algorithm.name}: {len(found)} sessions",)
+        notes = (f"{algorithm.name}: {len(found)} sessions", *describe_notes(tokenizer.counts))
         return Plan(
             prepared, prepared.objective, trajectories, None, rejected, {}, rendered, foreign, len(found), notes
         )
@@ -112,7 +113,9 @@ class Planner:
 
     def _pairs(self, algorithm: DPO, tokenizer: Tokenizer) -> Plan:
         records = load_preferences(algorithm.data)
-        trajectories, rejected = to_preferences(records, tokenizer.chat, tokenizer.context_length, self.target)
+        trajectories, rejected = to_preferences(
+            records, tokenizer.chat, tokenizer.context_length, self.target, tokenizer.counts
+        )
         if not trajectories:
             counted = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in describe(rejected).items())
             raise DatasetError(
@@ -122,7 +125,7 @@ class Planner:
         prepared = with_options(algorithm, self.options)
         prepared.check_data(trajectories, self.target)
         pairs = len(trajectories) // 2
-        notes = (f"{algorithm.name}: {pairs} preference pairs",)
+        notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(tokenizer.counts))
         return Plan(prepared, prepared.objective, trajectories, rejected=rejected, sessions=pairs, notes=notes)
 
     def _reinforcement(
@@ -154,6 +157,7 @@ class Planner:
         rendered, foreign = sum(each.rendered for each in usable), sum(each.foreign for each in usable)
         if foreign:
             notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        notes += describe_notes(tokenizer.counts)
         trajectories = [_trajectory(each, method) for each in usable]
         rejected = [*rejected, *further]
         if method == "rejection":

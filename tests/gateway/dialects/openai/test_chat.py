@@ -87,7 +87,7 @@ def test_messages_are_read_as_one_shape_whatever_the_client_writes():
     ).messages
     assert developer == {"role": "system", "content": "ab"}
     assert assistant["content"] == ""
-    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x":1}'}
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert tool == {"role": "tool", "content": "42", "tool_call_id": "call_1"}
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.messages import arguments_text
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS, MessagesReplyWriter, error_body, error_event
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
@@ -23,7 +24,6 @@ from agentlightning.gateway.dialects.openai import common
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.validation import (
-    as_arguments,
     kind_of,
     optional,
     read_json,
@@ -213,7 +213,7 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
         given = given[RAW_ARGUMENTS]
     name = require_type(f"{where}.tool_use.name", block.get("name"), str)
-    arguments = given if isinstance(given, str) else as_arguments(given)
+    arguments = given if isinstance(given, str) else arguments_text(given)
     return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import orjson
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.messages import read_message
 from agentlightning.engine.base import SamplingParams
+from agentlightning.errors import DatasetError
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.content_parts import read_content
 from agentlightning.gateway.dialects.openai import common
@@ -31,12 +34,10 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_PARAMS, OPENAI_UNSUPPORTED, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    as_arguments,
     integer,
     optional,
     read_json,
     reject_unsupported,
-    require_type,
     shorten,
     top_logprobs,
     unknown_fields,
@@ -53,6 +54,7 @@ _KNOWN: Final = frozenset(
 _TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
 """Fields that providers of other dialects cannot honour: ignored in a request that is translated."""
 _ROLES: Final = ("assistant", "system", "tool", "user")
+_MESSAGE_FIELDS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -149,33 +151,12 @@ def _message(index: int, message: Any, attachments: bool) -> Message:
     role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise bad_request("messages", f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)} or developer")
-    read: Message = {
-        "role": role,
-        "content": read_content(f"{where}.content", message.get("content"), _TEXT_FIELDS, attachments),
-    }
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = _tool_calls(where, calls)
-    for key in ("tool_call_id", "name"):
-        if message.get(key) is not None:
-            read[key] = require_type(f"{where}.{key}", message[key], str)
-    # Separate from the content: templates that show reasoning read it by this name.
-    if role == "assistant" and isinstance(reasoning := message.get("reasoning_content"), str) and reasoning:
-        read["reasoning_content"] = reasoning
-    return read
-
-
-def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    return [
-        _tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(require_type(where, calls, list))
-    ]
-
-
-def _tool_call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request("messages", f"{where} must be an object with function.name and function.arguments")
-    function = {"name": function["name"], "arguments": as_arguments(function.get("arguments"))}
-    return {"id": optional(call, "id", str), "type": "function", "function": function}
+    known = {key: each for key, each in message.items() if key in _MESSAGE_FIELDS}
+    content = partial(read_content, text_fields=_TEXT_FIELDS, attachments=attachments)
+    try:
+        return read_message(where, known, content)
+    except DatasetError as error:
+        raise bad_request("messages", str(error)) from None
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.chat.base import Message
+from agentlightning.chat.messages import arguments_text
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request
@@ -23,7 +24,6 @@ from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sampling import OPENAI_UNSUPPORTED, RESPONSES_PARAMS, sampling_params
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.dialects.validation import (
-    as_arguments,
     kind_of,
     optional,
     read_json,
@@ -208,7 +208,7 @@ def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> N
     if item["type"] == "custom_tool_call":
         arguments = custom_arguments(require_type(f"{where}.input", item.get("input"), str))
     else:
-        arguments = as_arguments(item.get("arguments"))
+        arguments = arguments_text(item.get("arguments"))
     function = {"name": name, "arguments": arguments}
     message = messages[-1] = dict(messages[-1])
     call = {"id": call_id, "type": "function", "function": function}

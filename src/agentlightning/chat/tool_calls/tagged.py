@@ -1,7 +1,7 @@
-"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+"""Calls with each argument between tags of its own: Qwen3-Coder, GLM, MiniMax.
 
-A value is bare text between two newlines, so the tool's schema decides its type: a string if the schema allows one or
-does not mention the parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
+A value is bare text, so the tool's schema decides its type: a string if the schema allows one or does not mention the
+parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
@@ -20,16 +22,10 @@ from agentlightning.chat.tool_calls.format import (
     ParsedToolCall,
     Tools,
 )
-from agentlightning.chat.tool_calls.hermes import CALL_END, CALL_START
 from agentlightning.chat.tool_calls.parameters import ANNOTATIONS, DEFINITIONS, read_parameters
 from agentlightning.chat.tool_calls.partial_json import is_utf8, skip_space
 from agentlightning.chat.tool_calls.template_probe import KEY, NAME
 
-_FUNCTION: Final = re.compile(r"<function=([^<>\n]+)>")
-_PARAMETER: Final = re.compile(r"<parameter=([^<>\n]+)>")
-_VALUE_END: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
-_FUNCTION_END: Final = "</function>"
-_VALUE_CLOSING: Final = "</parameter>"
 _IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
 _MAX_REFERENCES: Final = 10
 """Length of a chain of references."""
@@ -38,12 +34,18 @@ _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
-class QwenCoder(MarkedFormat):
-    __slots__ = ()
+Tag = tuple[str, str, str]
+"""How an opening tag begins, its pattern, whose group is the name, and how it ends."""
 
-    @property
-    def opening(self) -> str:
-        return CALL_START
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls(MarkedFormat):
+    function: Tag = ("<function=", r"<function=([^<>\n]+)>", ">")
+    parameter: Tag = ("<parameter=", r"<parameter=([^<>\n]+)>", ">")
+    value_end: str = "</parameter>"
+    function_end: str = "</function>"
+    padding: str = "\n"
+    """What the template writes around a value."""
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
         parameters = read_parameters(schema)
@@ -53,46 +55,55 @@ class QwenCoder(MarkedFormat):
         middle, _, after = rest.partition(NAME)
         written: list[str] = []
         for each in parameters:
-            tag = f"{before.lstrip()}{each.name}>"
-            if _PARAMETER.fullmatch(tag) is None or (value := _value(lark, each.schema, after)) is None:
+            tag = f"{before}{each.name}{middle}".strip()
+            value = self._value(lark, each.schema, after)
+            if re.fullmatch(self.parameter[1], tag) is None or value is None:
                 return None
             whole = f"{lark.literal(before + each.name + middle)} {value}"
             written.append(whole if each.required else optional(whole))
         return " ".join(written) or '""'
 
     def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
-        name, position = _tag(text, skip_space(text, start), _FUNCTION, "<function=")
+        name, position = _tag(text, skip_space(text, start), self.function)
         root = _argument_schema(tools, name)
         schemas = root.get("properties") or {}
         values: dict[str, str] = {}
-        while not _has_marker(text, position := skip_space(text, position), _FUNCTION_END):
-            key, position = _tag(text, position, _PARAMETER, "<parameter=")
-            if (end := _VALUE_END.search(text, position)) is None:
+        assert self.closing is not None
+        call_end = self.function_end or self.closing
+        value_end = _value_end(self.value_end, self.parameter[0], call_end)
+        while not _has_marker(text, position := skip_space(text, position), call_end):
+            key, position = _tag(text, position, self.parameter)
+            if (end := value_end.search(text, position)) is None:
                 raise IncompleteCall("a parameter is not closed")
-            values[key] = _typed(_strip_newlines(text[position : end.start()]), schemas.get(key), root)
+            value = text[position : end.start()].removeprefix(self.padding).removesuffix(self.padding)
+            values[key] = _typed(value, schemas.get(key), root)
             position = end.end()
-        position = skip_space(text, position + len(_FUNCTION_END))
-        if not _has_marker(text, position, CALL_END):
+        position = skip_space(text, position + len(self.function_end))
+        if not _has_marker(text, position, self.closing):
             raise MalformedCall("the call is not closed")
         arguments = ", ".join(f"{_json(key)}: {value}" for key, value in values.items())
-        return (ParsedToolCall(name, "{" + arguments + "}"),), position + len(CALL_END)
+        return (ParsedToolCall(name, "{" + arguments + "}"),), position + len(self.closing)
+
+    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
+        """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
+        types = set(_types_of(schema, schema))
+        if types and "string" not in types:
+            return f"{lark.json(schema)} {lark.literal(after)}"
+        keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
+        if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
+            closed_before = ANY + escaped(self.value_end) + "(?s:.+)"
+            return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
+        words = [
+            value for value in values if isinstance(value, str) and self.value_end not in value and value not in _NULLS
+        ]
+        if not words or not keywords.keys() <= {"type", "const", "enum"}:
+            return None
+        return lark.rule(*(lark.literal(word + after) for word in words))
 
 
-def _value(lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
-    """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
-    types = set(_types_of(schema, schema))
-    if types and "string" not in types:
-        return f"{lark.json(schema)} {lark.literal(after)}"
-    keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
-    if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
-        closed_before = ANY + escaped(_VALUE_CLOSING) + "(?s:.+)"
-        return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
-    words = [
-        value for value in values if isinstance(value, str) and _VALUE_CLOSING not in value and value not in _NULLS
-    ]
-    if not words or not keywords.keys() <= {"type", "const", "enum"}:
-        return None
-    return lark.rule(*(lark.literal(word + after) for word in words))
+@cache
+def _value_end(closing: str, parameter: str, call_end: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(closing)}(?=\s*(?:{re.escape(parameter)}|{re.escape(call_end)}))")
 
 
 def _accepts_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
@@ -105,12 +116,13 @@ def _accepts_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> boo
     return keywords.keys() <= {"type"}
 
 
-def _tag(text: str, position: int, pattern: re.Pattern[str], begins: str) -> tuple[str, int]:
+def _tag(text: str, position: int, tag: Tag) -> tuple[str, int]:
     """(name in the tag at `position`, end of the tag)."""
-    if found := pattern.match(text, position):
+    begins, pattern, ends = tag
+    if found := re.compile(pattern).match(text, position):
         return found[1].strip(), found.end()
     rest = text[position:]
-    unfinished = begins.startswith(rest) or (rest.startswith(begins) and not re.search(r"[<>\n]", rest[len(begins) :]))
+    unfinished = begins.startswith(rest) or (rest.startswith(begins) and ends not in rest[len(begins) :])
     raise (IncompleteCall if unfinished else MalformedCall)(f"{begins} is missing")
 
 
@@ -121,11 +133,6 @@ def _has_marker(text: str, position: int, marker: str) -> bool:
     if marker.startswith(text[position:]):
         raise IncompleteCall(f"{marker} is cut")
     return False
-
-
-def _strip_newlines(value: str) -> str:
-    """Without the newlines that the template writes around a value."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _argument_schema(tools: Tools, name: str) -> dict[str, Any]:
@@ -188,6 +195,3 @@ def _json(text: str) -> str:
     if not is_utf8(text):
         raise MalformedCall("it contains a lone surrogate")
     return json.dumps(text, ensure_ascii=False)
-
-
-QWEN_CODER: Final = QwenCoder("qwen_coder", closing=CALL_END)
