@@ -93,7 +93,7 @@ class ResponseWriter:
         headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.extra_headers]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
-        if retry_after is not None:
+        if retry_after is not None and not any(name == b"retry-after" for name, _ in headers):
             headers.append((b"retry-after", b"%d" % math.ceil(retry_after)))
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

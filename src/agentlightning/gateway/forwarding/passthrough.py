@@ -101,6 +101,8 @@ class ForwardedCall(ForwardedExchange):
                 else:
                     await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
         except BaseException as error:
+            if call.status and not writer.started:
+                writer.extra_headers = call.visible_headers()
             await run_to_completion(self.record_failure(keep, call, error))
             raise
 
@@ -146,10 +148,11 @@ class ForwardedCall(ForwardedExchange):
 
     def _rewritten_body(self) -> Json:
         """The request with the model, parameters and fields that the provider gets."""
-        body = self.data | {"model": self.route.send_model}
+        body, provider = self.data | {"model": self.route.send_model}, self.route.provider
         for name, value in self.forced.items():
+            if name == "max_tokens":  # A request with two limits is rejected.
+                body = {key: own for key, own in body.items() if key not in _LIMITS}
             body[self._name_of(name)] = value
-        provider = self.route.provider
         if self.path in ("chat/completions", "completions"):
             if self.stream:
                 self._add_usage(body)
@@ -165,7 +168,9 @@ class ForwardedCall(ForwardedExchange):
             return name
         if self.path == "responses":
             return "max_output_tokens"
-        return "max_completion_tokens" if "max_completion_tokens" in self.data else name
+        if self.path != "chat/completions" or self.route.provider is None:
+            return name
+        return "max_completion_tokens" if "max_completion_tokens" in self.data else self.route.provider.limit_name
 
     def _add_usage(self, body: Json) -> None:
         options = body.get("stream_options")
@@ -233,8 +238,10 @@ class ForwardedCall(ForwardedExchange):
             raise self._protocol_error("ended its stream before the response was complete")
 
     def _protocol_error(self, problem: str) -> ApiError:
-        name = self.route.provider.name if self.route.provider else ""
-        return ApiError(502, f"the provider {name!r} {problem}", code="provider_protocol", retry=False)
+        provider = self.route.provider
+        assert provider is not None
+        message = f"the provider {provider.name!r} {problem}"
+        return ApiError(502, message, code="provider_protocol", retry=provider.final)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
