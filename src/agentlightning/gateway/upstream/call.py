@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.provider_events import Usage
-from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
+from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.accounting import BYTES_PER_TOKEN, CallAccounting
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
@@ -220,7 +220,11 @@ class UpstreamCall:
                 self._num_events += len(events)
                 yield [redactor.redact_body(event) for event in events]
                 chunk = await anext(self._chunks, None)
-            self.trailing_bytes = redactor.redact_body(decoder.rest)
+            if rest := redactor.redact_body(decoder.rest):
+                if event_data(rest) is not None or b"[DONE]" in rest:  # Only its blank line is missing.
+                    yield [rest + b"\n\n"]
+                else:
+                    self.trailing_bytes = rest
         except EventTooLongError as error:
             raise unreadable_response(self._pool.provider, str(error)) from None
         except TransportError as error:
