@@ -41,6 +41,12 @@ def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
     return f"agl-{body}.{signature}"
 
 
+def key_path(key: str) -> str:
+    """The URL path prefix for the model calls of whom a key is signed for. It takes the place of the API key, so that
+    the agent keeps its own."""
+    return f"/key/{key}"
+
+
 def attempt_secret(token: str | None) -> str:
     """The signing secret of attempt keys, derived from the access token that a server and its runners share. An agent
     cannot derive other keys from its own. Without a token, it only prevents accidental mix-ups."""

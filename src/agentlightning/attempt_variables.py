@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 from agentlightning.attempt_address import (
     attempt_key,
     attempt_path,
+    key_path,
     root_span_id_of,
     trace_id_of,
     worker_key,
@@ -44,6 +45,24 @@ def import_environment(server_url: str, secret: str, worker_id: str) -> dict[str
     attributed to the attempt that the worker is running."""
     variables = worker_environment(server_url, secret, worker_id)
     return variables | _sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
+
+
+def keyless_environment(server_url: str, key: str, own_keys: Mapping[str, str]) -> dict[str, str]:
+    """The variables that SDKs read, for an agent that keeps its own keys: the URL has the key of the attempt, so an
+    address in the agent's code gets the key that it always got, and never ours. `own_keys` are variables with keys;
+    those that ours would fail without get a placeholder."""
+    base_url = f"{server_url.rstrip('/')}{key_path(key)}/v1"
+    keys = {name: value for name in OWN_KEYS if (value := own_keys.get(name)) and not value.startswith("agl-")}
+    variables = {"AGL_OPENAI_BASE_URL": base_url} | _sdk_environment(base_url, PLACEHOLDER_KEY) | keys
+    if "ANTHROPIC_AUTH_TOKEN" in keys and "ANTHROPIC_API_KEY" not in keys:
+        del variables["ANTHROPIC_API_KEY"]
+    return variables
+
+
+OWN_KEYS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+"""Variables with the keys that SDKs read; Claude Code prefers the last to the second."""
+PLACEHOLDER_KEY: Final = "sk-agentlightning"
+"""The SDKs do without no key."""
 
 
 def _sdk_environment(base_url: str, key: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import orjson
 import typer
@@ -379,15 +380,24 @@ async def _record_reward(
 def _environment(
     options: Options, target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str
 ) -> dict[str, str]:
-    from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
+    from agentlightning.attempt_variables import (
+        OWN_KEYS,
+        attempt_environment,
+        keyless_environment,
+        telemetry_opt_outs,
+        worker_environment,
+    )
+    from agentlightning.server.app import is_loopback
 
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     environment |= telemetry_opt_outs(environment)
-    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
+    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=False)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
-        if "ANTHROPIC_AUTH_TOKEN" in environment:  # Claude Code prefers it to the key
-            environment["ANTHROPIC_AUTH_TOKEN"] = environment["AGL_KEY"]
+        own = {name: environment.pop(name) for name in OWN_KEYS if name in environment}
+        if not is_loopback(urlsplit(target.url).hostname or ""):
+            own = {}  # They would be sent to another machine.
+        environment |= keyless_environment(target.url, environment["AGL_KEY"], own)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
     if options.task is not None:

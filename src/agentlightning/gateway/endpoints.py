@@ -57,6 +57,7 @@ ATTEMPT_PATHS: Final = (
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
     "/worker/{worker_id}/rollout/{rollout_id}/attempt/{attempt_id}",
     "/worker/{worker_id}",
+    "/key/{key}",
 )
 """Prefixes of URLs that name an attempt or a worker."""
 DIALECTS: Final[Mapping[str, Dialect]] = {

@@ -98,7 +98,7 @@ class ClaimsReader:
         if mode is not None and mode not in self._modes:
             message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
             raise ApiError(404, message, code="mode_not_found")
-        key = api_key(headers)
+        key = path_params.get("key") or api_key(headers)
         _reject_reward_calls(headers, path_params, key)
         key_claims = self._read_key(key)
         attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
