@@ -65,6 +65,32 @@ OTHERS = {
 FAULTS = TRANSIENT | OTHERS
 
 
+OTHER = """
+import openai
+client = openai.OpenAI()
+print(client.embeddings.create(model="text-embedding-3", input="x", encoding_format="float").data[0].embedding)
+print(client.moderations.create(input="x").id)
+print(client.audio.transcriptions.create(model="whisper-1", file=("a.wav", b"RIFF")).text)
+print(client.files.create(file=("a.txt", b"x"), purpose="user_data").id)
+"""
+
+
+async def test_a_recorded_agent_makes_every_call_that_it_makes_by_itself(tmp_path):
+    body = {"id": "it", "object": "list", "text": "it", "results": [], "data": [{"embedding": [0.5], "index": 0}]}
+    async with ScriptedProvider(lambda seen: Reply(body | {"usage": {"prompt_tokens": 1}})) as provider:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("AGL_", "OPENAI_", "ANTHR"))}
+        own |= {"OPENAI_BASE_URL": f"{provider.url}/v1", "OPENAI_API_KEY": "sk-theirs-0123456789"}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *(AGL, "run", "--json", "--", sys.executable, "-c", OTHER), cwd=tmp_path, env=own, stdout=pipe, stderr=pipe
+        )
+        stdout, stderr = await process.communicate()
+        *said, summary = stdout.decode().splitlines()
+        assert said == ["[0.5]", "it", "it", "it"], stderr.decode()
+        assert json.loads(summary)["calls"] == 4
+        assert json.loads(summary)["failed_calls"] == 0
+
+
 async def run_agent(directory, *prefix):
     """(outcome by fault, requests by fault), where the first two requests of each meet the fault."""
     asked = Counter()

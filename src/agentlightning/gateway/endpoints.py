@@ -37,12 +37,13 @@ from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
 from agentlightning.gateway.forwarding.fast_path import RAW_REQUEST, FastPath, RawRequest
+from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.forwarding.stored_responses import request_stored_response
 from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.local.service import LocalService
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.models_api import ModelsEndpoint, error_body, json_response
+from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.rejected_span import record_rejection
 from agentlightning.gateway.routing import CallResolver, ResolvedCall
@@ -117,7 +118,7 @@ class Endpoints:
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
-            Route(f"{prefix}/v1/{{rest:path}}", _not_found, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
 
     def _endpoint(self, dialect: Dialect) -> _AsgiEndpoint:
@@ -144,8 +145,31 @@ class Endpoints:
                 return Response(self._responses.body(attempt, response_id), media_type="application/json")
             self._responses.delete(attempt, response_id)
         except ApiError as api_error:
-            return error_body(request, api_error)
+            # Of another attempt, which is allowed where the agent has the provider to itself.
+            return (
+                await self._other_path(request, api_error)
+                if api_error.status == 404
+                else error_body(request, api_error)
+            )
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
+        """Forward a request to the provider that serves all paths, if there is one."""
+        pools = [pool for pool in self._providers.values() if pool.provider.all_paths]
+        if not pools or request.headers.get("upgrade", "").lower() == "websocket":
+            return error_body(request, unserved) if unserved else await _not_found(request)
+        family, headers = client_family(request), read_headers(request.scope)
+        pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
+        self._counters.requests += 1
+        try:
+            caller = await self._attribution.caller(headers, request.path_params)
+            if caller.attempt is not None:
+                await self._local.find_attempt(caller)
+            body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
+            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+        except ApiError as api_error:
+            self._counters.errors += 1
+            return error_body(request, api_error)
 
     # -- before and after the task ---------------------------------------------------------------------------------
 

@@ -55,6 +55,10 @@ class Provider(BaseModel):
     paths: tuple[ApiPath, ...] | None = None
     """The paths it serves; None: chat/completions, completions and embeddings for OpenAI, messages for Anthropic. Calls
     to other paths are translated."""
+    all_paths: bool = False
+    """Whether requests to all other paths (files, moderations, audio, images ...) are forwarded to it as they are, and
+    recorded without their content. Its key then gives agents everything that its owner may do; limits, budgets and
+    retries do not apply. With several such providers the caller's SDK decides. `agl run` sets it."""
     base_urls: tuple[str, ...] = Field(min_length=1)
     """Base URLs of its servers as for its SDK: with `/v1` for OpenAI, without for Anthropic."""
     api_key: SecretStr | None = None
