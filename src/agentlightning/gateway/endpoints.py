@@ -196,7 +196,7 @@ class Endpoints:
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
         self._counters.requests += 1
-        writer = ResponseWriter(send, chunked=scope.get("http_version") != "1.0")
+        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
         writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:

@@ -93,18 +93,28 @@ class ForwardedCall(ForwardedExchange):
         """Send the request, pass the response on and record it. Failures are recorded as well. `call` is one that was
         started already. Raises ApiError if the provider fails, and the errors of `keep`."""
         call = call or self.upstream_call()
-        try:
-            async with call:
+
+        def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
+            if answered := self.stream and 200 <= call.status < 300:
                 writer.extra_headers = call.visible_headers()
-                if self.respond is not None:
-                    await self.respond(self, call, keep, writer)
-                else:
-                    await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
+            return answered
+
+        try:
+            with writer.kept_alive(may_start):
+                await self._exchange(keep, writer, call)
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
             await run_to_completion(self.record_failure(keep, call, error))
             raise
+
+    async def _exchange(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall) -> None:
+        async with call:
+            writer.extra_headers = call.visible_headers()
+            if self.respond is not None:
+                await self.respond(self, call, keep, writer)
+            else:
+                await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
 
     def record_failure(self, keep: RecordSpans, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
         """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
