@@ -10,7 +10,6 @@ from urllib.parse import quote, urlsplit
 from agentlightning.attempt_address import (
     attempt_key,
     attempt_path,
-    key_path,
     root_span_id_of,
     trace_id_of,
     worker_key,
@@ -28,7 +27,7 @@ def in_process_environment(environment: Mapping[str, str], worker_id: str) -> di
     if "OPENAI_BASE_URL" in variables:
         path = attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
         root = variables["OPENAI_BASE_URL"].removesuffix(f"{path}/v1")
-        variables |= _sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
+        variables |= sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
     return variables
 
 
@@ -44,28 +43,10 @@ def import_environment(server_url: str, secret: str, worker_id: str) -> dict[str
     """The variables during the import of an agent, before there is an attempt: clients created at import time are
     attributed to the attempt that the worker is running."""
     variables = worker_environment(server_url, secret, worker_id)
-    return variables | _sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
+    return variables | sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
 
 
-def keyless_environment(server_url: str, key: str, own_keys: Mapping[str, str]) -> dict[str, str]:
-    """The variables that SDKs read, for an agent that keeps its own keys: the URL has the key of the attempt, so an
-    address in the agent's code gets the key that it always got, and never ours. `own_keys` are variables with keys;
-    those that ours would fail without get a placeholder."""
-    base_url = f"{server_url.rstrip('/')}{key_path(key)}/v1"
-    keys = {name: value for name in OWN_KEYS if (value := own_keys.get(name)) and not value.startswith("agl-")}
-    variables = {"AGL_OPENAI_BASE_URL": base_url} | _sdk_environment(base_url, PLACEHOLDER_KEY) | keys
-    if "ANTHROPIC_AUTH_TOKEN" in keys and "ANTHROPIC_API_KEY" not in keys:
-        del variables["ANTHROPIC_API_KEY"]
-    return variables
-
-
-OWN_KEYS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
-"""Variables with the keys that SDKs read; Claude Code prefers the last to the second."""
-PLACEHOLDER_KEY: Final = "sk-agentlightning"
-"""The SDKs do without no key."""
-
-
-def _sdk_environment(base_url: str, key: str) -> dict[str, str]:
+def sdk_environment(base_url: str, key: str) -> dict[str, str]:
     """The variables that SDKs of model providers read."""
     return {
         "OPENAI_BASE_URL": base_url,
@@ -106,7 +87,7 @@ def attempt_environment(
         return own
     models = (model_url or server_url).rstrip("/") + attempt_path(rollout_id, attempt_id) + "/v1"
     own |= _no_proxy_for(models, {**known, **own})
-    return own | {"AGL_OPENAI_BASE_URL": models} | _sdk_environment(models, key)
+    return own | {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models, key)
 
 
 def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -162,9 +143,8 @@ def _tracing_environment(
     ids = f"agentlightning.rollout_id={quote(rollout_id)},agentlightning.attempt_id={quote(attempt_id)}"
     resource = ",".join(filter(None, (inherited.get("OTEL_RESOURCE_ATTRIBUTES", "").strip(), ids)))
     variables = {"OTEL_RESOURCE_ATTRIBUTES": resource}
-    trace_id, parent_id = trace_id_of(attempt_id), root_span_id_of(attempt_id)
-    if trace_id is not None and parent_id is not None:
-        variables["TRACEPARENT"] = f"00-{trace_id}-{parent_id}-01"
+    if (trace_id := trace_id_of(attempt_id)) is not None:
+        variables["TRACEPARENT"] = f"00-{trace_id}-{root_span_id_of(attempt_id)}-01"
     if not server_url or any(inherited.get(name) for name in OTLP_ENDPOINTS):
         return variables
     return variables | {
