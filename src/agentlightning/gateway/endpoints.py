@@ -145,12 +145,9 @@ class Endpoints:
                 return Response(self._responses.body(attempt, response_id), media_type="application/json")
             self._responses.delete(attempt, response_id)
         except ApiError as api_error:
-            # Of another attempt, which is allowed where the agent has the provider to itself.
-            return (
-                await self._other_path(request, api_error)
-                if api_error.status == 404
-                else error_body(request, api_error)
-            )
+            if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
+                return await self._other_path(request, api_error)
+            return error_body(request, api_error)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
@@ -167,9 +164,12 @@ class Endpoints:
                 await self._local.find_attempt(caller)
             body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
             return await forward_as_is(pool, request, caller, body, self._forwarding.record)
-        except ApiError as api_error:
+        except ClientDisconnected:
+            self._counters.cancelled += 1
+            return Response(status_code=499)  # Nobody sees it.
+        except (ApiError, *STORE_UNAVAILABLE) as error:
             self._counters.errors += 1
-            return error_body(request, api_error)
+            return error_body(request, to_api_error(error))
 
     # -- before and after the task ---------------------------------------------------------------------------------
 
