@@ -10,7 +10,7 @@ import re
 from typing import Final
 from urllib.parse import quote
 
-_attempt_digits = re.compile(r"[0-9a-f]{24}")
+_attempt_id = re.compile(r"at-([0-9a-f]{24})")
 
 ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
 """Header with the key of the attempt that makes the call."""
@@ -50,9 +50,9 @@ def attempt_secret(token: str | None) -> str:
 def trace_id_of(attempt_id: str) -> str | None:
     """The W3C trace id of an attempt (32 hexadecimal digits), from which `attempt_of_trace` recovers the attempt id
     without a lookup. None for an id that the store did not generate."""
-    digits = attempt_id.removeprefix("at-")
-    if not attempt_id.startswith("at-") or not _attempt_digits.fullmatch(digits):
+    if (match := _attempt_id.fullmatch(attempt_id)) is None:
         return None
+    digits = match[1]
     return digits + hashlib.blake2b(digits.encode(), digest_size=4).hexdigest()
 
 

@@ -27,7 +27,7 @@ def in_process_environment(environment: Mapping[str, str], worker_id: str) -> di
     if "OPENAI_BASE_URL" in variables:
         path = attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
         root = variables["OPENAI_BASE_URL"].removesuffix(f"{path}/v1")
-        variables |= _sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
+        variables |= sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
     return variables
 
 
@@ -43,10 +43,10 @@ def import_environment(server_url: str, secret: str, worker_id: str) -> dict[str
     """The variables during the import of an agent, before there is an attempt: clients created at import time are
     attributed to the attempt that the worker is running."""
     variables = worker_environment(server_url, secret, worker_id)
-    return variables | _sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
+    return variables | sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
 
 
-def _sdk_environment(base_url: str, key: str) -> dict[str, str]:
+def sdk_environment(base_url: str, key: str) -> dict[str, str]:
     """The variables that SDKs of model providers read."""
     return {
         "OPENAI_BASE_URL": base_url,
@@ -87,7 +87,7 @@ def attempt_environment(
         return own
     models = (model_url or server_url).rstrip("/") + attempt_path(rollout_id, attempt_id) + "/v1"
     own |= _no_proxy_for(models, {**known, **own})
-    return own | {"AGL_OPENAI_BASE_URL": models} | _sdk_environment(models, key)
+    return own | {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models, key)
 
 
 def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -143,9 +143,8 @@ def _tracing_environment(
     ids = f"agentlightning.rollout_id={quote(rollout_id)},agentlightning.attempt_id={quote(attempt_id)}"
     resource = ",".join(filter(None, (inherited.get("OTEL_RESOURCE_ATTRIBUTES", "").strip(), ids)))
     variables = {"OTEL_RESOURCE_ATTRIBUTES": resource}
-    trace_id, parent_id = trace_id_of(attempt_id), root_span_id_of(attempt_id)
-    if trace_id is not None and parent_id is not None:
-        variables["TRACEPARENT"] = f"00-{trace_id}-{parent_id}-01"
+    if (trace_id := trace_id_of(attempt_id)) is not None:
+        variables["TRACEPARENT"] = f"00-{trace_id}-{root_span_id_of(attempt_id)}-01"
     if not server_url or any(inherited.get(name) for name in OTLP_ENDPOINTS):
         return variables
     return variables | {

@@ -189,6 +189,50 @@ def test_each_provider_of_the_environment_gets_its_own_models(run, provider, mon
     assert [model["id"] for model in models] == ["claude-OPIC", "gpt-ENAI"]
 
 
+ENVIRONMENTS = {
+    "both keys": {"OPENAI_API_KEY": f"{KEY}-o", "ANTHROPIC_API_KEY": f"{KEY}-a"},
+    "a token": {"ANTHROPIC_AUTH_TOKEN": f"{KEY}-t", "OPENAI_API_KEY": f"{KEY}-o"},
+    "no key": {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"},
+    "a key of ours": {"OPENAI_API_KEY": "agl-ro-1.at-1.0123", "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"},
+}
+
+
+@pytest.mark.parametrize("given", ENVIRONMENTS)
+def test_an_address_in_the_code_gets_the_keys_it_always_got_and_never_ours(given, run, provider, monkeypatch):
+    keys = ENVIRONMENTS[given]
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    elsewhere = chat("m", f"{provider.url}/v1")
+    claude = chat("c", provider.url, "x-api-key: $ANTHROPIC_API_KEY$ANTHROPIC_AUTH_TOKEN", "v1/messages")
+    _, summary = run("--", "bash", "-c", f"{elsewhere} && {claude}")
+    assert summary["calls"] == 0
+    openai, anthropic = (asked["headers"] for asked in provider.seen)
+    placeholder = "sk-agentlightning"
+    own = keys.get("OPENAI_API_KEY", placeholder)
+    assert openai["Authorization"] == f"Bearer {placeholder if own.startswith('agl-') else own}"
+    tokens = keys.get("ANTHROPIC_API_KEY"), keys.get("ANTHROPIC_AUTH_TOKEN")
+    assert anthropic["x-api-key"] == next(filter(None, tokens), placeholder)
+    assert not any("agl-" in value for asked in provider.seen for value in asked["headers"].values())
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        ("$OPENAI_BASE_URL", "Authorization: Bearer $OPENAI_API_KEY"),
+        ("$OPENAI_BASE_URL", "Authorization: Bearer agl-another.attempts.key"),
+        ("$OPENAI_BASE_URL", "X-Nothing: 1"),
+        ("$AGL_OPENAI_BASE_URL", "Authorization: Bearer $AGL_KEY"),
+        ("$AGL_WORKER_BASE_URL", "Authorization: Bearer $AGL_WORKER_KEY"),
+    ],
+)
+def test_a_call_to_the_given_address_is_recorded_whatever_its_key(base, key, run, provider, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    code, summary = run("--", "bash", "-c", chat("gpt-4o", base, key))
+    assert (code, summary["calls"]) == (0, 1)
+    assert provider.seen[0]["headers"]["authorization"] == f"Bearer {KEY}"
+
+
 def test_what_was_recorded_can_be_read(run, invoke, provider, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)

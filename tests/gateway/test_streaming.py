@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import openai
 import pytest
 
 from agentlightning.errors import PolicyError, StoreFullError
+from agentlightning.gateway import asgi
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store import LightningStore
+from agentlightning.testing.provider import chat_events, messages_events
+
+HI = [{"role": "user", "content": "hi"}]
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}\n</tool_call>'
@@ -159,3 +165,112 @@ async def test_a_failure_in_the_middle_of_a_stream_reaches_the_caller(serve):
     service.engine.sample = breaks
     with pytest.raises(openai.APIError, match="the device is lost"):
         await service.stream()
+
+
+# -- while nothing is said ---------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def slow_provider(events, silent_before):
+    """A provider that sends its head at once, and each of `events` after `silent_before` of them is 0.3 s late."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: r-1\r\n\r\n")
+        for number, event in enumerate(events):
+            if number == silent_before:
+                await asyncio.sleep(0.3)
+            half = len(event) // 2  # Never between the halves.
+            writer.write(event[:half])
+            await writer.drain()
+            await asyncio.sleep(0)
+            writer.write(event[half:])
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+PINGS = {"chat/completions": b": keep-alive\n\n", "messages": b'event: ping\ndata: {"type": "ping"}\n\n'}
+PINGS |= {"responses": PINGS["chat/completions"], "completions": PINGS["chat/completions"]}
+
+
+@pytest.mark.parametrize("silent_before", [0, 2])
+@pytest.mark.parametrize(
+    ("path", "dialect"),
+    [("chat/completions", "openai"), ("messages", "openai"), ("responses", "openai"), ("messages", "anthropic")],
+)
+async def test_a_silent_provider_does_not_make_a_silent_stream(path, dialect, silent_before, serve, monkeypatch):
+    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.05)
+    hello = [{"type": "text", "text": "Hello."}]
+    events = messages_events(hello) if dialect == "anthropic" else chat_events(["Hel", "lo."])
+    async with slow_provider(events, silent_before) as url:
+        base = url if dialect == "anthropic" else f"{url}/v1"
+        them = {"name": "them", "base_urls": [base], "dialect": dialect}
+        rules = [{"model": "theirs", "provider": "them"}]
+        service = await serve([], config=GatewayConfig.model_validate({"providers": [them], "routes": rules}))
+        client = await service.http()
+        body = {"model": "theirs", "stream": True, "max_tokens": 9, "messages": HI}
+        if path == "responses":
+            body = {"model": "theirs", "stream": True, "input": "hi"}
+        reply = await client.post(f"{service.base_url}/{path}", json=body)
+        assert reply.headers["x-request-id"] == "r-1"
+        assert PINGS[path] in reply.content
+        found = reply.content.strip().split(b"\n\n")
+        assert all(event.startswith((b"data:", b"event:", b":")) for event in found)
+        if path == "messages":
+            claude = await service.anthropic()
+            async with claude.messages.stream(model="theirs", max_tokens=9, messages=HI) as stream:
+                assert await stream.get_final_text() == "Hello."
+        elif path == "responses":
+            sdk = await service.client()
+            async with sdk.responses.stream(model="theirs", input="hi") as stream:
+                assert (await stream.get_final_response()).output_text == "Hello."
+        else:
+            sdk = await service.client()
+            async with sdk.chat.completions.stream(model="theirs", messages=HI) as stream:
+                assert (await stream.get_final_completion()).choices[0].message.content == "Hello."
+        assert all(span.status_code == "OK" for span in await service.spans())
+
+
+async def test_a_provider_that_has_not_answered_keeps_its_right_to_fail(serve, monkeypatch):
+    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.02)
+
+    async def fail_late(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        writer.write(b"HTTP/1.1 529 Busy\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(fail_late, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        them = {"name": "them", "base_urls": [url], "retries": 0}
+        rules = [{"model": "theirs", "provider": "them"}]
+        service = await serve([], config=GatewayConfig.model_validate({"providers": [them], "routes": rules}))
+        client = await service.client()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="theirs", messages=HI, stream=True)
+        assert caught.value.status_code == 529
+
+
+@pytest.mark.parametrize("path", PINGS)
+async def test_a_stream_of_our_own_is_not_silent_while_the_weights_change(path, serve, monkeypatch):
+    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.02)
+    service = await serve(["Hello."])
+    service.gateway.pause()
+    client = await service.http()
+    asked = {"messages": HI, "max_tokens": 9}
+    asked = {"responses": {"input": "hi"}, "completions": {"prompt": "hi"}}.get(path, asked)
+    body = {"model": "scripted", "stream": True} | asked
+    async with client.stream("POST", f"{service.base_url}/{path}", json=body) as reply:
+        parts = reply.aiter_bytes()
+        first = await anext(parts)
+        service.gateway.resume()
+        after = b"".join([part async for part in parts])
+    assert (reply.status_code, first.replace(PINGS[path], b"")) == (200, b"")
+    assert b'"H"' in after
+    assert (b"message_start" in after) == (path == "messages")
+    assert (b"response.created" in after) == (path == "responses")

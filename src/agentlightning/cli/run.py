@@ -20,6 +20,7 @@ import orjson
 import typer
 from rich.console import Console
 
+from agentlightning.attempt_address import attempt_path, attempt_secret
 from agentlightning.cli.formatting.advice import CALLS, NO_CALLS, NOT_REDIRECTED, run_advice
 from agentlightning.cli.opening import (
     database_name,
@@ -33,9 +34,9 @@ from agentlightning.cli.options import Db, Models, Routes, Token
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
+from agentlightning.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
-    from agentlightning.errors import AgentError
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
     from agentlightning.runner.agents.reward import Reward as RewardValue
@@ -159,8 +160,6 @@ class Summary:
 
 
 def _task(text: str | None, file: Path | None) -> Any:
-    from agentlightning.errors import ConfigError
-
     if text is not None and file is not None:
         raise ConfigError("--task and --input both give the task; leave out one of them")
     if file is not None:
@@ -211,8 +210,6 @@ class RecordingTarget:
 
 
 async def _open(options: Options, stack: AsyncExitStack) -> RecordingTarget:
-    from agentlightning.errors import ConfigError
-
     if options.server is None:
         return await _open_own(options, stack)
     if options.models or options.routes or options.db:
@@ -221,7 +218,6 @@ async def _open(options: Options, stack: AsyncExitStack) -> RecordingTarget:
 
 
 async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> RecordingTarget:
-    from agentlightning.attempt_address import attempt_secret
     from agentlightning.store.http.client import LightningStoreClient
 
     store = LightningStoreClient(url, token, patience=5.0)
@@ -232,7 +228,6 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Re
 
 async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     """A store, and a private server: it can be used only with its random token or the key of an attempt."""
-    from agentlightning.attempt_address import attempt_secret
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.gateway.recording import raw_exchange
     from agentlightning.server.serve import serve
@@ -265,8 +260,6 @@ def _config(options: Options) -> GatewayConfig | None:
 
 
 async def _run(options: Options) -> Summary:
-    from agentlightning.errors import AgentError
-
     if shutil.which(options.command[0]) is None:
         raise AgentError(f"there is no program {options.command[0]!r} on the PATH; nothing was run")
     async with AsyncExitStack() as stack:
@@ -300,7 +293,7 @@ async def _start_heartbeat(store: LightningStoreBase, worker_id: str, stack: Asy
 
 
 async def _execute(options: Options, target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> Summary:
-    from agentlightning.errors import AgentError, Failure
+    from agentlightning.errors import Failure
 
     ids = started.rollout_id, started.attempt.attempt_id
     started_at = time.monotonic()
@@ -330,7 +323,7 @@ async def _execute(options: Options, target: RecordingTarget, started: Attempted
 
 
 def _failure(options: Options, child: ChildProcess) -> AgentError | None:
-    from agentlightning.errors import AgentError, AgentTimeoutError
+    from agentlightning.errors import AgentTimeoutError
     from agentlightning.runner.agents.command import describe_exit
 
     name = options.command[0]
@@ -351,7 +344,7 @@ async def _record_reward(
     import asyncio
     import inspect
 
-    from agentlightning.errors import AgentError, RewardError
+    from agentlightning.errors import RewardError
     from agentlightning.ingest.agent_events import read_event
     from agentlightning.runner.agents.arguments import Invocation
     from agentlightning.runner.agents.reward import check_reward
@@ -380,14 +373,14 @@ def _environment(
     options: Options, target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
+    from agentlightning.gateway.callers.credentials import keyless_environment
 
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     environment |= telemetry_opt_outs(environment)
-    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
+    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=False)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
-        if "ANTHROPIC_AUTH_TOKEN" in environment:  # Claude Code prefers it to the key
-            environment["ANTHROPIC_AUTH_TOKEN"] = environment["AGL_KEY"]
+        environment |= keyless_environment(target.url, environment["AGL_KEY"], environment)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
     if options.task is not None:
@@ -397,8 +390,6 @@ def _environment(
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
     """The command, with the arguments that Codex needs, as it reads no variables, unless it has a provider already."""
-    from agentlightning.attempt_address import attempt_path
-
     if Path(command[0]).name != "codex" or any("model_provider" in word or "base_url" in word for word in command):
         return tuple(command)
     base_url = f"{target.url}{attempt_path(rollout_id, attempt_id)}/v1"

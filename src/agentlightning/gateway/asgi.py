@@ -5,8 +5,10 @@ Written without a framework for speed: every model call passes here.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -14,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.gateway.errors import ApiError
 from agentlightning.util.decompression import CodingError, decompress
 
+KEEP_ALIVE_SECONDS = 10.0
+"""A stream that was silent for that long gets a ping within as much again."""
 _JSON: Final = (b"content-type", b"application/json")
 _STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -77,10 +81,14 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 class ResponseWriter:
-    """Writes the response. With `chunked` False a stream is sent as one body, since HTTP/1.0 has no chunks."""
+    """Writes the response. With `chunked` False a stream is sent as one body, since HTTP/1.0 has no chunks. `ping` is
+    sent while a stream is silent."""
 
-    def __init__(self, send: Send, chunked: bool = True) -> None:
+    def __init__(self, send: Send, chunked: bool = True, ping: bytes = b"") -> None:
         self._send = send
+        self._ping = ping
+        self._lock = asyncio.Lock()
+        self._num_sent = 0
         self._buffer: list[bytes] | None = None if chunked else []
         self.started = False
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
@@ -93,7 +101,7 @@ class ResponseWriter:
         headers = [_JSON, (b"content-length", str(len(body)).encode()), *self.extra_headers]
         if retry is not None:
             headers.append((b"x-should-retry", b"true" if retry else b"false"))
-        if retry_after is not None:
+        if retry_after is not None and not any(name == b"retry-after" for name, _ in headers):
             headers.append((b"retry-after", b"%d" % math.ceil(retry_after)))
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -105,15 +113,46 @@ class ResponseWriter:
             self.started = True
             self._buffer.append(events)
             return
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self.extra_headers]})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        async with self._lock:
+            self._num_sent += 1
+            if not self.started:
+                self.started = True
+                head = [*_STREAM, *self.extra_headers]
+                await self._send({"type": "http.response.start", "status": 200, "headers": head})
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    @contextmanager
+    def kept_alive(self, may_start: Callable[[], bool]) -> Generator[None]:
+        """Within it, a stream that is silent gets a ping now and then, so that neither client nor proxy gives it up. It
+        begins the stream only where `may_start`: an error after that is an event of the stream."""
+        loop, num_sent = asyncio.get_running_loop(), self._num_sent
+        ping: asyncio.Task[None] | None = None
+
+        def check() -> None:
+            nonlocal num_sent, ping, timer
+            silent = num_sent == self._num_sent and not self._lock.locked() and self._buffer is None
+            if silent and (num_sent or may_start()):
+                ping = loop.create_task(self._send_ping())
+            num_sent, timer = self._num_sent, loop.call_later(KEEP_ALIVE_SECONDS, check)
+
+        timer = loop.call_later(KEEP_ALIVE_SECONDS, check)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if ping is not None:
+                ping.cancel()
+
+    async def _send_ping(self) -> None:
+        if self._ping:
+            await self.send_events(self._ping)
 
     async def close(self) -> None:
+        self._ping = b""
         if self._buffer is not None:
             body = b"".join(self._buffer)
             headers = [*_STREAM, (b"content-length", str(len(body)).encode()), *self.extra_headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             return await self._send({"type": "http.response.body", "body": body})
-        await self._send({"type": "http.response.body", "body": b""})
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": b""})

@@ -38,12 +38,13 @@ from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
 from agentlightning.gateway.forwarding.fast_path import RAW_REQUEST, FastPath, RawRequest
+from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.forwarding.stored_responses import request_stored_response
 from agentlightning.gateway.json_body import parse_object
 from agentlightning.gateway.local.service import LocalService
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.models_api import ModelsEndpoint, error_body, json_response
+from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
 from agentlightning.gateway.offload import offload
 from agentlightning.gateway.recording.rejected_span import record_rejection
 from agentlightning.gateway.routing import CallResolver, ResolvedCall
@@ -58,6 +59,7 @@ ATTEMPT_PATHS: Final = (
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
     "/worker/{worker_id}/rollout/{rollout_id}/attempt/{attempt_id}",
     "/worker/{worker_id}",
+    "/key/{key}",
 )
 """Prefixes of URLs that name an attempt or a worker."""
 DIALECTS: Final[Mapping[str, Dialect]] = {
@@ -117,7 +119,7 @@ class Endpoints:
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
-            Route(f"{prefix}/v1/{{rest:path}}", _not_found, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
 
     def _endpoint(self, dialect: Dialect) -> _AsgiEndpoint:
@@ -145,9 +147,34 @@ class Endpoints:
             if request.method != "DELETE":
                 return Response(self._responses.body(attempt, response_id), media_type="application/json")
             self._responses.delete(attempt, response_id)
-        except (ApiError, StoreError) as error:
+        except ApiError as api_error:
+            if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
+                return await self._other_path(request, api_error)
+            return error_body(request, api_error)
+        except StoreError as error:
             return error_body(request, to_api_error(error))
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
+        """Forward a request to the provider that serves all paths, if there is one."""
+        pools = [pool for pool in self._providers.values() if pool.provider.all_paths]
+        if not pools or request.headers.get("upgrade", "").lower() == "websocket":
+            return error_body(request, unserved) if unserved else await _not_found(request)
+        family, headers = client_family(request), read_headers(request.scope)
+        pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
+        self._counters.requests += 1
+        try:
+            caller = await self._attribution.caller(headers, request.path_params)
+            if caller.attempt is not None:
+                await self._local.find_attempt(caller)
+            body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
+            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+        except ClientDisconnected:
+            self._counters.cancelled += 1
+            return Response(status_code=499)  # Nobody sees it.
+        except (ApiError, *STORE_UNAVAILABLE) as error:
+            self._counters.errors += 1
+            return error_body(request, to_api_error(error))
 
     # -- before and after the task ---------------------------------------------------------------------------------
 
@@ -174,7 +201,7 @@ class Endpoints:
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
         self._counters.requests += 1
-        writer = ResponseWriter(send, chunked=scope.get("http_version") != "1.0")
+        writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
         writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:

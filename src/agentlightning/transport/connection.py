@@ -7,6 +7,7 @@ is slower than the server. `pool` owns the connections and enforces timeouts.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 STALE_SECONDS: Final = 1.0
 """A connection that closes so soon after a request was idle too long. Later, the server may have received the request
 and worked on it."""
+MAX_INFLATED_BYTES: Final = 64 * 1024 * 1024
+"""Limit for what one read of a compressed body may become."""
 HIGH_WATER_BYTES: Final = 262144
 """Unread bytes of a body above which reading pauses."""
 
@@ -179,10 +182,22 @@ class Connection(asyncio.Protocol):
         answer.status, answer.keep_alive = status, self._parser.should_keep_alive()
         has_length = any(name in (b"content-length", b"transfer-encoding") for name, _ in answer.headers)
         answer.until_end = not has_length and status not in (204, 304)
+        coding = dict(answer.headers).get(b"content-encoding", b"").lower()
+        if coding in _INFLATED:
+            answer.inflate = _inflater()
+        elif coding not in (b"", b"identity"):
+            message = f"{self.origin} sent the content-encoding {coding.decode('latin-1')!r}, which was not requested"
+            return self.abort(TransportError(message, "protocol"))
         answer.head_received()
 
     def on_body(self, body: bytes) -> None:
-        if (answer := self._response) is not None and answer.status and not answer.is_complete:
+        if (answer := self._response) is None or not answer.status or answer.is_complete:
+            return
+        try:
+            body = answer.inflate(body) if answer.inflate else body
+        except zlib.error as error:
+            return self.abort(TransportError(f"{self.origin} sent an invalid compressed response: {error}", "protocol"))
+        if body:
             answer.feed(body)
 
     def on_message_complete(self) -> None:
@@ -217,6 +232,7 @@ class HttpResponse:
         "error",
         "has_data",
         "headers",
+        "inflate",
         "is_complete",
         "keep_alive",
         "paused",
@@ -231,6 +247,8 @@ class HttpResponse:
         self.error: TransportError | None = None
         self.has_data = False
         """Whether a byte of it arrived."""
+        self.inflate: Callable[[bytes], bytes] | None = None
+        """Decompresses the next part of the body; some servers compress although `identity` was requested."""
         self.is_complete = False
         self.stale = False
         """See `PendingResponse.stale`."""
@@ -351,3 +369,28 @@ class HttpResponse:
 
 def _body_too_large() -> TransportError:
     return TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
+
+
+_INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")
+
+
+def _inflater() -> Callable[[bytes], bytes]:
+    """Decompresses a body part by part. Its function raises zlib.error."""
+    decompressor = zlib.decompressobj(wbits=47)  # gzip or zlib, by the header
+    is_first = True
+
+    def inflate(data: bytes) -> bytes:
+        nonlocal decompressor, is_first
+        try:
+            text = decompressor.decompress(data, MAX_INFLATED_BYTES)
+        except zlib.error:
+            if not is_first:
+                raise
+            decompressor = zlib.decompressobj(wbits=-15)  # deflate without a header, as some servers send it
+            text = decompressor.decompress(data, MAX_INFLATED_BYTES)
+        is_first = False
+        if decompressor.unconsumed_tail:
+            raise zlib.error(f"it becomes more than {MAX_INFLATED_BYTES} bytes at once")
+        return text
+
+    return inflate

@@ -157,7 +157,7 @@ class ProxySettings:
             address = ipaddress.ip_address(origin.host)
         except ValueError:
             address = None
-        if not self.loopback and _is_this_machine(origin.host, address):
+        if not self.loopback and is_this_machine(origin.host):
             return None
         if any(entry.matches(origin, address) for entry in self.no_proxy):
             return None
@@ -175,11 +175,14 @@ def _variable(environment: Mapping[str, str], name: str) -> tuple[str, str] | No
     return None
 
 
-def _is_this_machine(host: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
-    if address is not None:
-        return address.is_loopback or address.is_unspecified
-    name = host.lower().rstrip(".")
-    return name == "localhost" or name.endswith(".localhost")
+def is_this_machine(host: str) -> bool:
+    """Whether a host is this machine itself."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        name = host.lower().rstrip(".")
+        return name == "localhost" or name.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 class Tunnel(asyncio.Protocol):

@@ -358,3 +358,17 @@ async def test_the_agent_in_the_model_name_is_taken_off_it(serve):
     assert answer.model == "scripted"
     [span] = await service.spans()
     assert span.attributes[AGENT_NAME] == "writer"
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer sk-own"}, {"x-api-key": "agl-a.b.c"}])
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "models"])
+async def test_a_key_in_the_url_takes_the_place_of_the_callers_own(header, path, serve, secret):
+    service = await serve(["Hello."], require_key=True)
+    client = await service.http()
+    body = {"model": "scripted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    for key, status in ((service.key, 200), (service.key[:-1] + "x", 401), ("sk-own", 401)):
+        method, sent = ("GET", None) if path == "models" else ("POST", body)
+        url = f"{service.server.url}/key/{key}/v1/{path}"
+        reply = await client.request(method, url, json=sent, headers=header)
+        assert reply.status_code == status
+    assert len(await service.spans()) == (0 if path == "models" else 1)

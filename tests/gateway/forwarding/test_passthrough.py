@@ -296,6 +296,31 @@ async def test_the_sampling_of_the_attempts_resources_is_what_is_asked_for(ask, 
     assert span.attributes[names.REQUEST_TEMPERATURE] == 0.25
 
 
+OPENAI, AZURE = "http://api.openai.com/v1", "http://mine.openai.azure.com/openai/v1"
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "sent"),
+    [
+        (OPENAI, {}, {"max_completion_tokens": 7}),
+        (OPENAI, {"max_tokens": 99}, {"max_completion_tokens": 7}),
+        (AZURE, {"max_completion_tokens": 99}, {"max_completion_tokens": 7}),
+        ("http://openai.example/v1", {"max_tokens": 99}, {"max_tokens": 7}),
+        ("http://openai.example/v1", {"max_completion_tokens": 99}, {"max_completion_tokens": 7}),
+    ],
+)
+async def test_the_output_limit_of_a_resource_has_the_name_that_its_provider_takes(url, asked, sent, ask, store):
+    sampling = {"max_tokens": 7}
+    await store.add_resources({"llm": LLM(endpoint="http://x", model="theirs", sampling_parameters=sampling)})
+    async with ScriptedProvider([Reply(chat_answer("Hello."))]) as proxy:
+        service, _ = await ask("openai", [], base_urls=[url], proxy=proxy.url)
+        client = await service.client()
+        await client.chat.completions.create(model="theirs", messages=HI, **asked)
+        (seen,) = proxy.seen
+        assert seen.path == f"{url}/chat/completions"
+        assert {name: value for name, value in seen.json.items() if name.startswith("max_")} == sent
+
+
 async def test_anthropic_is_told_by_its_own_names_what_the_resources_ask_for(ask, store):
     sampling = {"stop": ["END"], "max_tokens": 7}
     await store.add_resources({"llm": LLM(endpoint="http://x", model="theirs", sampling_parameters=sampling)})

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 
 import anthropic
+import httpx
 import openai
 import pytest
 from hypothesis import given, settings
@@ -250,6 +251,89 @@ async def test_a_call_is_turned_away_at_once_where_its_server_wants_none_for_lon
         assert len(server.seen) == 1
 
 
+async def test_callers_that_meet_a_rate_limit_together_all_wait_for_its_end():
+    ends = []
+
+    def answer(seen):
+        ends.append(ends[0] if ends else time.monotonic() + 0.4)
+        busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after-ms": "400"})
+        return busy if time.monotonic() < ends[0] else FINE
+
+    async with ScriptedProvider(answer) as server, connected(made_of(server)) as pool:
+        calls = await asyncio.gather(*(call(pool, body=b"{}", model="a") for _ in range(64)))
+        assert {asked.status for asked in calls} == {200}
+        assert sum(asked.retries for asked in calls) == pool.num_retries == len(server.seen) - 64
+        assert pool.rate_limiter.in_flight == 0
+        assert pool.take_retry(), "the budget is for outages"
+
+
+SLOW_DOWN = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after-ms": "1"})
+
+
+@pytest.mark.parametrize(
+    "met", [[SLOW_DOWN] * 3, [BROKEN, SLOW_DOWN], [SLOW_DOWN, BROKEN], [SLOW_DOWN, BROKEN, SLOW_DOWN]]
+)
+async def test_a_rate_limit_is_waited_for_beside_the_retries_of_an_outage(met):
+    async with ScriptedProvider([*met, FINE]) as server, connected(made_of(server)) as pool:
+        asked = await call(pool)
+        assert (asked.status, asked.retries, pool.num_retries, len(server.seen)) == (200, *[len(met)] * 2, len(met) + 1)
+
+
+async def test_rate_limits_are_waited_for_no_longer_than_a_call_may_wait():
+    busy = Reply({"error": {"message": "slow down"}}, status=429, headers={"retry-after-ms": "300"})
+    async with ScriptedProvider(lambda seen: busy) as server, connected(made_of(server, max_wait_seconds=0.7)) as pool:
+        with pytest.raises(ApiError, match="slow down") as caught:
+            await call(pool)
+        assert (caught.value.retry, len(server.seen)) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    "met", [BROKEN, Reply(status=520), Reply(status=408), Reply(status=429), Reply(head=False, end="close")]
+)
+async def test_the_caller_may_retry_while_the_budget_of_retries_is_empty(met, monkeypatch):
+    monkeypatch.setattr(call_module, "_BACKOFF_SECONDS", 0.0)
+    async with ScriptedProvider(lambda seen: met) as server, connected(made_of(server)) as pool:
+        hints = []
+        for _ in range(int(RETRY_FLOOR) + 4):
+            with pytest.raises(ApiError) as caught:
+                await call(pool)
+            hints.append(caught.value.retry)
+        assert (hints[0], hints[-1]) == (False, None)
+
+
+@pytest.mark.parametrize("status", [400, 404, 408, 409, 422, 429, 500, 501, 502, 503, 504, 520, 529])
+@pytest.mark.parametrize(("hint", "expected"), [(None, None), ("true", True), ("false", False)])
+async def test_who_does_not_retry_leaves_it_to_the_caller_as_its_provider_says(status, hint, expected):
+    reply = Reply({"error": {"message": "no"}}, status, {} if hint is None else {"x-should-retry": hint})
+    async with ScriptedProvider([reply, FINE]) as server, connected(made_of(server, retries=0)) as pool:
+        with pytest.raises(ApiError, match="no") as caught:
+            await call(pool)
+        assert (caught.value.status, caught.value.retry, len(server.seen)) == (status, expected, 1)
+
+
+async def test_a_provider_that_asks_for_a_retry_or_for_none_is_respected():
+    replies = [Reply(status=422, headers={"x-should-retry": "true"}), FINE]
+    async with ScriptedProvider(replies) as server, connected(made_of(server)) as pool:
+        assert (await call(pool)).retries == 1
+    replies = [Reply(status=503, headers={"x-should-retry": "false"}), FINE]
+    async with ScriptedProvider(replies) as server, connected(made_of(server)) as pool:
+        with pytest.raises(ApiError) as caught:
+            await call(pool)
+        assert (caught.value.retry, len(server.seen)) == (False, 1)
+
+
+@pytest.mark.parametrize("user", ["me:p%40ss-word-long", "me", ":only-a-password", "token:"])
+async def test_a_user_in_a_base_url_is_sent_as_the_sdk_sends_it(user):
+    async with ScriptedProvider([FINE, FINE]) as server:
+        url = f"{server.url}/v1".replace("//", f"//{user}@")
+        async with connected(made_of(url, api_key="sk-theirs-0123456789")) as pool, httpx.AsyncClient() as client:
+            await call(pool)
+            await client.post(url)
+            assert "@" not in pool.servers[0].url
+        ours, theirs = server.seen
+        assert ours.headers["authorization"] == theirs.headers["authorization"]
+
+
 async def test_a_whole_answer_that_breaks_off_is_paid_for_beside_the_one_that_came():
     answer = chat_answer("Hello.")
     price, length = Price(input=1e6, output=1e6), len(json.dumps(answer, separators=(",", ":")))
@@ -280,7 +364,7 @@ async def test_a_busy_server_passes_its_call_to_another_at_once():
     async with (
         ScriptedProvider(lambda seen: busy) as one,
         ScriptedProvider(lambda seen: busy) as two,
-        connected(made_of(one, two)) as pool,
+        connected(made_of(one, two, max_wait_seconds=5)) as pool,
     ):
         with pytest.raises(ApiError):
             await call(pool, "x")
@@ -399,6 +483,18 @@ async def test_a_bad_provider_is_the_sdks_proper_exception_and_no_key_is_seen(ba
     shown = [caplog.text, str(caught.value), str(other.value), repr(caught.value.body), repr(spans)]
     assert not any(KEY in text for text in shown)
     assert not any(KEY.encode() in file.read_bytes() for file in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 529])
+async def test_the_headers_of_an_error_reach_the_caller(status, ask):
+    headers = {"retry-after": "7", "retry-after-ms": "6500", "x-request-id": "req-1", "x-ratelimit-remaining": "0"}
+    service, _ = await ask([Reply({"error": {"message": "no"}}, status, headers)], retries=0)
+    client = await service.client()
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(model="theirs", messages=HI)
+    seen = caught.value.response.headers
+    assert {name: seen.get_list(name) for name in headers} == {name: [value] for name, value in headers.items()}
+    assert "x-should-retry" not in seen
 
 
 @pytest.mark.parametrize("end", ["close", "whole"])

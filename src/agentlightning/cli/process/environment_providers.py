@@ -50,6 +50,7 @@ def _openai(environment: Mapping[str, str]) -> Provider | None:
         name="openai",
         base_urls=(url or OPENAI_URL,),
         api_key=SecretStr(key) if key else None,
+        all_paths=True,
         paths=("chat/completions", "completions", "responses", "embeddings"),
         retries=0,  # the command retries as it does without us
     )
@@ -63,6 +64,7 @@ def _anthropic(environment: Mapping[str, str]) -> Provider | None:
     return Provider(
         name="anthropic",
         dialect="anthropic",
+        all_paths=True,
         base_urls=(url or ANTHROPIC_URL,),
         api_key=SecretStr(key) if key else None,
         headers={} if key or not token else {"authorization": f"Bearer {token}"},

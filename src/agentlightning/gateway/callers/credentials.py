@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -26,9 +27,11 @@ from agentlightning.attempt_address import (
     read_attempt_key,
     read_worker_key,
 )
+from agentlightning.attempt_variables import sdk_environment
 from agentlightning.gateway.callers.agents import read_baggage
 from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.errors import ApiError
+from agentlightning.transport.proxy import is_this_machine
 from agentlightning.util.api_key import api_key
 
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -83,6 +86,27 @@ class RequestClaims(Struct, frozen=True):
     """Why the caller may work for any attempt (`uncertain`, `ended`), unless the URL or the key names one."""
 
 
+def keyless_environment(server_url: str, key: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that SDKs read, for an agent that keeps the keys in its environment: the URL has the key of the
+    attempt, so that an address in the agent's code gets the key that it always got, and never ours.
+
+    Without a key of its own the agent has a placeholder, which SDKs need; also for a server on another machine, where
+    its keys must not be sent."""
+    base_url = f"{server_url.rstrip('/')}/key/{key}/v1"
+    variables = {"AGL_OPENAI_BASE_URL": base_url} | sdk_environment(base_url, _PLACEHOLDER)
+    if "ANTHROPIC_AUTH_TOKEN" in inherited:
+        del variables["ANTHROPIC_API_KEY"]
+    is_here = is_this_machine(urlsplit(server_url).hostname or "")
+    for name in _OWN_KEYS & inherited.keys():
+        is_own = is_here and not inherited[name].startswith("agl-")
+        variables[name] = inherited[name] if is_own and inherited[name] else _PLACEHOLDER
+    return variables
+
+
+_OWN_KEYS: Final = frozenset({"OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"})
+_PLACEHOLDER: Final = "sk-agentlightning"
+
+
 class ClaimsReader:
     """Reads and verifies the claims of requests. `secret` signs the keys; `mode_temperatures` belong to 1.0's URLs."""
 
@@ -98,7 +122,7 @@ class ClaimsReader:
         if mode is not None and mode not in self._modes:
             message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
             raise ApiError(404, message, code="mode_not_found")
-        key = api_key(headers)
+        key = path_params.get("key") or api_key(headers)
         _reject_reward_calls(headers, path_params, key)
         key_claims = self._read_key(key)
         attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)

@@ -132,6 +132,8 @@ class Dialect:
     """The body of an error reply."""
     error_event: Callable[[ApiError], bytes]
     """An error in the middle of a stream."""
+    ping: bytes = b": keep-alive\n\n"
+    """What is sent while a stream is silent; the official SDKs skip it."""
 
 
 def num_output_tokens(answers: Sequence[AnswerView]) -> int:

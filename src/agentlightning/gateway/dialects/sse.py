@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -15,8 +16,11 @@ MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit for one event. The last event of a response repeats all of it, including images in base64."""
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams of chunks."""
-_ENDS: Final = (b"\n\n", b"\r\n\r\n")
-_OVERLAP: Final = max(map(len, _ENDS)) - 1
+_BOM: Final = b"\xef\xbb\xbf"
+_LINE_END: Final = rb"(?:\r\n|\n|\r(?=[^\n]))"
+_END: Final = re.compile(_LINE_END * 2)
+"""The blank line that ends an event. A CR at the end of the data may be the first half of a CRLF."""
+_OVERLAP: Final = 4
 
 
 class EventTooLongError(AgentLightningError):
@@ -40,7 +44,7 @@ class SSEDecoder:
         found: list[bytes] = []
         if not self._parts:
             rest = _split(more, found)
-        elif any(end in self._tail + more for end in _ENDS):
+        elif _END.search(self._tail + more):
             rest = _split(b"".join([*self._parts, more]), found)
         else:
             self._buffer(more)
@@ -65,16 +69,16 @@ class SSEDecoder:
 
 def _split(data: bytes, found: list[bytes]) -> bytes:
     """Append the complete events of `data` to `found` and return the remainder."""
-    start, returns = 0, b"\r" in data
-    while True:
-        end, size = data.find(b"\n\n", start), 2
-        other = data.find(b"\r\n\r\n", start, end + _OVERLAP if end >= 0 else len(data)) if returns else -1
-        if other >= 0:
-            end, size = other, 4
-        if end < 0:
-            return data[start:]
-        found.append(data[start : end + size])
-        start = end + size
+    start = 0
+    if b"\r" in data:
+        for match in _END.finditer(data):
+            found.append(data[start : match.end()])
+            start = match.end()
+        return data[start:]
+    while (end := data.find(b"\n\n", start) + 2) > 1:
+        found.append(data[start:end])
+        start = end
+    return data[start:]
 
 
 def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
@@ -84,16 +88,20 @@ def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
 
 
 def event_data(event: bytes) -> Any:
-    """The JSON of an event; None for events without JSON, such as `[DONE]` and comments."""
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    """The JSON of an event; None for events without JSON, such as `[DONE]` and comments. An event without data, or with
+    `null`, is an object without fields."""
+    lines = [line[5:].strip() for line in event.removeprefix(_BOM).splitlines() if line.startswith(b"data:")]
+    data = b"\n".join(lines)
     try:
-        return loads(b"\n".join(lines)) if lines else None
+        return (loads(data) if data else None) or {} if lines else None
     except ValueError:
         return None
 
 
 def loads(data: bytes) -> Any:
-    """Parse a provider's JSON. Half a surrogate pair, which orjson rejects, becomes U+FFFD. Raises ValueError."""
+    """Parse a provider's JSON, also after a byte order mark. Half a surrogate pair, which orjson rejects, becomes
+    U+FFFD. Raises ValueError."""
+    data = data.removeprefix(_BOM)
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:

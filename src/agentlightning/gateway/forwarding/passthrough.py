@@ -94,16 +94,28 @@ class ForwardedCall(ForwardedExchange):
         """Send the request, pass the response on and record it. Failures are recorded as well. `call` is one that was
         started already. Raises ApiError if the provider fails, and the errors of `keep`."""
         call = call or self.upstream_call()
-        try:
-            async with call:
+
+        def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
+            if answered := self.stream and 200 <= call.status < 300:
                 writer.extra_headers = call.visible_headers()
-                if self.respond is not None:
-                    await self.respond(self, call, keep, writer)
-                else:
-                    await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
+            return answered
+
+        try:
+            with writer.kept_alive(may_start):
+                await self._exchange(keep, writer, call)
         except BaseException as error:
+            if call.status and not writer.started:
+                writer.extra_headers = call.visible_headers()
             await run_to_completion(self.record_failure(keep, call, error))
             raise
+
+    async def _exchange(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall) -> None:
+        async with call:
+            writer.extra_headers = call.visible_headers()
+            if self.respond is not None:
+                await self.respond(self, call, keep, writer)
+            else:
+                await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
 
     def record_failure(self, keep: RecordSpans, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
         """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
@@ -147,10 +159,11 @@ class ForwardedCall(ForwardedExchange):
 
     def _rewritten_body(self) -> Json:
         """The request with the model, parameters and fields that the provider gets."""
-        body = self.data | {"model": self.route.send_model}
+        body, provider = self.data | {"model": self.route.send_model}, self.route.provider
         for name, value in self.forced.items():
+            if name == "max_tokens":  # A request with two limits is rejected.
+                body = {key: own for key, own in body.items() if key not in _LIMITS}
             body[self._name_of(name)] = value
-        provider = self.route.provider
         if self.path in ("chat/completions", "completions"):
             if self.stream:
                 self._add_usage(body)
@@ -166,7 +179,9 @@ class ForwardedCall(ForwardedExchange):
             return name
         if self.path == "responses":
             return "max_output_tokens"
-        return "max_completion_tokens" if "max_completion_tokens" in self.data else name
+        if self.path != "chat/completions" or self.route.provider is None:
+            return name
+        return "max_completion_tokens" if "max_completion_tokens" in self.data else self.route.provider.limit_name
 
     def _add_usage(self, body: Json) -> None:
         options = body.get("stream_options")
@@ -234,8 +249,10 @@ class ForwardedCall(ForwardedExchange):
             raise self._protocol_error("ended its stream before the response was complete")
 
     def _protocol_error(self, problem: str) -> ApiError:
-        name = self.route.provider.name if self.route.provider else ""
-        return ApiError(502, f"the provider {name!r} {problem}", code="provider_protocol", retry=False)
+        provider = self.route.provider
+        assert provider is not None
+        message = f"the provider {provider.name!r} {problem}"
+        return ApiError(502, message, code="provider_protocol", retry=provider.final)
 
     # -- the record ------------------------------------------------------------------------------------------------
 

@@ -38,17 +38,20 @@ async def stream_reply(
     """Sample with `run` and send the reply. Calls `finish` when everything is sampled and recorded, before the client
     can know. Raises ClientDisconnected, and what `run` raises."""
     events: Events = asyncio.Queue()
+    opened = False
     sampling = asyncio.ensure_future(run(call, partial(_put, events) if stream else None))
     disconnect = asyncio.create_task(wait_for_disconnect(receive))
     for task in (sampling, disconnect):
         task.add_done_callback(lambda _: events.put_nowait(None))
     try:
-        while (event := await events.get()) is not None:
-            await writer.send_events(_format_events(reply, call, writer.started, event, events))
-        if not sampling.done():
-            raise ClientDisconnected
-        await sampling
-        await _send_end(reply, call, stream, finish, writer)
+        with writer.kept_alive(lambda: stream):
+            while (event := await events.get()) is not None:
+                await writer.send_events(_format_events(reply, call, opened, event, events))
+                opened = True
+            if not sampling.done():
+                raise ClientDisconnected
+            await sampling
+        await _send_end(reply, call, stream, opened, finish, writer)
     except asyncio.CancelledError as error:
         if error.args and isinstance(error.args[0], ApiError):  # the attempt has ended
             call.end_reason = error.args[0]
@@ -62,10 +65,10 @@ def _put(events: Events, answer: Answer, event: OutputEvent) -> None:
 
 
 def _format_events(
-    reply: ReplyWriter, call: LocalCall, started: bool, first: tuple[Answer, OutputEvent], events: Events
+    reply: ReplyWriter, call: LocalCall, opened: bool, first: tuple[Answer, OutputEvent], events: Events
 ) -> bytes:
     """All events so far, to be sent with one write."""
-    parts = [] if started else [reply.start(call.answers)]
+    parts = [] if opened else [reply.start(call.answers)]
     parts.append(reply.event(*first))
     while not events.empty():
         event = events.get_nowait()
@@ -77,14 +80,19 @@ def _format_events(
 
 
 async def _send_end(
-    reply: ReplyWriter, call: LocalCall, stream: bool, finish: Callable[[], None], writer: ResponseWriter
+    reply: ReplyWriter,
+    call: LocalCall,
+    stream: bool,
+    opened: bool,
+    finish: Callable[[], None],
+    writer: ResponseWriter,
 ) -> None:
     answers = call.answers
     if not stream:
         body = reply.body(answers)
         finish()
         return await writer.send_json(200, body)
-    opening = b"" if writer.started else reply.start(answers)
+    opening = b"" if opened else reply.start(answers)
     ending = opening + reply.end(answers)
     finish()
     await writer.send_events(ending)

@@ -190,7 +190,9 @@ class Translation:
         """Raises ApiError if the provider reported an error instead of an answer."""
         if self.forwarded.response.error is not None:
             message = f"the provider {self._provider.name!r} failed: {self.forwarded.response.error}"
-            raise ApiError(502, display_text(self._provider, message), code="provider_error", retry=False)
+            raise ApiError(
+                502, display_text(self._provider, message), code="provider_error", retry=self._provider.final
+            )
 
     def _check_finished(self) -> None:
         """Raises ApiError for an answer that its provider did not finish: the caller may ask again."""

@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.provider_events import Usage
-from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder
+from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.accounting import BYTES_PER_TOKEN, CallAccounting
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS: Final = 0.25
 _MAX_PAUSE_SECONDS: Final = 300.0
-"""The longest `Retry-After` that is respected; after it the server is tried again."""
+"""The longest `Retry-After` that is respected; after it the server is tried again. Without `retries`, longer ones than
+the calls may wait are left to the caller."""
 
 
 class UpstreamCall:
@@ -53,7 +54,7 @@ class UpstreamCall:
     __slots__ = (
         *("body", "headers", "request", "retries", "status", "succeeded", "trailing_bytes"),
         *("_accounting", "_acquired", "_chunks", "_failure", "_first_chunk", "_num_events", "_pending", "_pool"),
-        *("_released", "_response", "_server", "_unanswered"),
+        *("_failures", "_released", "_response", "_server", "_unanswered", "_wait_left"),
     )
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
@@ -69,6 +70,7 @@ class UpstreamCall:
         self.status = 0
         """Status of the last response; 0 if there was none."""
         self.retries = 0
+        """The times the request was sent again."""
         self._accounting = CallAccounting(pool, request)
         self._pool = pool
         self._server: Server | None = None
@@ -83,6 +85,9 @@ class UpstreamCall:
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
         self._num_events = 0
+        self._failures = 0
+        """The retries that followed a failure, and not a rate limit."""
+        self._wait_left = pool.provider.max_wait_seconds
 
     @property
     def usage(self) -> Usage | None:
@@ -215,7 +220,11 @@ class UpstreamCall:
                 self._num_events += len(events)
                 yield [redactor.redact_body(event) for event in events]
                 chunk = await anext(self._chunks, None)
-            self.trailing_bytes = redactor.redact_body(decoder.rest)
+            if rest := redactor.redact_body(decoder.rest):
+                if event_data(rest) is not None or b"[DONE]" in rest:  # Only its blank line is missing.
+                    yield [rest + b"\n\n"]
+                else:
+                    self.trailing_bytes = rest
         except EventTooLongError as error:
             raise unreadable_response(self._pool.provider, str(error)) from None
         except TransportError as error:
@@ -231,28 +240,31 @@ class UpstreamCall:
             failure = await self._send_once(await self._choose_server())
         while failure is not None:
             tried.append(self._server or self._pool.servers[0])
-            pause = self._retry_pause(failure, tried)
-            if pause is None or not self._pool.take_retry():
+            if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
             self._accounting.charge_lost()
             self.retries += 1
+            self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
             logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
-            await asyncio.sleep(pause)
+            await self._pause(pause)
             failure = await self._send_once(await self._choose_server(tried))
 
     async def _choose_server(self, tried: Sequence[Server] = ()) -> Server:
         """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
-        pool, model, waited = self._pool, self.request.model, 0.0
+        pool, model = self._pool, self.request.model
         while True:
             server = pool.choose(self.request.affinity, tried, model)
             if (seconds := server.pause_seconds(model)) == 0.0:
                 return server
-            if waited + seconds > pool.provider.max_wait_seconds:
+            if seconds > self._wait_left:
                 message = f"the provider {pool.provider.name!r} asked for no calls for another {seconds:.0f} s"
                 raise ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1.0, seconds))
-            waited += seconds
-            await asyncio.sleep(seconds)
+            await self._pause(seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        self._wait_left -= seconds
+        await asyncio.sleep(seconds)
 
     async def _send_once(self, server: Server) -> Failure | None:
         """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
@@ -328,23 +340,32 @@ class UpstreamCall:
             self._server.health.record_failure(failure.unreachable)
             if self._server.health.is_suspect:
                 self._pool.start_probing()
-        if failure.retry_after_seconds is not None:
-            self._server.pause(self.request.model, min(failure.retry_after_seconds, _MAX_PAUSE_SECONDS))
+        provider, seconds = self._pool.provider, failure.retry_after_seconds
+        if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
+            self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
     def _retry_pause(self, failure: Failure, tried: Sequence[Server]) -> float | None:
-        """Seconds until the next try; None if there is none."""
-        provider = self._pool.provider
-        if not failure.is_retryable or self.retries >= provider.retries:
+        """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
+        another server is asked; all else takes a retry of this call, and one of the provider's budget."""
+        pool, provider, after = self._pool, self._pool.provider, failure.retry_after_seconds
+        if not failure.is_retryable or not provider.retries:
             return None
-        server = self._pool.choose(self.request.affinity, tried, self.request.model)
-        if server not in tried and server.accepts(self.request.model):
-            return 0.0
-        if failure.retry_after_seconds is not None:
-            if failure.retry_after_seconds <= provider.max_wait_seconds:
-                return failure.retry_after_seconds
+        server = pool.choose(self.request.affinity, tried, self.request.model)
+        is_free = server not in tried and server.accepts(self.request.model)
+        if after and not is_free and after > self._wait_left:
             failure.api_error.retry = True  # The gateway does not wait, but the caller may.
             return None
-        return _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
+        if after and failure.api_error.status == 429:
+            return 0.0 if is_free else max(after, _BACKOFF_SECONDS)
+        if self._failures >= provider.retries:
+            return None
+        if not pool.take_retry():
+            failure.api_error.retry = failure.api_error.retry or None  # The caller may.
+            return None
+        self._failures += 1
+        if is_free:
+            return 0.0
+        return after or _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
 
     def _release_all(self) -> None:
         """Settle what is open, and release the rate limit and the reservation."""

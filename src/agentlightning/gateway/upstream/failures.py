@@ -1,27 +1,39 @@
 """Translates failures of providers to errors for the caller, without credentials, and decides whether to retry.
 
-Errors carry `x-should-retry: false`: the gateway has retried already, within a retry budget, and further retries by the
-client would multiply the load of an outage.
+A provider with `retries` is retried here: its errors carry `x-should-retry: false`, since further retries by the client
+would multiply the load of an outage. Without `retries`, and while the retry budget is empty, the client decides by the
+status. What the provider itself says in `x-should-retry` is respected and passed on.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
-from typing import Any, Final
+from typing import Any, Final, cast
 
-import orjson
-
+from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.redaction import redact_text
+from agentlightning.gateway.upstream.redaction import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
 
-_SERVER_ERRORS: Final = frozenset({500, 502, 503, 504, 529})
-_CLIENT_ERRORS: Final = frozenset({400, 404, 409, 413, 415, 422, 429})
-"""Statuses that refer to the caller's own request."""
+_RETRYABLE: Final = frozenset({408, 409, 429})
+"""Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
+_KEY: Final = re.compile(r"api[ _-]?key|access token|credentials?\b", re.IGNORECASE)
+_REFUSED: Final = re.compile(
+    r"invalid|incorrect|not valid|expired|revoked|missing|no such|unknown|wrong", re.IGNORECASE
+)
+_MASKED: Final = re.compile(r"\S*\*{3}\S*")
+"""What a provider shows of a key that it refuses."""
+_CONTEXT: Final = re.compile(
+    r"context (length|window|size)|maximum context|(prompt|input) is too long|too many (input )?tokens", re.IGNORECASE
+)
+_MARKUP: Final = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
+_TEXT_FIELDS: Final = ("error", "message", "detail", "msg", "errors", "error_description", "title")
+"""Fields with the text of an error, in order of precedence; each may hold a text, an object or a list of these."""
 _MAX_MESSAGE_CHARS: Final = 2000
 _MAX_RETRY_AFTER: Final = 86_400.0
 """Seconds; longer values are clamped."""
@@ -48,9 +60,8 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
     text = display_text(provider, str(error))
     if error.reason == "timeout":
         message = f"{subject} sent nothing for {provider.timeout_seconds:g} s: {text}"
-        return Failure(
-            ApiError(504, message, code="provider_timeout", retry=False), is_retryable=False, counts_against_health=True
-        )
+        api_error = ApiError(504, message, code="provider_timeout", retry=provider.final)
+        return Failure(api_error, is_retryable=False, counts_against_health=True)
     problem, code = {
         "tls": ("cannot be reached over TLS", "provider_tls"),
         "proxy": ("cannot be reached through its proxy", "proxy_refused"),
@@ -58,7 +69,7 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
         "closed": ("closed the connection before its response was complete", "provider_closed"),
         "protocol": ("sent an invalid HTTP response", "provider_protocol"),
     }[error.reason]
-    api_error = ApiError(502, f"{subject} {problem}: {text}", code=code, retry=False)
+    api_error = ApiError(502, f"{subject} {problem}: {text}", code=code, retry=provider.final)
     return Failure(
         api_error,
         is_retryable=error.reason in ("connect", "closed"),
@@ -69,39 +80,50 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
 
 def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """The failure of a try with an error response."""
-    message, code, param = (_display_optional(provider, text) for text in _error_fields(body))
-    message = message or f"the provider {provider.name!r} responded with status {status}"
-    after = retry_after(headers)
-    if status in (401, 403):
-        # The message may contain the key, and it is not the caller's key.
-        message = f"the provider {provider.name!r} rejected the configured API key (status {status})"
-        return Failure(
-            ApiError(502, message, code="provider_key_refused", retry=False),
-            is_retryable=False,
-            counts_against_health=False,
-        )
+    subject = f"the provider {provider.name!r}"
+    text, code, param = (text and display_text(provider, text) for text in _error_fields(body))
+    if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
+        # It is not the caller's key, so it must not see what the provider shows of it.
+        shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
+        message = f"{subject} rejected the configured API key (status {status})" + (f": {shown}" if shown else "")
+        api_error = ApiError(502, message, code="provider_key_refused", retry=False)
+        return Failure(api_error, is_retryable=False, counts_against_health=False)
     if status == 407:  # Addressed to the client of the proxy, which is the gateway.
-        message = f"the provider {provider.name!r} cannot be reached through its proxy: it requires other credentials"
-        return Failure(
-            ApiError(502, message, code="proxy_refused", retry=False), is_retryable=False, counts_against_health=False
-        )
-    if status in _SERVER_ERRORS:
-        api_error = ApiError(503 if status == 529 else status, message, code=code or "provider_error", retry=False)
-        return Failure(api_error, is_retryable=True, counts_against_health=True, retry_after_seconds=after)
-    if status in _CLIENT_ERRORS or 400 <= status < 500:
-        api_error = ApiError(status, message, code=code, param=param, retry=False, retry_after=after)
-        return Failure(api_error, is_retryable=status == 429, counts_against_health=False, retry_after_seconds=after)
+        message = f"{subject} cannot be reached through its proxy: it requires other credentials"
+        api_error = ApiError(502, message, code="proxy_refused", retry=provider.final)
+        return Failure(api_error, is_retryable=False, counts_against_health=False)
+    after, hint = retry_after(headers), dict(headers).get(b"x-should-retry")
+    should_retry = {b"true": True, b"false": False}.get(hint or b"")
+    message = text or f"{subject} responded with status {status}"
+    failed = status >= 500
+    if status < 400:
+        failed, status, code = True, 502, "provider_protocol"
+        should_retry = False
+    elif failed:
+        code = code or "provider_error"
+    elif code is None and status in (400, 413, 422) and _CONTEXT.search(message):
+        code = "context_length_exceeded"
     api_error = ApiError(
-        502, f"the provider {provider.name!r} responded with status {status}", code="provider_protocol"
+        status,
+        message,
+        code=code,
+        param=param,
+        retry=provider.final if should_retry is None else should_retry,
+        retry_after=after,
     )
-    api_error.retry = False
-    return Failure(api_error, is_retryable=False, counts_against_health=True)
+    retryable = failed or status in _RETRYABLE
+    return Failure(
+        api_error,
+        is_retryable=retryable if should_retry is None else should_retry,
+        counts_against_health=failed,
+        retry_after_seconds=after,
+    )
 
 
 def unreadable_response(provider: Provider, problem: str) -> ApiError:
     """The error for a complete response that cannot be parsed."""
     message = f"the provider {provider.name!r} sent an unreadable response: {display_text(provider, problem)}"
-    return ApiError(502, message, code="provider_protocol", retry=False)
+    return ApiError(502, message, code="provider_protocol", retry=provider.final)
 
 
 def retry_after(headers: Headers) -> float | None:
@@ -125,21 +147,33 @@ def _clamp_retry_after(seconds: float) -> float | None:
 
 
 def _error_fields(body: bytes) -> tuple[str, str | None, str | None]:
-    """(message, code, parameter) of an error response in any of the usual shapes."""
+    """(message, code, parameter) of an error response. What has no known shape is the message as it is."""
     try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return "", None, None
-    error: Any = data.get("error", data) if isinstance(data, dict) else data
-    if not isinstance(error, dict):
-        return (error if isinstance(error, str) else ""), None, None
-    message = next((error[key] for key in ("message", "detail") if isinstance(error.get(key), str)), "")
-    code, param = error.get("code"), error.get("param")
-    return message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
+        data = loads(body)
+    except ValueError:
+        data = body.decode(errors="replace")
+    error: Any = data[0] if isinstance(data, list) and data else data
+    error = error.get("error") or error if isinstance(error, dict) else error
+    code, param = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
+    text = _text_of(data) or (body.decode(errors="replace") if data else "")
+    if text.lstrip()[:1] == "<":
+        text = " ".join(_MARKUP.sub(" ", text).split())
+    return text.strip(), code if isinstance(code, str) else None, param if isinstance(param, str) else None
 
 
-def _display_optional(provider: Provider, text: str | None) -> str | None:
-    return None if text is None else display_text(provider, text)
+def _text_of(value: Any, depth: int = 8) -> str:
+    """The text of an error in any of the usual shapes; OpenRouter's has that of the actual provider in `metadata`."""
+    if isinstance(value, str) or not depth:
+        return value if isinstance(value, str) else ""
+    if isinstance(value, list):
+        return "; ".join(filter(None, (_text_of(each, depth - 1) for each in cast("list[Any]", value))))
+    if not isinstance(value, dict):
+        return ""
+    fields = cast("dict[str, Any]", value)
+    text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
+    metadata = fields.get("metadata")
+    raw = cast("dict[str, Any]", metadata).get("raw") if isinstance(metadata, dict) else None
+    return f"{text}: {raw}" if isinstance(raw, str) else text
 
 
 def display_text(provider: Provider, text: str) -> str:

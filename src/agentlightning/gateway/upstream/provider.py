@@ -28,6 +28,7 @@ _DEFAULT_PATHS: Final[dict[str, tuple[ApiPath, ...]]] = {
     "anthropic": ("messages",),
 }
 """Paths that every server of a dialect serves."""
+_NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
 _CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 """Inputs are hidden in errors, since they may contain a key."""
 _VISIBLE_HEADERS: Final = frozenset(
@@ -54,6 +55,10 @@ class Provider(BaseModel):
     paths: tuple[ApiPath, ...] | None = None
     """The paths it serves; None: chat/completions, completions and embeddings for OpenAI, messages for Anthropic. Calls
     to other paths are translated."""
+    all_paths: bool = False
+    """Whether requests to all other paths (files, moderations, audio, images ...) are forwarded to it as they are, and
+    recorded without their content. Its key then gives agents everything that its owner may do; limits, budgets and
+    retries do not apply. With several such providers the caller's SDK decides. `agl run` sets it."""
     base_urls: tuple[str, ...] = Field(min_length=1)
     """Base URLs of its servers as for its SDK: with `/v1` for OpenAI, without for Anthropic."""
     api_key: SecretStr | None = None
@@ -85,7 +90,8 @@ class Provider(BaseModel):
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout for the next byte of a response."""
     retries: int = Field(default=1, ge=0)
-    """Retries of a call that failed before its first byte, on another server if there is one."""
+    """Retries of a call that failed before its first byte, on another server if there is one. 0: failures are passed
+    on as they are, and the caller's SDK retries them as it would without a gateway."""
     proxy: SecretStr | Literal[False] | None = None
     """The proxy for its servers, `http://[USER:PASSWORD@]HOST:PORT` or `https://`; false: none. Not set: HTTPS_PROXY or
     HTTP_PROXY, unless NO_PROXY excludes the server; never for this machine itself."""
@@ -124,6 +130,18 @@ class Provider(BaseModel):
             raise ValueError("a recorded configuration has no keys; name one by api_key_env")
         return key
 
+    @property
+    def final(self) -> Literal[False] | None:
+        """Value of `x-should-retry` for failures that the provider leaves open: who retries is the gateway or the
+        caller, never both."""
+        return False if self.retries else None
+
+    @property
+    def limit_name(self) -> str:
+        """The output limit of chat completions: OpenAI requires a name that other servers may not know."""
+        host = urlsplit(self.base_urls[0]).hostname or ""
+        return "max_completion_tokens" if host.endswith(_NEW_LIMIT_HOSTS) else "max_tokens"
+
     def serves(self, path: str) -> bool:
         return path in (_DEFAULT_PATHS[self.dialect] if self.paths is None else self.paths)
 
@@ -147,7 +165,8 @@ class Provider(BaseModel):
         if isinstance(self.proxy, SecretStr):
             credentials += secrets_of(self.proxy.get_secret_value())
         for url in self.base_urls:
-            credentials += [password, unquote(password)] if (password := urlsplit(url).password) else ()
+            secret = urlsplit(url).password or urlsplit(url).username or ""
+            credentials += [secret, unquote(secret)]
         for name, value in self.headers.items():
             if _CREDENTIAL.search(name):
                 credentials += [value, *value.split()[1:], *_password(value)]

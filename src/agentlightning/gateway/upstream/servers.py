@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.health import ServerHealth
@@ -81,8 +83,7 @@ class ServerPool:
         self.dollars = 0.0
         """Cost of its calls since the start."""
         self.redactor = Redactor(provider)
-        headers = _headers(provider)
-        self.servers = [Server(url, headers, clock) for url in provider.base_urls]
+        self.servers = [Server(*_address(provider, url), clock) for url in provider.base_urls]
         self._open_transport = open_transport
         self._transport: Transport | None = None
         self._retry_budget = RETRY_FLOOR
@@ -113,11 +114,10 @@ class ServerPool:
         self._orders.pop(affinity, None)
 
     def take_retry(self) -> bool:
-        """Take one retry from the retry budget; False if it is empty."""
+        """Take one retry from the retry budget, which is for outages; False if it is empty."""
         if self._retry_budget < 1:
             return False
         self._retry_budget -= 1
-        self.num_retries += 1
         return True
 
     def record_start(self) -> None:
@@ -204,13 +204,20 @@ class ServerPool:
         return None if status in (404, 405) else status < 500
 
 
-def _headers(provider: Provider) -> Headers:
-    """The headers of every call to a provider."""
-    key = provider.key()
+def _address(provider: Provider, url: str) -> tuple[str, Headers]:
+    """(URL, headers of every call) of one server. A user in the URL is sent as httpx does, on which the SDKs are built:
+    it takes the place of the key in `Authorization`."""
+    key, parts = provider.key(), urlsplit(url)
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if provider.dialect == "anthropic":
         headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
     elif key:
         headers["authorization"] = f"Bearer {key}"
+    userinfo, at, host = parts.netloc.rpartition("@")
+    if at:
+        user, _, password = userinfo.partition(":")
+        credentials = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+        headers["authorization"] = f"Basic {credentials}"
+        url = parts._replace(netloc=host).geturl()
     headers |= {name.lower(): value for name, value in provider.headers.items()}
-    return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
+    return url, tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())

@@ -239,4 +239,5 @@ MESSAGES: Final = Dialect(
     reply=_reply,
     error_body=error_body,
     error_event=error_event,
+    ping=b'event: ping\ndata: {"type": "ping"}\n\n',
 )

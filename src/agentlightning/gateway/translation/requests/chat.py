@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.base import Request
@@ -23,8 +22,6 @@ from agentlightning.gateway.translation.requests.base import (
 )
 from agentlightning.gateway.upstream.provider import Provider
 
-_NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
-"""Hosts that require `max_completion_tokens`; other servers may know only `max_tokens`."""
 _SAME_AT_OPENAI: Final = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 _MAX_USER_ID: Final = 64
 """OpenAI's limit for a user id, in characters."""
@@ -35,7 +32,7 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     UnsupportedContentError."""
     messages = _chat_messages(request.messages, provider, find_turn)
     body: Json = {"model": model, "messages": messages}
-    names = {"max_tokens": _limit_name(provider)}
+    names = {"max_tokens": provider.limit_name}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
     body |= _chat_tools(request)
     if (shape := response_format_of(request.raw)) is not None:
@@ -67,11 +64,6 @@ def _on_the_wire(name: str, value: Any) -> Any:
     if name == "logit_bias":
         return {str(token): bias for token, bias in value}
     return list(value) if name == "stop" else value
-
-
-def _limit_name(provider: Provider) -> str:
-    host = urlsplit(provider.base_urls[0]).hostname or ""
-    return "max_completion_tokens" if host.endswith(_NEW_LIMIT_HOSTS) else "max_tokens"
 
 
 def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: TurnLookup) -> list[Json]:
