@@ -12,10 +12,11 @@ from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.http_protocol import MAX_BODY_BYTES, MAX_HEAD_BYTES
+from agentlightning.server.http_protocol import MAX_HEAD_BYTES
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
+MEGABYTE = 1024 * 1024
 BODY = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
@@ -144,7 +145,7 @@ async def test_what_is_unusual_goes_the_long_way_to_the_same_answer(serve, dial)
     line.send(BODY)
     assert text(await line.answer()) == "expected"
 
-    line.send(post(path, BODY + b" " * MAX_BODY_BYTES))
+    line.send(post(path, BODY + b" " * MEGABYTE))
     assert text(await line.answer()) == "long"
     line.send(post(path + "?x=1"))
     assert text(await line.answer()) == "query"
@@ -323,7 +324,7 @@ async def test_nothing_is_kept_of_what_a_stranger_sends(serve, dial):
         large = post(url, b" " * 500_000)
         line.send(large[:-1])
         await asyncio.sleep(0.1)
-        assert server.fast_routes.unfinished_bytes == 0
+        assert server.bounds.unfinished_bytes == 0
         line.send(large[-1:])
         status, _, body = await line.answer()
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
@@ -334,19 +335,19 @@ async def test_bodies_that_do_not_come_to_their_end_are_bounded_in_all(serve, di
     first, second = await dial(server), await dial(server)
     large = post(path, BODY + b" " * 200_000)
     first.send(large[:-1])
-    await until(lambda: server.fast_routes.unfinished_bytes > 200_000)
+    await until(lambda: server.bounds.unfinished_bytes > 200_000)
     second.send(b"POST /v1/agl/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 199_999)
     status, headers, _ = await second.answer()
     assert (status, headers["retry-after"]) == (503, "1")
     first.send(large[-1:])
     assert text(await first.answer()) == "one"
-    assert server.fast_routes.unfinished_bytes == 0
+    assert server.bounds.unfinished_bytes == 0
 
 
 async def test_who_sends_slowly_holds_no_slot(serve, dial):
     server, path = await serve(["one", "two"], gateway={"max_concurrency": 1})
     slow, quick = await dial(server), await dial(server)
-    large = post(path, BODY + b" " * MAX_BODY_BYTES)
+    large = post(path, BODY + b" " * MEGABYTE)
     slow.send(large[:-1])
     await asyncio.sleep(0.05)
     quick.send(post(path))

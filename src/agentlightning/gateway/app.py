@@ -103,8 +103,6 @@ class Gateway:
         self._limit = ConcurrencyLimit(max_concurrency)
         self._watch = AttemptWatch(self._attempts, self.forget)
         self._endpoints = self._make_endpoints(max_body_bytes)
-        self._fast_path = self._endpoints.fast_path
-        self._watch.fast_calls = self._fast_path.calls
 
     def _open_pools(self, config: GatewayConfig) -> dict[str, ServerPool]:
         return {
@@ -117,7 +115,6 @@ class Gateway:
         translator = Translator({path: dialect for dialect, path in API_PATHS.items()}, self.kept, self.counters)
         on_policy = OnPolicySampling(self.counters)
         forwarding = ForwardingService(
-            self._resolver,
             self._store,
             self._attempts,
             self._find_attempt,
@@ -212,7 +209,6 @@ class Gateway:
     async def close(self) -> None:
         """End the calls in progress and close the connections to providers. A later call opens them again."""
         await self._watch.close()
-        await self._fast_path.close()
         for pool in self.providers.values():
             await pool.close()
         transports, self._transports = self._transports, {}

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import ceil
 from typing import Final
@@ -42,8 +42,6 @@ class AttemptWatch:
         self, contexts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
     ) -> None:
         self.seconds = seconds
-        self.fast_calls: Callable[[], Iterable[tuple[AttemptIds, float, End]]] = tuple
-        """Calls without a task: (attempt, start in seconds since the epoch, what ends the call)."""
         self._attempts = contexts
         self._forget = forget
         self._calls: dict[AttemptIds, dict[End, float]] = {}
@@ -119,7 +117,6 @@ class AttemptWatch:
         """Check the attempts of calls that are old enough, and some of the cached ones."""
         before = time.time() - self.seconds
         due = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
-        due |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
         attempts = list(dict.fromkeys([*due, *self._next_cached()]))
         for start in range(0, len(attempts), _ATTEMPTS_PER_QUERY):
             try:
@@ -139,5 +136,5 @@ class AttemptWatch:
 
     def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
         self._forget(*attempt)
-        for end in [*self._calls.get(attempt, ()), *(end for ids, _, end in self.fast_calls() if ids == attempt)]:
+        for end in list(self._calls.get(attempt, ())):
             end(api_error)

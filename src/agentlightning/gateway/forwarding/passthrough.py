@@ -66,11 +66,6 @@ class ForwardedCall(ForwardedExchange):
     _request: UpstreamRequest | None = field(default=None, init=False)
 
     @property
-    def adds_fields(self) -> bool:
-        """Whether the request has fields that the caller did not ask for."""
-        return bool(self._added)
-
-    @property
     def stream(self) -> bool:
         return self.data.get("stream") is True
 
@@ -79,20 +74,16 @@ class ForwardedCall(ForwardedExchange):
         """Whether the provider stores the response for later retrieval."""
         return self.path == "responses" and self.data.get("store") is not False
 
-    def upstream_call(self) -> UpstreamCall:
-        """Create the call to the provider, without sending it."""
-        assert self.route.servers is not None
-        return UpstreamCall(self.route.servers, self._request or self._build_request())
-
     def prepare(self) -> Self:
         """Build the request ahead of `run`, to reject an invalid one early. Raises ApiError 400."""
         self._request = self._build_request()
         return self
 
-    async def run(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
-        """Send the request, pass the response on and record it. Failures are recorded as well. `call` is one that was
-        started already. Raises ApiError if the provider fails, and the errors of `keep`."""
-        call = call or self.upstream_call()
+    async def run(self, keep: RecordSpans, writer: ResponseWriter) -> None:
+        """Send the request, pass the response on and record it. Failures are recorded as well. Raises ApiError if the
+        provider fails, and the errors of `keep`."""
+        assert self.route.servers is not None
+        call = UpstreamCall(self.route.servers, self._request or self._build_request())
         try:
             async with call:
                 writer.extra_headers = call.visible_headers()

@@ -20,9 +20,8 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
-from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.routing import CallResolver, ModelRoute, ResolvedCall
+from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
@@ -52,14 +51,10 @@ class Translator(Protocol):
 
 
 class ForwardingService:
-    """Serves calls to providers, as they are or translated.
-
-    `plan` may query the store for the attempt; its twin `try_plan`, for the callback-only fast path, never does.
-    """
+    """Serves calls to providers, as they are or translated."""
 
     def __init__(
         self,
-        resolver: CallResolver,
         store: LightningStoreBase,
         contexts: AttemptCache,
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
@@ -71,7 +66,6 @@ class ForwardingService:
         self._response_store = response_store
         self._translator = translator
         self._on_policy = on_policy
-        self._resolver = resolver
         self._store = store
         self._contexts = contexts
         self._find_context = find_context
@@ -90,36 +84,14 @@ class ForwardingService:
         context = None if call.caller.attempt is None else await self._find_context(call.caller)
         return self._prepare(call, context).prepare()
 
-    def try_plan(
-        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes
-    ) -> tuple[ResolvedCall | None, ForwardedCall | None]:
-        """(the call, the call to the provider), as far as both can be had without waiting. The call is resolved if its
-        attempt is cached and its body small; the second is for a provider that serves it as it is and in one piece."""
-        attempt = caller.attempt
-        if attempt is None or (context := self._contexts.try_get(*attempt)) is None:
-            return None, None
-        data = parse_object(body) if len(body) <= MAX_CHUNK_BYTES else None
-        if data is None or (call := self._resolver.resolve(path, headers, caller, data, context.given)) is None:
-            return None, None
-        if call.route.servers is None or data.get("stream") or not can_forward(path, call.route):
-            return call, None
-        return call, self._prepare(call, context)
+    async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
+        client disconnects."""
+        with cancel_on_disconnect(receive):
+            await forward.run(self.record, writer)
+        self._count_usage(forward)
 
-    async def run(
-        self,
-        forward: ForwardedCall,
-        scope: Scope,
-        receive: Receive,
-        writer: ResponseWriter,
-        call: UpstreamCall | None = None,
-    ) -> None:
-        """Forward a call. Failures are recorded as well. `call` is one that was started already. Raises ApiError,
-        StoreError, and ClientDisconnected if the client disconnects."""
-        with cancel_on_disconnect(scope, receive):
-            await forward.run(self.record, writer, call)
-        self.count_usage(forward)
-
-    def count_usage(self, forward: ForwardedCall) -> None:
+    def _count_usage(self, forward: ForwardedCall) -> None:
         """Count the usage of a complete response, and note the provider that stores it."""
         if (usage := forward.response.usage) is not None:
             self._counters.prompt_tokens += usage.input_tokens
