@@ -298,7 +298,7 @@ async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(a
     assert [span.status_code for span in await service.spans()] == ["OK", "ERROR"]
 
 
-async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkeypatch, caplog):
+async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, durable, monkeypatch, caplog):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"))
 
     def full(*_):
@@ -306,7 +306,7 @@ async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkey
 
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
-    monkeypatch.setattr(service.gateway._forwarder, "record", full)
+    monkeypatch.setattr(durable._segments, "append", full)
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: "a call failed: " in caplog.text and "the disk is full" in caplog.text)
