@@ -17,7 +17,7 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attempts import RECHECK_SECONDS, AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit
@@ -67,7 +67,7 @@ class Gateway:
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
-        recheck_seconds: float = 1.0,
+        recheck_seconds: float = RECHECK_SECONDS,
         agents: Sequence[AgentRule] = (),
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
