@@ -12,7 +12,6 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.recording import raw_exchange
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer
@@ -28,7 +27,7 @@ BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
 async def durable(tmp_path):
     path = tmp_path / "store.db"
     store = SqlStore(path)
-    async with with_journal(store, path, raw_exchange.read) as kept:
+    async with with_journal(store, path) as kept:
         yield kept
     await store.close()
 

@@ -72,11 +72,8 @@ class ForwardingService:
         self._counters = counters
         self._token_counter = TokenCounter()
         self.record = self._await_store
-        self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
-        """Records an exchange as raw bytes (`recording.raw_exchange`); None if the store cannot read them."""
         if isinstance(store, JournaledStore):
             self.record = store.append
-            self.record_raw = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
     async def plan(self, call: ResolvedCall) -> ForwardedCall:

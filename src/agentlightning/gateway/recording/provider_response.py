@@ -11,12 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
-import msgspec
-from msgspec import Struct
-
-from agentlightning.gateway.dialects.anthropic.events import MessagesEvents, messages_usage
-from agentlightning.gateway.dialects.openai.chat_events import ChatEvents, chat_usage
-from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents, responses_usage
+from agentlightning.gateway.dialects.anthropic.events import MessagesEvents
+from agentlightning.gateway.dialects.openai.chat_events import ChatEvents
+from agentlightning.gateway.dialects.openai.responses_events import ResponsesEvents
 from agentlightning.gateway.dialects.output import ReasoningDelta, RefusalDelta
 from agentlightning.gateway.dialects.provider_events import (
     MALFORMED,
@@ -202,48 +199,3 @@ _ADDERS: Final[Mapping[type, Callable[[ProviderResponse, Any], None]]] = {
     ToolCallDone: ProviderResponse.skip,
     BlockDone: ProviderResponse.skip,
 }
-
-
-# -- parts of whole answers, without reading the rest ------------------------------------------------------------------
-
-_USAGES: Final[Mapping[str, Callable[[Json], Usage]]] = {
-    "chat/completions": chat_usage,
-    "completions": chat_usage,
-    "embeddings": chat_usage,
-    "responses": responses_usage,
-    "messages": messages_usage,
-}
-
-
-class _Identified(Struct):
-    """The id of an answer; its other fields are skipped."""
-
-    id: Any = None
-
-
-class _Used(Struct):
-    """The usage of an answer; its other fields are only checked to be JSON."""
-
-    usage: Any = None
-
-
-_identified: Final = msgspec.json.Decoder(_Identified)
-_used: Final = msgspec.json.Decoder(_Used)
-
-
-def id_of(answer: bytes) -> str:
-    """The id of a whole answer; "" if it has none. Raises MsgspecError if it is no JSON object."""
-    found = _identified.decode(answer).id
-    return found if isinstance(found, str) else ""
-
-
-def usage_of(path: str, answer: bytes) -> Usage | None:
-    """The usage that a whole answer reports; None if it reports none that can be read. Raises MsgspecError if it is no
-    JSON object."""
-    usage = _used.decode(answer).usage
-    if not usage or not isinstance(usage, dict):
-        return None
-    try:
-        return _USAGES[path](cast("Json", usage))
-    except (AttributeError, TypeError):
-        return None

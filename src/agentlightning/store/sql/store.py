@@ -43,8 +43,6 @@ from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.sort_order import Order, check_logic
 from agentlightning.store.sql.spans import read
 from agentlightning.store.sql.spans.attempt_spans import (
-    AttemptSpans,
-    PackedSpans,
     SpanWriteResult,
     group_by_attempt,
 )
@@ -339,14 +337,6 @@ class SqlStore(SqlAdministration):
             return stored[0] if alone else stored
 
         return await self.write(AddSpans(name, groups), convert)
-
-    async def add_packs(self, packed: Sequence[PackedSpans]) -> list[tuple[str, str]]:
-        """`add_many_spans` for packed spans; returns the ids of the attempts among theirs that are superseded."""
-        if not packed:
-            return []
-        results = await self.write(AddSpans("add_packs", [AttemptSpans.of(each) for each in packed]))
-        pairs = zip(packed, results, strict=True)
-        return [(each.rollout_id, each.attempt_id) for each, result in pairs if result.superseded]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         _check_pair((rollout_id, attempt_id))
