@@ -183,7 +183,7 @@ class Endpoints:
         async with self._limit.slot():
             call = await self._resolve(MESSAGES, headers, caller, body)
             if call.route.servers is not None:
-                await self._forwarding.count(call, writer)
+                await self._forwarding.count(call, len(body), writer)
             else:
                 tokens = await self._local.count(MESSAGES, call, len(body))
                 await writer.send_json(200, count_reply(tokens))
@@ -200,8 +200,8 @@ class Endpoints:
         body = await read_body(receive, headers, self._max_body_bytes)
         if caller.attempt_id is not None:
             path = scope["path"].rpartition("/v1/")[2]
-            # A digest takes a thousandth of the time that reading the request takes.
-            repeat = await offload(len(body) // 1024, partial(RequestIdentity.of, headers, path, body))
+            # A digest takes a hundredth of the time that reading the request takes.
+            repeat = await offload(len(body) // 128, partial(RequestIdentity.of, headers, path, body))
             caller = structs.replace(caller, repeat=repeat)
         return body, caller
 
@@ -234,7 +234,7 @@ class Endpoints:
         handler itself."""
         if call.route.servers is None:
             return await self._local.prepare(dialect, call, size)
-        return partial(self._forwarding.run, await self._forwarding.plan(call))
+        return partial(self._forwarding.run, await self._forwarding.plan(call, size))
 
 
 class _AsgiEndpoint:

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Self, cast
 
 import orjson
@@ -19,6 +20,7 @@ import orjson
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.offload import MAX_INLINE_BYTES, PASSED, offload
 from agentlightning.gateway.recording.forwarded_span import ForwardedExchange, num_choices
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall
@@ -232,7 +234,16 @@ class ForwardedCall(ForwardedExchange):
     def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
         """Record the response. Durable as `RecordSpans` says."""
         self.recorded = True
-        return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
+        if not self.caller.attempt:
+            return None
+        make = partial(self.spans, call.attributes(), time.time())
+        size = len(call.request.body) // PASSED
+        return keep(make()) if size <= MAX_INLINE_BYTES else self._record_large(keep, make, size)
+
+    async def _record_large(self, keep: RecordSpans, make: Callable[[], list[Span]], size: int) -> None:
+        spans = await offload(size, make)
+        if (pending := keep(spans)) is not None:
+            await pending
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -21,6 +22,7 @@ from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.metrics import Counters
+from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
@@ -76,10 +78,11 @@ class ForwardingService:
             self.record = store.append
             store.on_superseded = contexts.invalidate
 
-    async def plan(self, call: ResolvedCall) -> ForwardedCall:
-        """The call to the provider. Raises ApiError if it cannot be made."""
+    async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
+        """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
         context = None if call.caller.attempt is None else await self._find_context(call.caller)
-        return self._prepare(call, context).prepare()
+        self._counters.unattributed += context is None
+        return await offload(size // PASSED, lambda: self._prepare(call, context).prepare())
 
     async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
@@ -97,18 +100,19 @@ class ForwardingService:
         if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
             self._response_store.note_provider(attempt, forward.response.id, provider.name)
 
-    async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
-        """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs
-        nothing, and is not recorded."""
+    async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
+        """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
+        estimated. Costs nothing, and is not recorded."""
         caller, data, route = call.caller, call.body, call.route
         assert route.servers is not None
         if caller.attempt is not None:
             await self._find_context(caller)
         if not can_forward("messages", route):
-            translated = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
-            await (await self._token_counter.count(route.servers, translated.data)).send(writer)
+            translate = partial(self._translator.translate, "messages", route, caller, {"max_tokens": 1} | data, "")
+            translated = await offload(size // PASSED, translate)
+            await (await self._token_counter.count(route.servers, translated.data, size)).send(writer)
             return
-        body = orjson.dumps(data | {"model": route.send_model})
+        body = await offload(size // PASSED, partial(orjson.dumps, data | {"model": route.send_model}))
         affinity = "/".join(caller.attempt or ())
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
@@ -117,16 +121,14 @@ class ForwardingService:
             async with UpstreamCall(route.servers, request) as upstream:
                 upstream.settle(Usage())
         except ApiError as api_error:
-            await estimate_if_unsupported(api_error, data).send(writer)
+            await (await estimate_if_unsupported(api_error, data, size)).send(writer)
         else:
             await writer.send_json(200, upstream.body)
 
     def _prepare(self, call: ResolvedCall, context: AttemptContext | None) -> ForwardedCall:
         path, headers, caller, data, route = call
         resource, forced, trace_id = "", dict[str, Any](), ""
-        if context is None:
-            self._counters.unattributed += 1
-        else:
+        if context is not None:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
             # A provider that reports tokens may serve a model in training; any other is a third party.

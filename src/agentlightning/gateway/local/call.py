@@ -21,11 +21,14 @@ from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import TopLogprobs
 from agentlightning.gateway.local.span import SpanDraft
 from agentlightning.gateway.local.update_gate import InFlightCall, UpdateGate
+from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
 OnEvent = Callable[[Answer, OutputEvent], None]
 """Receives the events of an answer."""
+
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
@@ -59,7 +62,8 @@ class LocalCall:
                 await self._record(store, self._failures(error))
                 raise
             self.is_sampled = True
-            return await self._record(store, self._spans())
+            size = _BYTES_PER_TOKEN * sum(len(draft.prompt.token_ids) for draft in self.drafts)
+            return await self._record(store, await offload(size // PASSED, self._spans))
         finally:
             if in_flight is not None:
                 gate.leave(in_flight)

@@ -6,6 +6,7 @@ writer (execution/writer.py) as a command, which decides in memory by the rules 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from operator import itemgetter
 from typing import Any, Final
@@ -53,6 +54,8 @@ from agentlightning.store.types import UNSET, FilterLogic, SortOrder, Unset
 
 ITER_BATCH: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
+_LARGE: Final = 256 * 1024
+"""Characters and tokens of spans that are packed in a thread."""
 
 
 class SqlStore(SqlAdministration):
@@ -328,7 +331,9 @@ class SqlStore(SqlAdministration):
     async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
-        groups = group_by_attempt(added)
+        size = sum(len(each) for span in added for each in span.attributes.values() if isinstance(each, str | list))
+        # Packing a long conversation takes a while, in which the event loop serves others.
+        groups = await asyncio.to_thread(group_by_attempt, added) if size > _LARGE else group_by_attempt(added)
 
         def convert(results: list[SpanWriteResult]) -> list[Span] | Span:
             stored: list[Any] = [None] * len(added)
