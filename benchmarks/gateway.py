@@ -3,8 +3,8 @@
 All pass the same calls on to the same stub (arms/gateway_stub.py), from agents as they are (arms/gateway_load.py): 16,
 64 and 200 live attempts, each of which thinks for 0.3 s between answers of 1.2 s; the same with prompts of 2 to 60 KB
 and answers of 300 tokens; and, for comparison, loops that call without a pause. Ours is `agl serve` on a durable file,
-recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is the
-CPU time of a call, children included: it depends least on what else the machine does. Needs, for the peers, nginx
+recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is
+the CPU time of a call, children included: it depends least on what else the machine does. Needs, for the peers, nginx
 (Debian: apt-get install nginx-light) and benchmarks/peers.sh.
 
 Then a thousand streams at once through ours: errors, memory, and whether the tokens in the store are those that were
