@@ -13,6 +13,7 @@ import socket
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import ceil
 from typing import Self
 
 import orjson
@@ -43,6 +44,7 @@ from agentlightning.store.http.server.routes import store_routes
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.02
 _CUT_OFF_SECONDS = 5.0
 """Time for requests that are cut off to be recorded."""
 
@@ -214,13 +216,14 @@ class _Uvicorn(uvicorn.Server):
             connection.shutdown()
         for _ in range(2):
             await asyncio.sleep(0)
-        tasks, loop = self.server_state.tasks, asyncio.get_running_loop()
-        end = loop.time() + (self.config.timeout_graceful_shutdown or 0)
-        while tasks and (left := end - loop.time()) > 0:
-            await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        tasks, connections = self.server_state.tasks, self.server_state.connections
+        for _ in range(ceil((self.config.timeout_graceful_shutdown or 0) / _POLL_SECONDS)):
+            if not (tasks or connections):
+                break
+            await asyncio.sleep(_POLL_SECONDS)
         if tasks:
             logger.warning("%d requests were still unanswered and are cut off", len(tasks))
-        for connection in list(self.server_state.connections):
+        for connection in list(connections):
             connection.transport.abort()
         for task in tasks:
             task.cancel()

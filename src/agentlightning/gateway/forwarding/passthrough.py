@@ -101,8 +101,7 @@ class ForwardedCall(ForwardedExchange):
         """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
         if self.recorded or not self.caller.attempt:
             return None
-        self.recorded = True
-        return keep([self.failed_span(call.attributes(), error)])
+        return self._record(keep, call, lambda: [self.failed_span(call.attributes(), error)])
 
     # -- the request -----------------------------------------------------------------------------------------------
 
@@ -233,17 +232,19 @@ class ForwardedCall(ForwardedExchange):
 
     def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
         """Record the response. Durable as `RecordSpans` says."""
-        self.recorded = True
-        if not self.caller.attempt:
-            return None
         make = partial(self.spans, call.attributes(), time.time())
-        size = len(call.request.body) // PASSED
-        return keep(make()) if size <= MAX_INLINE_BYTES else self._record_large(keep, make, size)
+        return self._record(keep, call, make) if self.caller.attempt else None
 
-    async def _record_large(self, keep: RecordSpans, make: Callable[[], list[Span]], size: int) -> None:
-        spans = await offload(size, make)
-        if (pending := keep(spans)) is not None:
-            await pending
+    def _record(self, keep: RecordSpans, call: UpstreamCall, make: Callable[[], list[Span]]) -> Awaitable[None] | None:
+        self.recorded, size = True, len(call.request.body) // PASSED
+        if size <= MAX_INLINE_BYTES:
+            return keep(make())
+
+        async def record() -> None:
+            if (pending := keep(await offload(size, make))) is not None:
+                await pending
+
+        return record()
 
 
 @dataclass(slots=True)
