@@ -1,14 +1,17 @@
 """What the gateway costs a call, beside nginx, Agent Lightning 1.0's proxy and LiteLLM: `python benchmarks/gateway.py`.
 
-All pass the same calls on to the same stub, which answers at once with 2 KB of chat completion and token ids
-(arms/gateway_stub.py); the load is wrk, one connection for each call under way. Ours is `agl serve` on a durable file,
-recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns; each runs in one
-process. Needs wrk and nginx (Debian: apt-get install wrk nginx-light), and the peers of benchmarks/peers.sh.
+All pass the same calls on to the same stub (arms/gateway_stub.py), from agents as they are (arms/gateway_load.py): 16,
+64 and 200 live attempts, each of which thinks for 0.3 s between answers of 1.2 s; the same with prompts of 2 to 60 KB
+and answers of 300 tokens; and, for comparison, loops that call without a pause. Ours is `agl serve` on a durable file,
+recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is
+the CPU time of a call, children included: it depends least on what else the machine does. Needs, for the peers, nginx
+(Debian: apt-get install nginx-light) and benchmarks/peers.sh.
 
 Then a thousand streams at once through ours: errors, memory, and whether the tokens in the store are those that were
 sent, a million of them.
 
-    python benchmarks/gateway.py [--rounds 3] [--seconds 3] [--streams 1000] [--tokens 1000000] [--ours] [--check]
+    python benchmarks/gateway.py [--rounds 3] [--seconds 10] [--streams 1000] [--tokens 1000000] [--ours] [--check]
+        [--beside CHECKOUT]     another checkout of this project takes turns, too
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +46,14 @@ from agentlightning.store.sql.store import SqlStore
 sys.path.insert(0, str(HERE / "arms"))
 from line import free_port
 
-CONCURRENCIES = (1, 16, 64)
+LOADS: tuple[tuple[str | None, int], ...] = (
+    *(("agent", count) for count in (16, 64, 200)),
+    *(("reader", count) for count in (16, 64)),
+    *((None, count) for count in (1, 16)),
+)
+"""(user of the calls, connections). None calls without a pause, all with one attempt."""
+ATTEMPTS = 200
 LITELLM = Path(os.environ.get("AGL_PEER_LITELLM") or HERE.parent / ".peers/litellm/bin/litellm")
-BODY = {
-    "model": "stub",
-    "messages": [
-        {"role": "system", "content": "You are a helpful assistant."},
-        {"role": "user", "content": "What is six times seven, and why does everybody ask?"},
-    ],
-    "temperature": 1.0,
-    "max_tokens": 64,
-    "logprobs": True,
-    "return_token_ids": True,
-}
 MODEL, PATH = "stub", "/v1/chat/completions"
 NGINX = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
@@ -74,12 +73,19 @@ class Arm:
     """Something that passes calls on."""
 
     name: str
-    url: str
+    urls: list[str]
     pid: int
-    runs: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    runs: dict[tuple[str | None, int], list[dict[str, float]]] = field(default_factory=dict)
 
-    def median(self, concurrency: int, value: str) -> float:
-        return statistics.median(run[value] for run in self.runs[concurrency])
+    def median(self, load: tuple[str | None, int], value: str) -> float:
+        return statistics.median(run[value] for run in self.runs[load])
+
+    def cpu_seconds(self) -> float:
+        """Of the process and its children, those that have ended included."""
+        if not self.pid:
+            return 0.0
+        own = psutil.Process(self.pid)
+        return sum(sum(each.cpu_times()[:4]) for each in (own, *own.children(recursive=True)))
 
 
 # -- the arms ----------------------------------------------------------------------------------------------------------
@@ -124,31 +130,26 @@ def post(url: str, body: Any) -> Any:
 
 
 @contextlib.contextmanager
-def ours(stub: str, folder: Path) -> Iterator[Arm]:
+def ours(stub: str, folder: Path, source: Path = HERE.parent, name: str = "ours") -> Iterator[Arm]:
     routes = folder / "routes.toml"
     routes.write_text(
         f'[[providers]]\nname = "stub"\nbase_urls = ["{stub}/v1"]\ntoken_ids = true\nmax_concurrency = 4096\n'
         '[[routes]]\nmodel = "*"\nprovider = "stub"\n'
     )
-    command = [sys.executable, "-m", "agentlightning.cli", "serve", "--port", "0", "--json"]
+    command = [sys.executable, "-c", "from agentlightning.cli import main; main()", "serve", "--port", "0", "--json"]
     command += ["--db", str(folder / "store.db"), "--routes", str(routes)]
-    if not (HERE.parent / "src/agentlightning/cli/__main__.py").exists():
-        command[1:3] = ["-c", "from agentlightning.cli import main; main()"]
-    with running(command, said=True) as (process, line):
+    environment = os.environ | {"PYTHONPATH": str(source / "src")}
+    with running(command, said=True, env=environment) as (process, line):
         server = json.loads(line)["url"]
-        yield Arm("ours", server + attempt_of(server) + PATH, process.pid)
+        yield Arm(name, [f"{server}{path}{PATH}" for path in asyncio.run(new_attempts(server))], process.pid)
 
 
-def attempt_of(server: str) -> str:
-    """The path of a new attempt there."""
-
-    async def start() -> str:
-        client = LightningStoreClient(server)
-        rollout = await client.start_rollout({"question": "6*7"})
-        await client.close()
-        return attempt_path(rollout.rollout_id, rollout.attempt.attempt_id)
-
-    return asyncio.run(start())
+async def new_attempts(server: str) -> list[str]:
+    """The paths of new attempts there."""
+    client = LightningStoreClient(server)
+    started = [await client.start_rollout({"question": "6*7"}) for _ in range(ATTEMPTS)]
+    await client.close()
+    return [attempt_path(each.rollout_id, each.attempt.attempt_id) for each in started]
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def nginx(stub: str, folder: Path) -> Iterator[Arm]:
     with running(["nginx", "-c", str(configuration)]) as (process, _):
         url = f"http://127.0.0.1:{port}"
         until_up(url + "/health", process)
-        yield Arm("nginx", url + PATH, process.pid)
+        yield Arm("nginx", [url + PATH] * ATTEMPTS, process.pid)
 
 
 @contextlib.contextmanager
@@ -171,8 +172,9 @@ def agl1(stub: str, folder: Path) -> Iterator[Arm]:
     with running(command, cwd=folder, env=environment) as (process, _):
         until_up(f"{url}/healthz", process)
         post(f"{url}/api/models", [{"model": MODEL, "endpoint": f"{stub}/v1"}])
-        post(f"{url}/api/rollouts", [{"input": {"question": "6*7"}, "rollout_id": "r1"}])
-        yield Arm("1.0", f"{url}/proxy/rollout/r1/attempt/0/mode/train/openai{PATH}", process.pid)
+        post(f"{url}/api/rollouts", [{"input": {"question": "6*7"}, "rollout_id": f"r{n}"} for n in range(ATTEMPTS)])
+        urls = [f"{url}/proxy/rollout/r{number}/attempt/0/mode/train/openai{PATH}" for number in range(ATTEMPTS)]
+        yield Arm("1.0", urls, process.pid)
 
 
 @contextlib.contextmanager
@@ -189,55 +191,34 @@ def litellm(stub: str, folder: Path) -> Iterator[Arm]:
     with running(command, cwd=folder, env=environment) as (process, _):
         url = f"http://127.0.0.1:{port}"
         until_up(f"{url}/health/liveliness", process)
-        yield Arm("LiteLLM", url + PATH, process.pid)
+        yield Arm("LiteLLM", [url + PATH] * ATTEMPTS, process.pid)
 
 
 # -- the load ----------------------------------------------------------------------------------------------------------
 
 
-def load(url: str, concurrency: int, seconds: float, folder: Path) -> dict[str, float]:
-    """Calls a second and latencies in ms, as wrk saw them."""
-    script = folder / "post.lua"
-    headers = 'wrk.headers["Content-Type"] = "application/json"\n'
-    report = (
-        "done = function(summary, latency) local e = summary.errors\n"
-        'io.write(string.format("DONE %d %d %d %d %d\\n", summary.requests, summary.duration, latency:percentile(50),'
-        " latency:percentile(99), e.connect + e.read + e.write + e.status + e.timeout)) end\n"
-    )
-    script.write_text(f'wrk.method = "POST"\n{headers}wrk.body = [=[{json.dumps(BODY)}]=]\n{report}')
-    command = [
-        "wrk",
-        "-t1",
-        f"-c{concurrency}",
-        f"-d{max(1, round(seconds))}s",
-        "--timeout",
-        "30s",
-        "-s",
-        str(script),
-        url,
-    ]
+def measure(arm: Arm, load: tuple[str | None, int], seconds: float) -> dict[str, float]:
+    """Calls, errors, latencies in ms, and ms of CPU a call."""
+    user, connections = load
+    urls = arm.urls[:connections] if user else arm.urls[:1] * connections
+    command = [sys.executable, str(HERE / "arms/gateway_load.py"), "--seconds", str(seconds), *urls]
+    if user is not None:
+        command += ["--user", user]
+    before = arm.cpu_seconds()
     done = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"DONE (\d+) (\d+) (\d+) (\d+) (\d+)", done.stdout)
-    if found is None:
-        raise RuntimeError(f"wrk failed on {url}: {done.stdout} {done.stderr}")
-    requests, micros, p50, p99, errors = map(int, found.groups())
-    return {"rate": requests / micros * 1e6, "p50": p50 / 1e3, "p99": p99 / 1e3, "errors": errors, "calls": requests}
+    if done.returncode:
+        raise RuntimeError(f"the load failed on {arm.name}: {done.stderr}")
+    figures = json.loads(done.stdout)
+    return figures | {"cpu": 1e3 * (arm.cpu_seconds() - before) / figures["calls"]}
 
 
-def direct(stub: str, options: argparse.Namespace, folder: Path) -> Arm:
-    arm = Arm("the stub itself", stub + PATH, 0)
-    for concurrency in CONCURRENCIES:
-        arm.runs[concurrency] = [load(arm.url, concurrency, options.seconds, folder)]
-    return arm
-
-
-def take_turns(arms: list[Arm], options: argparse.Namespace, folder: Path) -> None:
+def take_turns(arms: list[Arm], options: argparse.Namespace) -> None:
     for arm in arms:
-        load(arm.url, 16, min(1.0, options.seconds), folder)  # warm
+        measure(arm, (None, 16), min(1.0, options.seconds))  # warm
     for _ in range(options.rounds):
-        for concurrency in CONCURRENCIES:
+        for load in LOADS:
             for arm in arms:
-                arm.runs.setdefault(concurrency, []).append(load(arm.url, concurrency, options.seconds, folder))
+                arm.runs.setdefault(load, []).append(measure(arm, load, options.seconds))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -265,8 +246,8 @@ async def stream_one(host: str, port: int, path: str, body: bytes, begun: asynci
 
 async def stream_many(url: str, streams: int) -> list[int | BaseException]:
     host, port, path = re.fullmatch(r"http://([^:]+):(\d+)(/.*)", url).groups()  # type: ignore[union-attr]
-    asked = {name: value for name, value in BODY.items() if name not in ("logprobs", "return_token_ids")}
-    body = json.dumps(asked | {"stream": True}, separators=(",", ":")).encode()
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Six times seven?"}], "stream": True}
+    body = json.dumps(asked, separators=(",", ":")).encode()
     begun = asyncio.Barrier(streams)
     calls = (stream_one(host, int(port), path, body, begun) for _ in range(streams))
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -291,7 +272,7 @@ def measure_streams(options: argparse.Namespace) -> dict[str, float]:
             async def run() -> list[int | BaseException]:
                 watching = asyncio.create_task(watch())
                 try:
-                    return await stream_many(arm.url, options.streams)
+                    return await stream_many(arm.urls[0], options.streams)
                 finally:
                     watching.cancel()
 
@@ -314,8 +295,8 @@ async def compare_tokens(database: Path, tokens: int, pieces: int) -> tuple[int,
     expected = list(range(tokens * pieces))
     same = seen = 0
     store = SqlStore(database)
-    (rollout,) = await store.query_rollouts()
-    for span in await store.query_spans(rollout.rollout_id):
+    rollouts = [rollout.rollout_id for rollout in await store.query_rollouts()]
+    for span in [span for rollout_id in rollouts for span in await store.query_spans(rollout_id)]:
         drawn = list(span.attributes[names.RESPONSE_TOKEN_IDS])
         seen += len(drawn)
         same += sum(one == other for one, other in zip(drawn, expected, strict=False))
@@ -335,6 +316,7 @@ def stub_of(sizes: list[str]) -> Iterator[str]:
 def available(options: argparse.Namespace) -> list[Any]:
     """Who takes part; who does not is named."""
     arms: list[Any] = [ours]
+    arms += [partial(ours, source=source, name=source.name) for source in options.beside]
     for name, arm, there in (
         ("nginx", nginx, shutil.which("nginx") is not None),
         ("1.0", agl1, PYTHONS["agl1"].exists()),
@@ -354,18 +336,18 @@ def measure_calls(options: argparse.Namespace) -> tuple[list[Arm], dict[str, flo
         folder = Path(name)
         with contextlib.ExitStack() as stack:
             arms: list[Arm] = []
-            for start in available(options):
-                own = folder / start.__name__
+            for number, start in enumerate(available(options)):
+                own = folder / str(number)
                 own.mkdir()
                 try:
                     arms.append(stack.enter_context(start(stub, own)))
                 except RuntimeError as error:
-                    print(f"{start.__name__} is left out: {error}", file=sys.stderr)
-            take_turns(arms, options, folder)
-            alone = direct(stub, options, folder)
-        spans = asyncio.run(count_spans(folder / "ours/store.db"))
+                    print(f"an arm is left out: {error}", file=sys.stderr)
+            arms.append(Arm("the stub itself", [stub + PATH] * ATTEMPTS, 0))
+            take_turns(arms, options)
+        spans = asyncio.run(count_spans(folder / "0/store.db"))
     answered = sum(run["calls"] for runs in arms[0].runs.values() for run in runs)
-    return [alone, *arms], {"calls_answered": answered, "spans_kept": spans}
+    return arms, {"calls_answered": answered, "spans_kept": spans}
 
 
 async def count_spans(database: Path) -> int:
@@ -380,14 +362,14 @@ def limits(arms: list[Arm], kept: dict[str, float], streams: dict[str, float]) -
     by_name = {arm.name: arm for arm in arms}
     mine, alone = by_name["ours"], by_name["the stub itself"]
     found: list[tuple[str, float, str, bool]] = []
-    for peer, times in (("1.0", 10), ("LiteLLM", 25), ("nginx", 0.2)):
-        for concurrency in CONCURRENCIES if peer in by_name else ():
-            ratio = mine.median(concurrency, "rate") / by_name[peer].median(concurrency, "rate")
-            found.append((f"ours / {peer} at {concurrency}", ratio, f"at least {times}", ratio >= times))
-    added = mine.median(1, "p50") - alone.median(1, "p50")
-    found.append(("added p50 at 1, ms", added, "under 0.5", added < 0.5))
-    p99 = mine.median(16, "p99")
-    found.append(("p99 at 16, ms", p99, "under 30", p99 < 30))
+    for peer, times in (("1.0", 0.5), ("LiteLLM", 0.2)):
+        for load in LOADS if peer in by_name else ():
+            ratio = mine.median(load, "cpu") / by_name[peer].median(load, "cpu")
+            found.append((f"CPU of ours / {peer}, {named(load)}", ratio, f"at most {times}", ratio <= times))
+    for load in LOADS:
+        added = mine.median(load, "p50") - alone.median(load, "p50")
+        if load[0] is not None:
+            found.append((f"added p50, ms, {named(load)}", added, "under 10", added < 10))
     errors = sum(run["errors"] for runs in mine.runs.values() for run in runs)
     found.append(("calls that failed", errors, "none", errors == 0))
     lost = max(0.0, kept["calls_answered"] - kept["spans_kept"])
@@ -403,38 +385,38 @@ def limits(arms: list[Arm], kept: dict[str, float], streams: dict[str, float]) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often the arms take turns")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--streams", type=int, default=1000, help="at once; 0 leaves them out")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of all streams together")
     parser.add_argument("--directory", type=Path, default=None, help="where the database files go")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
+    parser.add_argument("--beside", type=Path, default=[], action="append", help="another checkout of this project")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if shutil.which("wrk") is None:
-        print("wrk is not there, and it is the load: apt-get install wrk", file=sys.stderr)
-        return 2
     arms, kept = measure_calls(options)
     streams = measure_streams(options) if options.streams else {}
     found = limits(arms, kept, streams)
     if options.json:
-        measured = {arm.name: {str(each): arm.runs[each] for each in CONCURRENCIES} for arm in arms}
+        measured = {arm.name: {named(each): arm.runs[each] for each in LOADS} for arm in arms}
         print(json.dumps({"title": "gateway", "measured": measured, "kept": kept, "streams": streams, "limits": found}))
     else:
         show(arms, kept, streams, found)
     return int(options.check and not all(met for *_, met in found))
 
 
+def named(load: tuple[str | None, int]) -> str:
+    user, connections = load
+    kinds = {"agent": "live attempts", "reader": "live attempts with long prompts", None: "at once in a loop"}
+    return f"{connections} {kinds[user]}"
+
+
 def show(arms: list[Arm], kept: dict[str, float], streams: dict[str, float], found: list[Any]) -> None:
-    print(
-        "calls a second, median of the rounds (p50 / p99 in ms), at concurrency " + ", ".join(map(str, CONCURRENCIES))
-    )
-    for arm in arms:
-        cells = (
-            f"{arm.median(each, 'rate'):9,.0f} ({arm.median(each, 'p50'):.2f} / {arm.median(each, 'p99'):.1f})"
-            for each in CONCURRENCIES
-        )
-        print(f"  {arm.name:16}" + "".join(f"{cell:30}" for cell in cells))
+    for load in LOADS:
+        print(f"{named(load)}: ms of CPU a call, calls a second (p50 / p99 in ms), medians of the rounds")
+        for arm in arms:
+            cpu, rate, p50, p99 = (arm.median(load, value) for value in ("cpu", "rate", "p50", "p99"))
+            print(f"  {arm.name:16}{cpu:8.3f} {rate:9,.0f} ({p50:.2f} / {p99:.1f})")
     print("  " + ", ".join(f"{name} {value:,.0f}" for name, value in (kept | streams).items()))
     for text, value, limit, met in found:
         print(f"  {'MET   ' if met else 'MISSED'}  {text}: {value:,.3g}, {limit}")

@@ -1,8 +1,9 @@
-"""A model server that answers at once: 2 KB of chat completion with token ids and log-probabilities, or a stream of it.
+"""A model server: a chat completion with token ids and log-probabilities, or a stream of it.
 
-    python benchmarks/arms/gateway_stub.py [--tokens 24] [--pieces 20] [--pause 0]
+    python benchmarks/arms/gateway_stub.py [--tokens 16] [--pieces 20] [--pause 0]
 
-Prints its URL and ends with its standard input. Raw asyncio and httptools, so that it is not what is measured.
+It answers at once with 2 KB; after 1.2 s to the user "agent"; after 1.2 s with 300 tokens to the user "reader". Prints
+its URL and ends with its standard input. Raw asyncio and httptools, so that it is not what is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import httptools
 import orjson
 import uvloop
+
+ANSWER_SECONDS = 1.2
 
 
 def chat_completion(tokens: int) -> dict:
@@ -40,6 +43,11 @@ def chat_completion(tokens: int) -> dict:
     }
 
 
+def response(tokens: int) -> bytes:
+    body = orjson.dumps(chat_completion(tokens))
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
 def pieces(tokens: int, count: int) -> list[bytes]:
     """The events of a stream of so many pieces, each with so many tokens."""
     whole = chat_completion(tokens)
@@ -58,8 +66,8 @@ def pieces(tokens: int, count: int) -> list[bytes]:
 
 
 class Stub(asyncio.Protocol):
-    def __init__(self, whole: bytes, events: list[bytes], pause: float) -> None:
-        self._whole, self._events, self._pause = whole, events, pause
+    def __init__(self, whole: bytes, long: bytes, events: list[bytes], pause: float) -> None:
+        self._whole, self._long, self._events, self._pause = whole, long, events, pause
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -83,6 +91,10 @@ class Stub(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if b'"stream":true' in self._body:
             self._stream = asyncio.ensure_future(self._send_events())
+        elif b'"user":"agent"' in self._body:
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._transport.write, self._whole)
+        elif b'"user":"reader"' in self._body:
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._transport.write, self._long)
         else:
             self._transport.write(self._whole)
 
@@ -101,12 +113,11 @@ async def main() -> None:
     parser.add_argument("--pieces", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between the pieces of a stream")
     options = parser.parse_args()
-    body = orjson.dumps(chat_completion(options.tokens))
-    whole = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    whole, long = response(options.tokens), response(300)
     events = pieces(options.tokens, options.pieces)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Stub(whole, events, options.pause), "127.0.0.1", 0, backlog=2048)
-    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", len(body), flush=True)
+    server = await loop.create_server(lambda: Stub(whole, long, events, options.pause), "127.0.0.1", 0, backlog=2048)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
 

@@ -1,6 +1,8 @@
 """A prompt that no context holds costs little, and one that is long stops nobody else: heartbeats share the loop."""
 
 import asyncio
+import pkgutil
+import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -8,7 +10,9 @@ import openai
 import orjson
 import pytest
 
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
 
@@ -99,3 +103,53 @@ def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
             parse(broken)
     with pytest.raises(orjson.JSONDecodeError):
         parse(b'{"a": "' + b"x" * MAX_CHUNK_BYTES + b'", "\xff": 1}')
+
+
+GATEWAY = "agentlightning.gateway."
+PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.passthrough.ForwardedCall.spans"
+TRANSLATE = GATEWAY + "translation.call.Translator.translate"
+WORK = {
+    "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.call.LocalCall._spans", PACK),
+    "forwarded": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
+    "streamed": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
+    "translated": (TRANSLATE, SPANS, PACK),
+    "counted": (TRANSLATE, GATEWAY + "forwarding.token_count.estimate_prompt_tokens"),
+}
+"""What takes long for a long conversation, by the way of its call."""
+
+
+def answer(seen):
+    if seen.path.endswith("/tokenize"):
+        return Reply(status=404)
+    return Reply(events=chat_events(["Hello."])) if seen.json.get("stream") else Reply(chat_answer("Hello."))
+
+
+@pytest.mark.parametrize("way", WORK)
+async def test_what_takes_long_for_a_long_conversation_is_done_beside_the_loop(serve, bpe_chat, monkeypatch, way):
+    """Whether it is local, passed on, translated or only counted. What is short is not worth a thread."""
+    async with ScriptedProvider(answer) as provider:
+        them = {"name": "them", "base_urls": [f"{provider.url}/v1"]}
+        config = {"providers": [them], "routes": [{"model": "theirs", "provider": "them"}]}
+        engine = {"chat": bpe_chat, "context_length": 10_000_000}
+        service = await serve(["Hello."] * 2, engine=engine, config=GatewayConfig.model_validate(config))
+        http, done = await service.http(), set[tuple[str, int]]()
+
+        def noting(name, work):
+            def noted(*arguments, **options):
+                done.add((name, threading.get_ident()))
+                return work(*arguments, **options)
+
+            return noted
+
+        for name in WORK[way]:
+            monkeypatch.setattr(name, noting(name, pkgutil.resolve_name(name)))
+        url = service.environment["ANTHROPIC_BASE_URL"] + "/v1/"
+        url += {"translated": "messages", "counted": "messages/count_tokens"}.get(way, "chat/completions")
+        body = {"model": "scripted" if way == "local" else "theirs", "max_tokens": 9, "stream": way == "streamed"}
+        for turns in (1, 1001):
+            done.clear()
+            messages = [{"role": ("user", "assistant")[turn % 2], "content": "word " * 120} for turn in range(turns)]
+            reply = await http.post(url, json=body | {"messages": messages}, headers={"x-api-key": service.key})
+            assert (reply.status_code, {name for name, _ in done}) == (200, set(WORK[way])), reply.text
+            beside = {name for name, thread in done if thread != threading.get_ident()}
+            assert beside == (set() if turns == 1 else set(WORK[way]))

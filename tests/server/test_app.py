@@ -1,18 +1,25 @@
 """One server for a store and a gateway: its addresses and its errors."""
 
+import ast
 import asyncio
+import inspect
 import re
 import socket
+import textwrap
 
 import httpx
 import pytest
+import uvicorn
 from openai import AsyncOpenAI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.gateway.app import Gateway
+from agentlightning.server import app
 from agentlightning.server.app import Server
+from agentlightning.server.http_protocol import BoundedHttpProtocol
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.instrumented import instrument
 from agentlightning.testing import ScriptedEngine
@@ -169,3 +176,22 @@ def test_an_origin_that_is_no_site_is_refused(store, origin: str) -> None:
         Server(store, secret="s", allowed_origins=[origin])
     if origin == "*":
         Server(store, secret="s", allowed_origins=[origin], token="t")
+
+
+def private_names(source):
+    """Private methods and attributes that a source defines or uses."""
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(BoundedHttpProtocol, HttpToolsProtocol), (app._Uvicorn, uvicorn.Server)],
+    ids=lambda c: c.__name__,
+)
+def test_nothing_private_of_uvicorn_is_called_or_overridden(ours, theirs):
+    """Private methods come and go between the versions that pyproject.toml allows."""
+    assert issubclass(ours, theirs)
+    assert private_names(inspect.getsource(ours)) & private_names(inspect.getsource(theirs)) == set()

@@ -1,10 +1,11 @@
-"""The short way of a model call, and the long one: the same answers, and no connection is held for nothing."""
+"""Model calls byte by byte: the same answers however they are sent, and no connection is held for nothing."""
 
 import asyncio
 import gzip
 import json
 import socket
 import zlib
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,10 +13,11 @@ from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.http_protocol import MAX_BODY_BYTES, MAX_HEAD_BYTES
+from agentlightning.server.http_protocol import MAX_HEAD_BYTES
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
 
+MEGABYTE = 1024 * 1024
 BODY = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
@@ -131,7 +133,7 @@ async def test_calls_sent_at_once_are_answered_in_order(serve, dial):
     assert json.loads(said[2][2])["object"] == "list"
 
 
-async def test_what_is_unusual_goes_the_long_way_to_the_same_answer(serve, dial):
+async def test_what_is_sent_in_an_unusual_way_gets_the_same_answer(serve, dial):
     server, path = await serve(["chunked", "expected", "long", "query", "escaped", "old"])
     line = await dial(server)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
@@ -144,7 +146,7 @@ async def test_what_is_unusual_goes_the_long_way_to_the_same_answer(serve, dial)
     line.send(BODY)
     assert text(await line.answer()) == "expected"
 
-    line.send(post(path, BODY + b" " * MAX_BODY_BYTES))
+    line.send(post(path, BODY + b" " * MEGABYTE))
     assert text(await line.answer()) == "long"
     line.send(post(path + "?x=1"))
     assert text(await line.answer()) == "query"
@@ -186,7 +188,7 @@ async def test_a_caller_that_hangs_up_ends_the_sampling(serve, dial, store):
     assert spans[0].attributes["error.type"] == "client_disconnected"
 
 
-async def test_the_metrics_see_what_takes_the_short_way(serve, dial, store):
+async def test_the_metrics_name_the_route_of_a_call(serve, dial, store):
     server, path = await serve(["one"], metrics=Metrics(store))
     line = await dial(server)
     line.send(post(path) + b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -263,8 +265,9 @@ async def test_a_server_that_stops_finishes_what_is_under_way(serve, dial):
     await stopping
 
 
-async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serve):
-    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, stalled_seconds=0.2)
+@asynccontextmanager
+async def slow_reader(server, request):
+    """A client that has read nothing yet of an answer that no buffer holds whole."""
     with socket.socket() as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.setblocking(False)
@@ -273,9 +276,28 @@ async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serv
         await until(lambda: connections)
         for each in connections:  # otherwise the system takes it all
             each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        caller.send(post(path))
+        caller.send(request)
         await until(lambda: any(each.flow.write_paused for each in connections))
-        await until(lambda: not connections)
+        yield caller
+
+
+async def test_a_caller_that_reads_nothing_more_of_its_answer_is_hung_up_on(serve):
+    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6}, stalled_seconds=0.2)
+    async with slow_reader(server, post(path)):
+        await until(lambda: not server._uvicorn.server_state.connections)
+
+
+async def test_what_was_answered_arrives_whole_though_the_server_stops(serve):
+    """The request is over, its bytes are still under way."""
+    server, path = await serve(["x" * 400_000], engine={"context_length": 10**6})
+    async with slow_reader(server, post(path)) as caller:
+        await until(lambda: not server._uvicorn.server_state.tasks)
+        stopping, read = asyncio.create_task(server.stop()), b""
+        while part := await asyncio.get_running_loop().sock_recv(caller, 65536):
+            read += part
+            await asyncio.sleep(0.001)
+        await stopping
+    assert json.loads(read.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "x" * 400_000
 
 
 # -- an upgrade that nobody makes ------------------------------------------------------------------------------------
@@ -323,7 +345,7 @@ async def test_nothing_is_kept_of_what_a_stranger_sends(serve, dial):
         large = post(url, b" " * 500_000)
         line.send(large[:-1])
         await asyncio.sleep(0.1)
-        assert server.fast_routes.unfinished_bytes == 0
+        assert server.bounds.unfinished_bytes == 0
         line.send(large[-1:])
         status, _, body = await line.answer()
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
@@ -334,19 +356,19 @@ async def test_bodies_that_do_not_come_to_their_end_are_bounded_in_all(serve, di
     first, second = await dial(server), await dial(server)
     large = post(path, BODY + b" " * 200_000)
     first.send(large[:-1])
-    await until(lambda: server.fast_routes.unfinished_bytes > 200_000)
+    await until(lambda: server.bounds.unfinished_bytes > 200_000)
     second.send(b"POST /v1/agl/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 199_999)
     status, headers, _ = await second.answer()
     assert (status, headers["retry-after"]) == (503, "1")
     first.send(large[-1:])
     assert text(await first.answer()) == "one"
-    assert server.fast_routes.unfinished_bytes == 0
+    assert server.bounds.unfinished_bytes == 0
 
 
 async def test_who_sends_slowly_holds_no_slot(serve, dial):
     server, path = await serve(["one", "two"], gateway={"max_concurrency": 1})
     slow, quick = await dial(server), await dial(server)
-    large = post(path, BODY + b" " * MAX_BODY_BYTES)
+    large = post(path, BODY + b" " * MEGABYTE)
     slow.send(large[:-1])
     await asyncio.sleep(0.05)
     quick.send(post(path))

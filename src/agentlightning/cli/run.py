@@ -229,7 +229,6 @@ async def _open_remote(url: str, token: str | None, stack: AsyncExitStack) -> Re
 async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     """A store, and a private server: it can be used only with its random token or the key of an attempt."""
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.gateway.recording import raw_exchange
     from agentlightning.server.serve import serve
     from agentlightning.store.journal.store import recover_journals
 
@@ -238,7 +237,7 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     first = next(iter(engines), None)
     store = open_store(options.db)
     stack.push_async_callback(store.close)
-    await recover_journals(store, raw_exchange.read)
+    await recover_journals(store)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     spent = file_beside_store(options.db, ".spent")

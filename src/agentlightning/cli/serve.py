@@ -226,8 +226,6 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.dashboard.app import dashboard_routes
     from agentlightning.dashboard.data.catalog import Catalog
     from agentlightning.dashboard.data.run_data import DashboardData
-    from agentlightning.gateway.recording import raw_exchange
-    from agentlightning.gateway.recording.packer_process import PackerProcess
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.joining.service import JoinedPolicies
@@ -249,10 +247,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         observers.append(exporter)
     store = instrument(database, observers)
     if database.path is not None:
-        packer = (
-            PackerProcess() if options.otlp_export is None else None
-        )  # the exporter needs the spans in this process
-        store = await stack.enter_async_context(with_journal(store, database.path, raw_exchange.read, packer))
+        store = await stack.enter_async_context(with_journal(store, database.path))
     data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
     stack.push_async_callback(data.close)
     joined = JoinedPolicies()

@@ -66,7 +66,6 @@ def register(app: typer.Typer) -> None:
 async def open_named(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
-    from agentlightning.gateway.recording import raw_exchange
     from agentlightning.store.base import store_url
     from agentlightning.store.journal.store import recover_journals
 
@@ -74,7 +73,7 @@ async def open_named(
         server = str(store_url(None))
     opened = _open_client(server, token, store) if server is not None else _open_database(store, create)
     try:
-        await recover_journals(opened, raw_exchange.read)
+        await recover_journals(opened)
         yield opened
     finally:
         await opened.close()

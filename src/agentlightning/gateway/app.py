@@ -17,7 +17,7 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attempts import RECHECK_SECONDS, AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit
@@ -67,7 +67,7 @@ class Gateway:
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
-        recheck_seconds: float = 1.0,
+        recheck_seconds: float = RECHECK_SECONDS,
         agents: Sequence[AgentRule] = (),
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
@@ -103,8 +103,6 @@ class Gateway:
         self._limit = ConcurrencyLimit(max_concurrency)
         self._watch = AttemptWatch(self._attempts, self.forget)
         self._endpoints = self._make_endpoints(max_body_bytes)
-        self._fast_path = self._endpoints.fast_path
-        self._watch.fast_calls = self._fast_path.calls
 
     def _open_pools(self, config: GatewayConfig) -> dict[str, ServerPool]:
         return {
@@ -117,7 +115,6 @@ class Gateway:
         translator = Translator({path: dialect for dialect, path in API_PATHS.items()}, self.kept, self.counters)
         on_policy = OnPolicySampling(self.counters)
         forwarding = ForwardingService(
-            self._resolver,
             self._store,
             self._attempts,
             self._find_attempt,
@@ -212,7 +209,6 @@ class Gateway:
     async def close(self) -> None:
         """End the calls in progress and close the connections to providers. A later call opens them again."""
         await self._watch.close()
-        await self._fast_path.close()
         for pool in self.providers.values():
             await pool.close()
         transports, self._transports = self._transports, {}

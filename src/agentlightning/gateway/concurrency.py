@@ -20,24 +20,13 @@ class ConcurrencyLimit:
         self._free = limit
         self._waiters: deque[asyncio.Future[None]] = deque()
 
-    @property
-    def full(self) -> bool:
-        """Whether another call would wait."""
-        return self._free == 0 or bool(self._waiters)
-
     def slot(self) -> Slot:
         """A slot to take with `async with`."""
         return Slot(self)
 
-    def try_acquire(self) -> bool:
-        """Take a slot; `release` must follow. Returns False, and takes none, if the call would wait."""
-        if self.full:
-            return False
-        self._free -= 1
-        return True
-
     async def acquire(self) -> None:
-        if self.try_acquire():
+        if self._free and not self._waiters:
+            self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(turn)

@@ -24,7 +24,6 @@ from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.attribution import Attribution, Caller
 from agentlightning.gateway.callers.client_retries import RequestIdentity
 from agentlightning.gateway.concurrency import ConcurrencyLimit
@@ -37,7 +36,6 @@ from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
 from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
-from agentlightning.gateway.forwarding.fast_path import RAW_REQUEST, FastPath, RawRequest
 from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.forwarding.stored_responses import request_stored_response
@@ -101,7 +99,6 @@ class Endpoints:
         self._models, self._responses, self._providers = models, responses, providers
         self._store, self._counters, self._watch = store, counters, watch
         self._limit, self._max_body_bytes = limit, max_body_bytes
-        self.fast_path = FastPath(limit, attribution, forwarding, counters, self._continue_in_task, max_body_bytes)
 
     # -- the routes ------------------------------------------------------------------------------------------------
 
@@ -110,10 +107,10 @@ class Endpoints:
         return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
 
     def _routes_below(self, prefix: str) -> list[Route]:
-        count_tokens = _AsgiEndpoint(self.count_tokens, partial(self._admit, MESSAGES))
+        calls: dict[str, ASGIApp] = {path: partial(self.call_model, each) for path, each in DIALECTS.items()}
+        calls["/v1/messages/count_tokens"] = self.count_tokens
         return [
-            *(Route(prefix + path, self._endpoint(dialect), methods=["POST"]) for path, dialect in DIALECTS.items()),
-            Route(f"{prefix}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
@@ -121,10 +118,6 @@ class Endpoints:
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
             Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
-
-    def _endpoint(self, dialect: Dialect) -> _AsgiEndpoint:
-        admit, fast_path = partial(self._admit, dialect), partial(self.fast_path.try_serve, API_PATHS[dialect])
-        return _AsgiEndpoint(partial(self.call_model, dialect), admit, fast_path)
 
     async def call_model(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one model call."""
@@ -178,26 +171,6 @@ class Endpoints:
 
     # -- before and after the task ---------------------------------------------------------------------------------
 
-    def _admit(self, dialect: Dialect, raw: RawRequest) -> tuple[int, bytes] | None:
-        """(status, body) of an error, if the request head alone is enough to reject the caller."""
-        try:
-            self.fast_path.identify(raw)
-        except ApiError as api_error:
-            self._counters.requests += 1
-            self._counters.errors += 1
-            return api_error.status, dialect.error_body(api_error)
-        return None
-
-    def _continue_in_task(self, path: ApiPath, attempt: AttemptIds | None, work: Handler) -> ASGIApp:
-        """An application for the rest of a call that left the fast path."""
-
-        async def resume(scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-            async with self._limit.slot():
-                with self._watch.track(attempt):
-                    await work(scope, receive, writer)
-
-        return partial(self._handle, DIALECTS[f"/v1/{path}"], resume)
-
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
         self._counters.requests += 1
@@ -220,15 +193,13 @@ class Endpoints:
 
     async def _call_model(self, dialect: Dialect, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()
-        raw: RawRequest | None = scope.get(RAW_REQUEST)
-        headers, caller = await self._caller(scope, raw)
+        headers, caller = await self._caller(scope)
         body = b""
         async with AsyncExitStack() as slot:
             try:
                 body, caller = await self._body(scope, receive, headers, caller)
                 await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
-                call = raw.call if raw is not None else None
-                call = call or await self._resolve(dialect, headers, caller, body)
+                call = await self._resolve(dialect, headers, caller, body)
                 serve = await self._prepare(dialect, call, len(body))
             except ClientDisconnected:
                 raise
@@ -239,21 +210,18 @@ class Endpoints:
                 await serve(scope, receive, writer)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        headers, caller = await self._caller(scope, scope.get(RAW_REQUEST))
+        headers, caller = await self._caller(scope)
         body, caller = await self._body(scope, receive, headers, caller)
         async with self._limit.slot():
             call = await self._resolve(MESSAGES, headers, caller, body)
             if call.route.servers is not None:
-                await self._forwarding.count(call, writer)
+                await self._forwarding.count(call, len(body), writer)
             else:
                 tokens = await self._local.count(MESSAGES, call, len(body))
                 await writer.send_json(200, count_reply(tokens))
 
-    async def _caller(self, scope: Scope, raw: RawRequest | None) -> tuple[Mapping[str, str], Caller]:
-        """(headers by name, caller); from the fast path, if it has identified the caller."""
-        if raw is not None and raw.caller is not None:
-            caller, headers = raw.caller
-            return headers, caller
+    async def _caller(self, scope: Scope) -> tuple[Mapping[str, str], Caller]:
+        """(headers by name, caller)."""
         headers = read_headers(scope)
         return headers, await self._attribution.caller(headers, scope["path_params"])
 
@@ -262,10 +230,10 @@ class Endpoints:
     ) -> tuple[bytes, Caller]:
         """(body, the caller with the identity of this request)."""
         body = await read_body(receive, headers, self._max_body_bytes)
-        if caller.attempt_id is not None and caller.repeat is None:
+        if caller.attempt_id is not None:
             path = scope["path"].rpartition("/v1/")[2]
-            # A digest takes a thousandth of the time that reading the request takes.
-            repeat = await offload(len(body) // 1024, partial(RequestIdentity.of, headers, path, body))
+            # A digest takes a hundredth of the time that reading the request takes.
+            repeat = await offload(len(body) // 128, partial(RequestIdentity.of, headers, path, body))
             caller = structs.replace(caller, repeat=repeat)
         return body, caller
 
@@ -298,23 +266,14 @@ class Endpoints:
         handler itself."""
         if call.route.servers is None:
             return await self._local.prepare(dialect, call, size)
-        return partial(self._forwarding.run, await self._forwarding.plan(call))
+        return partial(self._forwarding.run, await self._forwarding.plan(call, size))
 
 
 class _AsgiEndpoint:
     """An endpoint that Starlette treats as an ASGI application, because it is an object and not a function."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        admit: Callable[[RawRequest], tuple[int, bytes] | None],
-        fast_path: Callable[[RawRequest], bool] | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self.admit = admit
-        """Called with the request head; returns (status, body) of an error, or None."""
-        self.fast_path = fast_path
-        """Starts serving a request without a task; returns False if it cannot."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

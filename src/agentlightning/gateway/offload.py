@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 MAX_INLINE_BYTES: Final = 8 * 1024
 """Largest request handled in the loop: reading, rendering and encoding it takes some milliseconds."""
+PASSED: Final = 8
+"""How many times faster a request is passed on, or shown in a span, than it is read: its size is divided by this."""
 _WORKERS: Final = 4
 
 _pool: Final = ThreadPoolExecutor(_WORKERS, thread_name_prefix="gateway-request")

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import ceil
 from typing import Self
 
 import orjson
@@ -33,7 +34,7 @@ from agentlightning.ingest.feedback import feedback_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metrics_routes
-from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, FastRoutes, GatewayHttpProtocol
+from agentlightning.server.http_protocol import MAX_UNFINISHED_BYTES, STALLED_SECONDS, BoundedHttpProtocol, Bounds
 from agentlightning.server.origin_guard import OriginGuard
 from agentlightning.server.probes import Probes
 from agentlightning.server.request_tracker import RequestTracker
@@ -42,6 +43,10 @@ from agentlightning.store.http.encoding import MAX_BODY_BYTES
 from agentlightning.store.http.server.routes import store_routes
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
+_CUT_OFF_SECONDS = 5.0
+"""Time for requests that are cut off to be recorded."""
 
 
 class Server:
@@ -108,7 +113,7 @@ class Server:
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
         probes.tracker = self._tracker = RequestTracker(self.app, metrics, slow, guard)
-        self.fast_routes = FastRoutes([] if origins else calls, self._tracker, stalled_seconds, max_unfinished_bytes)
+        self.bounds = Bounds(stalled_seconds, max_unfinished_bytes)
         self._grace = grace_seconds
         self.gateway = gateway
         self._listener = listener
@@ -131,7 +136,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 self._tracker,
-                http=type("ServedCalls", (GatewayHttpProtocol,), {"fast_routes": self.fast_routes}),
+                http=type("ServerHttpProtocol", (BoundedHttpProtocol,), {"bounds": self.bounds}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -211,12 +216,19 @@ class _Uvicorn(uvicorn.Server):
             connection.shutdown()
         for _ in range(2):
             await asyncio.sleep(0)
-        try:
-            await asyncio.wait_for(self._wait_tasks_to_complete(), self.config.timeout_graceful_shutdown)
-        except TimeoutError:
-            logger.warning("%d requests were still unanswered and are cut off", len(self.server_state.tasks))
-            for task in self.server_state.tasks:
-                task.cancel()
+        tasks, connections = self.server_state.tasks, self.server_state.connections
+        for _ in range(ceil((self.config.timeout_graceful_shutdown or 0) / _POLL_SECONDS)):
+            if not (tasks or connections):
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        if tasks:
+            logger.warning("%d requests were still unanswered and are cut off", len(tasks))
+        for connection in list(connections):
+            connection.transport.abort()
+        for task in tasks:
+            task.cancel()
+        if tasks:  # what is cut off is recorded
+            await asyncio.wait(tasks, timeout=_CUT_OFF_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -264,7 +276,7 @@ def _counters(gateway: Gateway | None, traces: OtlpReceiver) -> Iterable[Metric]
 
 
 def _cross_origin(origins: Sequence[str], token: str | None) -> list[Middleware]:
-    """The CORS middleware for these origins. Model calls then do not use their fast path."""
+    """The CORS middleware for these origins."""
     for origin in origins:
         scheme, _, rest = origin.partition("://")
         if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):

@@ -26,6 +26,7 @@ UNKNOWN_ROUTE: Final = "other"
 DRAIN_SECONDS: Final = 0.3
 """Time for store requests to finish after `close`."""
 STORE_PREFIX: Final = "/v1/agl/"
+_CLOSE: Final = (b"connection", b"close")
 CLIENT_CLOSED: Final = 499
 """The status of a request whose client disconnected before the response."""
 
@@ -40,7 +41,7 @@ class RequestTracker:
         slow: SlowLog | None = None,
         guard: OriginGuard | None = None,
     ) -> None:
-        self.guard = guard or OriginGuard()
+        self._guard = guard or OriginGuard()
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _RouteMarker(route.app, route.path)
@@ -65,55 +66,40 @@ class RequestTracker:
                 tracked.cancel_with_503()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self.guard.rejection(scope["headers"]) if scope["type"] == "http" else None
-        await self.track(self._app if reason is None else _Forbidden(reason), scope, receive, send)
-
-    async def track(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, began: float | None = None) -> None:
-        """Serve a scope with an application: the wrapped one, or a known route of it. `began` is the result of
-        `started`, if that was called before."""
         if scope["type"] != "http":
-            return await app(scope, receive, send)
-        tracked = _TrackedRequest(scope["path"], send, self.started() if began is None else began)
+            return await self._app(scope, receive, send)
+        if self._metrics is not None:
+            self._metrics.request_began()
+        tracked = _TrackedRequest(scope["path"], send, self)
         self._in_flight.add(tracked)
         wait_time.set(tracked.waited)
+        reason = self._guard.rejection(scope["headers"])
         try:
-            await tracked.run(app, scope, receive)
+            await tracked.run(self._app if reason is None else _Forbidden(reason), scope, receive)
         finally:
             self._in_flight.discard(tracked)
             self._record(scope, tracked)
 
-    def started(self) -> float:
-        """Count a new request; returns its start time, for `finished` or `track`."""
-        if self._metrics is not None:
-            self._metrics.request_began()
-        return time.perf_counter()
-
-    def finished(self, route: str, method: str, status: int, began: float) -> None:
-        """Record the end of a request that was served without `track`."""
-        self._record_end(route, method, status, time.perf_counter() - began)
-
     def _record(self, scope: Scope, tracked: _TrackedRequest) -> None:
-        """Record the end of a tracked request, without the time it waited for rollouts."""
+        """Record the end of a request, without the time it waited for rollouts."""
         seconds = time.perf_counter() - tracked.began - tracked.waited.seconds
-        self._record_end(scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds)
-
-    def _record_end(self, route: str, method: str, status: int, seconds: float) -> None:
+        ended = scope.get(ROUTE, UNKNOWN_ROUTE), scope["method"], tracked.status, seconds
         if self._metrics is not None:
-            self._metrics.request_ended(route, method, status, seconds)
+            self._metrics.request_ended(*ended)
         if self._slow_log is not None:
-            self._slow_log.request_ended(route, method, status, seconds)
+            self._slow_log.request_ended(*ended)
 
 
 class _TrackedRequest:
     """One request in progress."""
 
-    __slots__ = ("_is_cancelled", "_path", "_send", "_task", "began", "status", "waited")
+    __slots__ = ("_is_cancelled", "_path", "_send", "_task", "_tracker", "began", "status", "waited")
 
-    def __init__(self, path: str, send: Send, began: float) -> None:
-        self.began = began
+    def __init__(self, path: str, send: Send, tracker: RequestTracker) -> None:
+        self.began = time.perf_counter()
         self.status = CLIENT_CLOSED
         self.waited = WaitTime()
-        self._path, self._send = path, send
+        self._path, self._send, self._tracker = path, send, tracker
         self._task = asyncio.current_task()
         self._is_cancelled = False
 
@@ -138,7 +124,6 @@ class _TrackedRequest:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"retry-after", b"1"),
-            (b"connection", b"close"),
         ]
         await self._send_message({"type": "http.response.start", "status": 503, "headers": headers})
         await self._send_message({"type": "http.response.body", "body": body})
@@ -146,19 +131,16 @@ class _TrackedRequest:
     async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self._tracker.draining:
+                message["headers"] = [*message.get("headers", ()), _CLOSE]
         await self._send(message)
-
-
-def forbidden(reason: str) -> bytes:
-    """The body of a 403."""
-    return orjson.dumps({"error": {"type": "ForbiddenError", "message": reason}, "detail": reason})
 
 
 class _Forbidden:
     """Answers 403."""
 
     def __init__(self, reason: str) -> None:
-        self._body = forbidden(reason)
+        self._body = orjson.dumps({"error": {"type": "ForbiddenError", "message": reason}, "detail": reason})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]

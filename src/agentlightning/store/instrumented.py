@@ -106,7 +106,7 @@ def _forward(name: str) -> Callable[..., Any]:
         return result
 
     method.__name__ = name
-    method.__doc__ = getattr(getattr(LightningStoreBase, name, None), "__doc__", None)
+    method.__doc__ = getattr(LightningStoreBase, name).__doc__
     return method
 
 
@@ -118,12 +118,11 @@ METHODS: Final = tuple(
 """The awaited methods of the contract."""
 
 _Generated: Any = type("InstrumentedStore", (_InstrumentedStore,), {name: _forward(name) for name in METHODS})
-_GeneratedWithPacks: Any = type("InstrumentedStore", (_Generated,), {"add_packs": _forward("add_packs")})
 
 
 def instrument(store: LightningStoreBase, observers: Sequence[Observer]) -> LightningStoreBase:
-    """Wrap a store so that every call is reported to the observers. Takes packed spans if the store does."""
-    return (_GeneratedWithPacks if hasattr(store, "add_packs") else _Generated)(store, observers)
+    """Wrap a store so that every call is reported to the observers."""
+    return _Generated(store, observers)
 
 
 def ids_of(call: CallRecord) -> dict[str, str]:

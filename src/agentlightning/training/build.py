@@ -19,7 +19,6 @@ from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.recording import raw_exchange
 from agentlightning.policy.base import Policy
 from agentlightning.policy.open import open_models
 from agentlightning.resources import NamedResources, prompts_in
@@ -69,7 +68,7 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
         exporter = OtlpExporter(endpoint)
         stack.push_async_callback(asyncio.to_thread, exporter.close)
         store = instrument(store, [exporter])
-    await recover_journals(store, raw_exchange.read)
+    await recover_journals(store)
     return store
 
 

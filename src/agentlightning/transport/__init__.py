@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentlightning.transport.base import Headers, PendingResponse, Response, Transport, TransportError
+from agentlightning.transport.base import Headers, Response, Transport, TransportError
 
 if TYPE_CHECKING:
     from agentlightning.transport.connector import ConnectOptions
 
-__all__ = ["Headers", "PendingResponse", "Response", "Transport", "TransportError", "open_transport"]
+__all__ = ["Headers", "Response", "Transport", "TransportError", "open_transport"]
 
 
 def open_transport(options: ConnectOptions | None = None) -> Transport:

@@ -6,7 +6,7 @@ users.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -53,39 +53,8 @@ class Response(Protocol):
     ) -> None: ...
 
 
-class PendingResponse(Protocol):
-    """A response that arrives without a task; a callback reports that it is complete or has failed."""
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> Headers: ...
-
-    @property
-    def error(self) -> TransportError | None:
-        """Why the response is not complete."""
-        ...
-
-    @property
-    def stale(self) -> bool:
-        """Whether it failed because the idle connection was closed already, so that the request never arrived."""
-        ...
-
-    def body(self) -> bytes:
-        """The body of a complete response."""
-        ...
-
-    def drop(self) -> None:
-        """Cancel the request and its callback."""
-        ...
-
-
 class Transport(Protocol):
-    """Sends requests over kept-alive connections; one for each event loop.
-
-    `send` may open a connection; its twin `try_send`, for callers without a task, needs an idle one.
-    """
+    """Sends requests over kept-alive connections; one for each event loop."""
 
     async def send(
         self,
@@ -103,21 +72,6 @@ class Transport(Protocol):
         A kept-alive connection that turns out to be closed before the first byte of the response is replaced; nothing
         else is sent twice. Raises TransportError.
         """
-        ...
-
-    def try_send(
-        self,
-        method: str,
-        url: str,
-        headers: Headers,
-        body: bytes,
-        on_done: Callable[[], None],
-        *,
-        timeout_seconds: float = 600.0,
-    ) -> PendingResponse | None:
-        """Send a request at once, and call `on_done` when its response is complete or has failed; its body must be read
-        there. Returns None, without side effects, if no idle connection exists. Raises TransportError for a request
-        that cannot be sent."""
         ...
 
     async def close(self) -> None: ...

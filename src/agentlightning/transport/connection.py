@@ -80,14 +80,12 @@ class Connection(asyncio.Protocol):
         """Whether the server has data to send."""
         return self._response is not None and not self._response.paused
 
-    def send(
-        self, request: bytes, timeout_seconds: float, now: float, on_done: Callable[[], None] | None = None
-    ) -> HttpResponse:
-        """Write a request. `on_done` is called when its response is complete or has failed."""
+    def send(self, request: bytes, timeout_seconds: float, now: float) -> HttpResponse:
+        """Write a request."""
         assert self._transport is not None
         assert self._response is None
         self.timeout_seconds, self.last_data_at, self._head_bytes = timeout_seconds, now, 0
-        answer = self._response = HttpResponse(self, on_done)
+        answer = self._response = HttpResponse(self)
         self._transport.write(request)
         return answer
 
@@ -135,9 +133,10 @@ class Connection(asyncio.Protocol):
             )
         elif answer.is_complete:
             self._release(answer)
-            answer.finish()
+            answer.wake()
         elif answer.buffered_bytes > HIGH_WATER_BYTES and not answer.paused:
-            answer.check_buffer()
+            answer.paused = True
+            self.pause()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -147,7 +146,7 @@ class Connection(asyncio.Protocol):
             return
         if answer.until_end and exc is None:
             answer.is_complete = True
-            return answer.finish()
+            return answer.wake()
         cause = f": {exc}" if exc else ""
         answer.stale = not answer.has_data and self._owner.now() - self.last_data_at < STALE_SECONDS
         when = "before its response" if not answer.has_data else "in the middle of its response"
@@ -225,7 +224,6 @@ class HttpResponse:
     __slots__ = (
         "_connection",
         "_head",
-        "_on_done",
         "_parts",
         "_waiter",
         "buffered_bytes",
@@ -241,7 +239,7 @@ class HttpResponse:
         "until_end",
     )
 
-    def __init__(self, connection: Connection, on_done: Callable[[], None] | None = None) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.status: int = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.error: TransportError | None = None
@@ -251,7 +249,7 @@ class HttpResponse:
         """Decompresses the next part of the body; some servers compress although `identity` was requested."""
         self.is_complete = False
         self.stale = False
-        """See `PendingResponse.stale`."""
+        """Whether it failed because the idle connection was closed already, so that the request never arrived."""
         self.keep_alive = False
         self.until_end = False
         """Whether the end of the connection ends the body."""
@@ -263,8 +261,6 @@ class HttpResponse:
         self._parts: deque[bytes] = deque()
         self._head: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._on_done = on_done
-        """Called when the response is complete or has failed; then nothing is read before."""
 
     async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises TransportError."""
@@ -275,10 +271,6 @@ class HttpResponse:
         self._head = asyncio.get_running_loop().create_future()
         await self._head
 
-    def body(self) -> bytes:
-        """The body of a complete response."""
-        return self._pop() if len(self._parts) == 1 else b"".join(self._parts)
-
     async def read(self) -> bytes:
         if self.is_complete and self.error is None and len(self._parts) == 1:
             return self._pop()
@@ -287,7 +279,7 @@ class HttpResponse:
             parts.append(part)
             size += len(part)
             if size > MAX_BODY_BYTES:
-                error = _body_too_large()
+                error = TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
                 self._connection.abort(error)
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -324,7 +316,6 @@ class HttpResponse:
 
     def drop(self) -> None:
         """Discard the rest, and close the connection if the response is not complete."""
-        self._on_done = None
         self._parts.clear()
         self.buffered_bytes = 0
         if not self.is_complete and self.error is None:
@@ -341,30 +332,15 @@ class HttpResponse:
         self.buffered_bytes += len(body)
         self.wake()
 
-    def check_buffer(self) -> None:
-        """Pause reading, or fail if the whole body is too long."""
-        if self._on_done is None:
-            self.paused = True
-            self._connection.pause()
-        elif self.buffered_bytes > MAX_BODY_BYTES:
-            self._connection.abort(_body_too_large())
-
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def finish(self) -> None:
-        """Wake up the consumer of a response that is complete or has failed."""
-        self.wake()
-        on_done, self._on_done = self._on_done, None
-        if on_done is not None:
-            on_done()
 
     def fail(self, error: TransportError) -> None:
         self.error = error
         if self._head is not None and not self._head.done():
             self._head.set_exception(error)
-        self.finish()
+        self.wake()
 
 
 def _body_too_large() -> TransportError:

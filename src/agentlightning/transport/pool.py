@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
 from agentlightning.transport.base import Headers, TransportError
 from agentlightning.transport.connection import Connection, HttpResponse, Origin
 from agentlightning.transport.connector import ConnectOptions, Connector
-from agentlightning.transport.http_writer import head_bytes, request_bytes
+from agentlightning.transport.http_writer import request_bytes
 
 IDLE_SECONDS: Final = 55.0
 """Idle connections are closed after this time; many servers close them after a minute."""
@@ -32,7 +31,6 @@ class ConnectionPool:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._busy: set[Connection] = set()
         self._parsed_urls: dict[str, tuple[Origin, bytes, bytes]] = {}
-        self._heads: dict[tuple[str, str, tuple[tuple[bytes, bytes], ...]], bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -60,33 +58,6 @@ class ConnectionPool:
         connection = await self._connect(origin, connect_seconds)
         answer = await self._send_on(connection, request, timeout_seconds, fresh=True)
         assert answer is not None
-        return answer
-
-    def try_send(
-        self,
-        method: str,
-        url: str,
-        headers: Headers,
-        body: bytes,
-        on_done: Callable[[], None],
-        *,
-        timeout_seconds: float = 600.0,
-    ) -> HttpResponse | None:
-        """See `Transport.try_send`."""
-        origin, target, host = self._parsed_urls.get(url) or self._parse_url(url)
-        if (connection := self._take_idle(origin)) is None:
-            return None
-        now = self.now()
-        head_key = method, url, headers if isinstance(headers, tuple) else tuple(headers)
-        if (head := self._heads.get(head_key)) is None:
-            head = head_bytes(method, target, host, headers)
-            if len(self._heads) >= MAX_CACHED_URLS:
-                self._heads.clear()
-            self._heads[head_key] = head
-        request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
-        answer = connection.send(request, timeout_seconds, now, on_done)
-        self._busy.add(connection)
-        self._schedule_check(now + min(timeout_seconds, IDLE_SECONDS))
         return answer
 
     async def close(self) -> None:

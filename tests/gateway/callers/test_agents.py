@@ -5,8 +5,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule, read_baggage
+from agentlightning.gateway.local.service import LocalSettings
+from agentlightning.testing import ScriptedEngine
 
 SYSTEM = "You are a writer of short poems. Today is Monday."
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -169,3 +172,32 @@ def test_who_speaks_is_found_out_anew_where_anything_that_says_so_differs():
         *(("writer", "m"), ("poet", "writer@m"), ("poet", "m"), (None, "m")),
     ]
     assert len({agent.key for agent in seen}) == 3
+
+
+NAMED_BEFORE_ITS_MODEL = {
+    "an alias before its run has joined": ("writer@policy", "policy", "writer"),
+    "an alias that joins as a model of its own": ("writer@scripted", "writer@scripted", None),
+    "a rule for a model that joins": ("fast", "fast", "quick"),
+    "an alias whose agent has an @": ("a@b@policy", "policy", "a@b"),
+}
+
+
+@pytest.mark.parametrize("case", NAMED_BEFORE_ITS_MODEL)
+async def test_a_model_name_means_what_the_models_of_the_moment_make_of_it(serve, case):
+    """Runs join and leave: what a name meant at its first call holds for that call alone."""
+    name, model, agent = NAMED_BEFORE_ITS_MODEL[case]
+    service = await serve(["before", "after"], agents=[AgentRule(name="quick", models=("fast",))])
+    client, body = await service.http(), {"model": name, "messages": [{"role": "system", "content": SYSTEM}]}
+    headers, gateway = {"authorization": f"Bearer {service.key}"}, service.gateway
+
+    async def call():
+        reply = await client.post(f"{service.base_url}/chat/completions", json=body, headers=headers)
+        span = (await service.spans())[-1].attributes
+        return reply.status_code, span.get(names.RESPONSE_MODEL), span.get(names.AGENT_NAME)
+
+    before = await call()
+    gateway.add_policy(model, ScriptedEngine(["joined"] * 2, model=model), LocalSettings())
+    for _ in range(2):
+        assert await call() == (200, model, agent)
+    gateway.remove_policy(model)
+    assert await call() == before

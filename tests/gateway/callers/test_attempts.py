@@ -94,11 +94,11 @@ async def test_many_attempts_are_checked_with_one_query(store):
     await store.cancel_rollout(cancelled[0])
     both = [running, succeeded]
     alone = {ids: await contexts.end_reason(*ids) for ids in (running, succeeded, superseded, cancelled)}
-    together = await AttemptCache(counted).end_reasons(both)
+    together = await AttemptCache(counted).check(both)
     assert counted.asked == ["get_latest_attempts"]
     assert str(together[succeeded]) == str(alone[succeeded])
     assert running not in together
-    every = await contexts.end_reasons([*alone, ("unknown", "attempt")])
+    every = await contexts.check([*alone, ("unknown", "attempt")])
     known = {ids: str(api_error) for ids, api_error in alone.items() if api_error is not None}
     assert set(known) == {succeeded, superseded, cancelled}
     assert {ids: str(every[ids]) for ids in known} == known

@@ -174,7 +174,6 @@ async def test_what_a_request_names_beats_the_context_it_is_made_in(store, secre
     assert (caller.attempt, caller.source) == (mine, path)
     assert caller.ignored == (f"{inherited[1]} of the header",)
     assert attribution.conflicts == 1
-    assert attribution.try_caller(headers, in_url(mine)) is None  # the long way, where it is counted
 
 
 async def test_a_client_kept_from_an_earlier_attempt_is_the_one_of_whoever_calls(store, secret, whose):

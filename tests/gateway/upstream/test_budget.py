@@ -1,7 +1,6 @@
 """Promises of budgets: nothing is overspent, however many calls are under way, and a restart forgets nothing."""
 
 import asyncio
-import json
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.recording.provider_response import ProviderResponse, usage_of
+from agentlightning.gateway.recording.provider_response import ProviderResponse
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
 from agentlightning.span import Span, new_span_id
@@ -107,8 +106,10 @@ def test_what_anthropic_writes_to_its_cache_is_read_from_whole_answers_and_strea
     created = {"ephemeral_5m_input_tokens": 30, "ephemeral_1h_input_tokens": 20}
     used = {"input_tokens": 10, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 50, "output_tokens": 7}
     expected = Usage(65, 7, 5, 30, 20)
-    assert usage_of("messages", json.dumps({"usage": used | {"cache_creation": created}}).encode()) == expected
-    assert usage_of("messages", json.dumps({"usage": used}).encode()) == Usage(65, 7, 5, 50, 0)
+    for more, usage in (({"cache_creation": created}, expected), ({}, Usage(65, 7, 5, 50, 0))):
+        whole = ProviderResponse("messages")
+        whole.read({"type": "message", "content": [], "usage": used | more})
+        assert whole.usage == usage
     start = {"type": "message_start", "message": {"usage": used | {"cache_creation": created, "output_tokens": 1}}}
     for end in ({"output_tokens": 7}, used):
         response = ProviderResponse("messages")

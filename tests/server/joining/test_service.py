@@ -422,3 +422,43 @@ async def test_nobody_joins_without_the_token(trainer: Trainer, hub: Hub):
     for token in ("", "Bearer other"):
         answer = await hub.client.post(f"{BASE_PATH}/policy", json={}, headers={"authorization": token})
         assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("error", [KeyError("weight_version"), TypeError("unhashable"), OSError("no route")], ids=repr)
+async def test_a_server_that_answers_an_update_with_anything_is_left_out_until_it_has_the_weights(
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    async def odd(self: object) -> str | None:
+        raise error
+
+    await trainer.join(retries=5)
+    await trainer.pause()
+    waiting = asyncio.create_task(hub.ask())
+    await trainer.update(1)
+    with monkeypatch.context() as patched:
+        patched.setattr("agentlightning.engine.servers.clients.vllm.VllmServer.weight_label", odd)
+        assert (await trainer.post("/resume")).status_code == 200
+        await settle()
+        assert not waiting.done(), "the server may have a mix of weights"
+    answer, span = await asyncio.wait_for(waiting, 20)
+    assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
+
+
+@pytest.mark.parametrize("error", [KeyError("version"), RuntimeError("closed"), asyncio.CancelledError()], ids=repr)
+async def test_the_gate_opens_whatever_ends_the_resume(
+    trainer: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    async def broken(self: object) -> None:
+        raise error
+
+    await trainer.join()
+    await trainer.pause()
+    waiting = asyncio.create_task(hub.ask())
+    await settle()
+    with monkeypatch.context() as patched:
+        patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", broken)
+        assert (await trainer.post("/resume")).status_code == 500
+    answer, _ = await asyncio.wait_for(waiting, 5)
+    assert answer.status_code == 200
+    assert (await trainer.pause())["paused"], "the next update is held as any"
+    assert not (await trainer.post("/resume")).json()["paused"]

@@ -339,87 +339,6 @@ def test_it_is_a_store(database):
     asyncio.run(store.close())
 
 
-# -- records that spans are made of ------------------------------------------------------------------------------------
-
-
-class Pair:
-    """A record is two names; its spans are called so."""
-
-    def __init__(self, attempted):
-        self.attempted = attempted
-
-    def read(self, record):
-        return [span_of(self.attempted, name, status_code="OK") for name in record.decode().split("|")]
-
-
-class Packing:
-    """Packs as a process would, some of the time."""
-
-    def __init__(self, read, answers=(True,)):
-        self.read, self.answers, self.calls, self.closed = read, list(answers), 0, False
-
-    async def pack(self, records):
-        await asyncio.sleep(0)
-        answer = self.answers[self.calls % len(self.answers)]
-        self.calls += 1
-        return journal_module.pack_records(records, self.read) if answer else None
-
-    async def close(self):
-        self.closed = True
-
-
-@pytest.mark.parametrize("answers", [None, (True,), (False,), (True, False)])
-async def test_records_become_spans_in_their_order_whoever_packs_them(bare, attempted, database, answers):
-    read = Pair(attempted).read
-    packer = Packing(read, answers) if answers else None
-    async with with_journal(bare, database, read, packer) as store:
-        for number in range(6):
-            store.append_record(f"a{number}|b{number}".encode())
-            store.append([span_of(attempted, f"c{number}")])
-            if number % 2:
-                await store.flush()
-        names = [span.name for span in await store.query_spans(attempted.rollout_id)]
-        assert names == [f"{letter}{number}" for number in range(6) for letter in "abc"]
-        assert [span.sequence_id for span in await store.query_spans(attempted.rollout_id)] == list(range(1, 19))
-    assert packer is None or (packer.calls and packer.closed)
-
-
-async def test_packs_that_were_superseded_are_marked_and_named(bare, attempted, database):
-    read, told = Pair(attempted).read, []
-    async with with_journal(bare, database, read, Packing(read)) as store:
-        store.on_superseded = lambda *ids: told.append(ids)
-        await store.start_attempt(attempted.rollout_id)
-        store.append_record(b"late|later")
-        spans = await store.query_spans(attempted.rollout_id)
-    assert [span.attributes.get("agentlightning.superseded") for span in spans] == [True, True]
-    assert told == [(attempted.rollout_id, attempted.attempt.attempt_id)]
-
-
-async def test_a_pack_that_the_store_refuses_does_not_hold_up_the_others(bare, attempted, database, caplog):
-    def read(record):
-        span = Pair(attempted).read(record)[0]
-        return [replace(span, rollout_id="ro-unknown") if span.name == "stranger" else span]
-
-    async with with_journal(bare, database, read, Packing(read)) as store:
-        for name in (b"one", b"stranger", b"two"):
-            store.append_record(name)
-        assert [span.name for span in await store.query_spans(attempted.rollout_id)] == ["one", "two"]
-    assert "ro-unknown" in caplog.text
-
-
-async def test_records_left_behind_are_read_by_whoever_can(bare, attempted, database):
-    read = Pair(attempted).read
-    async with with_journal(Failing(bare), database, read) as store:
-        store.append_record(b"one|two")
-    assert files(database)
-    with pytest.raises(StoreError, match="agl serve"):
-        await recover_journals(bare)
-    assert files(database)
-    await recover_journals(bare, read)
-    assert [span.name for span in await bare.query_spans(attempted.rollout_id)] == ["one", "two"]
-    assert files(database) == []
-
-
 async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, monkeypatch, caplog):
     async with with_journal(bare, database) as store:
         failing = [OSError(30, "Read-only file system")]
@@ -442,17 +361,16 @@ async def test_a_mistake_in_the_journal_ends_nothing(bare, attempted, database, 
     assert "Read-only" in caplog.text
 
 
-async def test_records_of_another_version_keep_nobody_from_opening_the_store(bare, attempted, database, caplog):
-    async with with_journal(Failing(bare), database, Pair(attempted).read) as store:
-        store.append_record(b"one|two")
-
-    def read(record):
-        raise ValueError("another version")
-
-    async with with_journal(bare, database, read) as store:
+@pytest.mark.parametrize("left", [b"\x01\x93raw", b'{"spans": []}', b'[{"unknown": "shape"}]', b"[truncated"])
+async def test_records_of_another_version_keep_nobody_from_opening_the_store(bare, attempted, database, caplog, left):
+    async with with_journal(Failing(bare), database) as store:
+        store.append([span_of(attempted, "one")])
+        store._segments.append(left)
+        store._segments._segments[-1].records = 2
+    async with with_journal(bare, database) as store:
         assert await store.query_spans(attempted.rollout_id) == []
     (aside,) = database.parent.glob("unread-*")
-    assert b"one|two" in aside.read_bytes()
+    assert left in aside.read_bytes()
     assert aside.name in caplog.text
     await recover_journals(bare)
 

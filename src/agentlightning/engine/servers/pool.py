@@ -24,7 +24,7 @@ from agentlightning.engine.servers.recovery import HealthMonitor
 from agentlightning.engine.servers.replica import DiskWeights, LabeledWeights, Replica, WeightSource
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 from agentlightning.engine.servers.weights import PoolWeights
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.transport import Transport
 from agentlightning.util.rendezvous_hash import weight
 
@@ -267,9 +267,9 @@ class ReplicaPool:
         channel = replica.channel if replica.channel is not None and replica.channel.usable else None
         try:
             await self._weights.load(replica, channel)
-        except (PolicyError, ConfigError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever one server answers, the others go on
             # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
-            self._monitor.evict(replica, str(error))
+            self._monitor.evict(replica, str(error) if isinstance(error, AgentLightningError) else repr(error))
             if channel is not None and not channel.usable:
                 log.warning("model server %s gets its weights from the disk from now on", replica.server.url)
 

@@ -12,7 +12,7 @@ from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.replica import Replica, ServerProcess
 from agentlightning.engine.servers.weights import PoolWeights
-from agentlightning.errors import ConfigError, PolicyError, ServerError
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ class HealthMonitor:
                     await self._adapters.catch_up(replica)
                     replica.up = True
                 break
-            except (PolicyError, ConfigError, ServerError, OSError) as error:  # OSError: of a server's log, say.
-                replica.failure = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
+                replica.failure = str(error) if isinstance(error, AgentLightningError) else repr(error)
             if time.monotonic() - since > STALL_SECONDS:
                 _cancel_requests(replica)
             await asyncio.sleep(pause)

@@ -89,8 +89,8 @@ class AgentMatcher:
 
     def __init__(self, rules: Sequence[AgentRule] = ()) -> None:
         self._aliases: dict[str, AgentRule] = {}
-        self._cache: dict[tuple[str | None, ...], tuple[Container[str], Agent]] = {}
-        """Identifying values of a call -> (served models, agent). They are equal in every call of an agent."""
+        self._cache: dict[tuple[str | None, ...], Agent] = {}
+        """By the identifying values of a call, which are equal in every call of an agent."""
         for rule in rules:
             for model in rule.models:
                 if model in self._aliases:
@@ -112,32 +112,23 @@ class AgentMatcher:
         the existing model names, which distinguish `writer@policy` from a model of that name."""
         requested = body.get("model")
         system, tools = system_prompt(body), tool_names(body)
-        cache_key = (
-            requested if isinstance(requested, str) else None,
-            headers.get(HEADER),
-            headers.get("baggage"),
-            system,
-            *tools,
-        )
-        if (cached := self._cache.get(cache_key)) is not None and cached[0] is served:
-            return cached[1]
-        agent = self._identify(cache_key[:3], system, tools, served)
-        if len(system) <= KEY_CHARACTERS:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            self._cache[cache_key] = served, agent
+        # The meaning of the model name is not cached: runs join and leave, and their models with them.
+        alias, model = self.alias(requested if isinstance(requested, str) else None, served)
+        values = alias, model, headers.get(HEADER), headers.get("baggage")
+        cache_key = (*values, system, *tools)
+        if (agent := self._cache.get(cache_key)) is None:
+            agent = self._identify(values, system, tools)
+            if len(system) <= KEY_CHARACTERS:
+                if len(self._cache) >= _MAX_CACHED:
+                    self._cache.clear()
+                self._cache[cache_key] = agent
         return agent
 
     def _identify(
-        self,
-        values: tuple[str | None, str | None, str | None],
-        system: str,
-        tools: Sequence[str],
-        served: Container[str],
+        self, values: tuple[str | None, str | None, str | None, str | None], system: str, tools: Sequence[str]
     ) -> Agent:
-        """`values`: model name, header, baggage."""
-        requested, header, baggage = values
-        alias, model = self.alias(requested, served)
+        """`values`: agent of the model name, model, header, baggage."""
+        alias, model, header, baggage = values
         candidates = [("the header", header), ("the baggage", None), ("the model name", alias)]
         if baggage is not None:
             candidates[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))

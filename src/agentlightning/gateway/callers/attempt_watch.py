@@ -1,20 +1,17 @@
-"""Notices attempts that have ended, cancels their calls with 409 and drops what the gateway caches of them.
+"""Keeps the table of attempts current: asks the store which have ended, ends their calls with 409 and forgets them.
 
 An agent that was killed at its time limit may leave a call behind: a proxy keeps the connection open, and the provider
-or the engine continues in vain. An attempt that ended well makes no further call that would reveal it. So a timer
-queries the store: often about attempts with calls in flight, now and then about all cached ones. A check takes a share
-of the cache, in few queries, so that what is cached stays in proportion to the attempts that run or ended lately.
+or the engine continues in vain. An attempt that ended well makes no further call that would reveal it. So a timer asks
+the store about all attempts in the table, in few queries; calls need not ask it then. While the store does not answer,
+the log says so, and calls ask it themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from math import ceil
 from typing import Final
 
 from agentlightning.errors import StoreError
@@ -27,32 +24,23 @@ End = Callable[[ApiError], None]
 """Ends a call with an error for its caller."""
 
 CHECK_SECONDS: Final = 2.0
-"""Seconds between two checks; younger calls are not checked."""
-CACHED_RECHECK_SECONDS: Final = 10.0
-"""Seconds until a cached attempt without calls is checked again."""
-_CHECKS_PER_ROUND: Final = 5
-"""Checks in which every cached attempt without calls is checked again."""
+"""Seconds between two checks."""
 _ATTEMPTS_PER_QUERY: Final = 256
 
 
 class AttemptWatch:
-    """Checks the attempts in `contexts`. `forget` drops everything cached of one."""
+    """Checks the attempts of the table. `forget` drops everything known of one."""
 
     def __init__(
-        self, contexts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
+        self, attempts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
     ) -> None:
         self.seconds = seconds
-        self.fast_calls: Callable[[], Iterable[tuple[AttemptIds, float, End]]] = tuple
-        """Calls without a task: (attempt, start in seconds since the epoch, what ends the call)."""
-        self._attempts = contexts
+        self._attempts = attempts
         self._forget = forget
-        self._calls: dict[AttemptIds, dict[End, float]] = {}
-        """Calls in flight, with the start of each."""
-        self._queue: deque[AttemptIds] = deque()
-        """Attempts left to check in this round."""
-        self._share = 0
-        """How many of them a check takes."""
-        self._round_began = 0.0
+        self._calls: dict[AttemptIds, set[End]] = {}
+        """What ends the calls in flight."""
+        self._is_blind = False
+        """Whether the store did not answer the last check."""
         self._timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
 
@@ -70,8 +58,8 @@ class AttemptWatch:
                 errors.append(api_error)
                 task.cancel(api_error)
 
-        calls = self._calls.setdefault(attempt, {})
-        calls[end] = time.time()
+        calls = self._calls.setdefault(attempt, set())
+        calls.add(end)
         self.start()
         try:
             yield
@@ -81,7 +69,7 @@ class AttemptWatch:
             task.uncancel()
             raise errors[0] from None
         finally:
-            del calls[end]
+            calls.discard(end)
             if not calls and self._calls.get(attempt) is calls:
                 del self._calls[attempt]
 
@@ -112,32 +100,28 @@ class AttemptWatch:
             return
         if (error := check.exception()) is not None:
             logger.error("the check for ended attempts failed", exc_info=error)
-        if self._calls or self._queue or self._attempts.attempts():
+        if self._calls or self._attempts.attempts():
             self.start()
 
     async def _check_attempts(self) -> None:
-        """Check the attempts of calls that are old enough, and some of the cached ones."""
-        before = time.time() - self.seconds
-        due = {attempt for attempt, calls in self._calls.items() if any(began < before for began in calls.values())}
-        due |= {attempt for attempt, began, _ in self.fast_calls() if began < before}
-        attempts = list(dict.fromkeys([*due, *self._next_cached()]))
+        attempts = list(dict.fromkeys([*self._calls, *self._attempts.attempts()]))
         for start in range(0, len(attempts), _ATTEMPTS_PER_QUERY):
             try:
-                ended = await self._attempts.end_reasons(attempts[start : start + _ATTEMPTS_PER_QUERY])
+                ended = await self._attempts.check(attempts[start : start + _ATTEMPTS_PER_QUERY])
             except StoreError as error:
-                return logger.info("the store could not say which attempts have ended: %s", error)
+                if not self._is_blind:
+                    logger.warning(
+                        "the store does not say which attempts have ended, so calls ask it themselves: %s", error
+                    )
+                self._is_blind = True
+                return
             for attempt, api_error in ended.items():
                 self._end(attempt, api_error)
-
-    def _next_cached(self) -> list[AttemptIds]:
-        now = time.monotonic()
-        if not self._queue and now - self._round_began >= min(CACHED_RECHECK_SECONDS, _CHECKS_PER_ROUND * self.seconds):
-            self._round_began = now
-            self._queue.extend(self._attempts.attempts())
-            self._share = ceil(len(self._queue) / _CHECKS_PER_ROUND)
-        return [self._queue.popleft() for _ in range(min(self._share, len(self._queue)))]
+        if self._is_blind:
+            self._is_blind = False
+            logger.warning("the store says again which attempts have ended")
 
     def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
         self._forget(*attempt)
-        for end in [*self._calls.get(attempt, ()), *(end for ids, _, end in self.fast_calls() if ids == attempt)]:
+        for end in list(self._calls.get(attempt, ())):
             end(api_error)

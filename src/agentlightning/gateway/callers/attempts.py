@@ -1,6 +1,7 @@
-"""Caches what calls need to know of their attempts: their LLM resources, mode and trace.
+"""The table of attempts that make calls: their LLM resources, mode and trace.
 
-An entry is read from the store once, and checked again every `recheck_seconds` while the attempt makes calls.
+An attempt is read from the store at its first call. From then on `AttemptWatch` keeps the table current, so that a call
+reads nothing; an attempt that the watch has not confirmed lately is read again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from agentlightning.store.base import LightningStoreBase
 AttemptIds = tuple[str, str]
 """(rollout_id, attempt_id)."""
 
+RECHECK_SECONDS: Final = 5.0
+"""How long an attempt is taken for running after the store said so: more than two checks of the watch."""
 _ENDED: Final = frozenset({"succeeded", "failed", "timeout"})
 _OPEN: Final = frozenset({"preparing", "running"})
 
@@ -49,7 +52,7 @@ class AttemptContext:
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
     checked_at: float = 0.0
-    """When the store last confirmed that the attempt is running (monotonic seconds)."""
+    """When the store last said that the attempt is running (monotonic seconds)."""
 
     @property
     def given(self) -> Mapping[str, tuple[str, LLM]]:
@@ -83,12 +86,9 @@ class AttemptContext:
 
 
 class AttemptCache:
-    """The attempts that made calls lately.
+    """The attempts that made calls lately. One is taken for running for `recheck_seconds` after the store said so."""
 
-    `get` may query the store; its twin `try_get`, for the callback-only fast path, never does.
-    """
-
-    def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = 1.0) -> None:
+    def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = RECHECK_SECONDS) -> None:
         self._store = store
         self._limit = limit
         self._recheck_seconds = recheck_seconds
@@ -100,24 +100,17 @@ class AttemptCache:
 
         Raises ApiError 404 for unknown ids, 409 if the attempt has ended or was superseded.
         """
-        if (cached := self.try_get(rollout_id, attempt_id)) is not None:
-            return cached
         key = rollout_id, attempt_id
+        context = self._contexts.get(key)
+        if context is not None and time.monotonic() - context.checked_at < self._recheck_seconds:
+            self._contexts.move_to_end(key)
+            return context
         loading = self._loading.get(key)
         if loading is None:
             loading = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
         # A client that disconnects must not cancel it for the others.
         return await asyncio.shield(loading)
-
-    def try_get(self, rollout_id: str, attempt_id: str) -> AttemptContext | None:
-        """The cached context if it was checked lately; else None."""
-        key = rollout_id, attempt_id
-        context = self._contexts.get(key)
-        if context is None or time.monotonic() - context.checked_at >= self._recheck_seconds:
-            return None
-        self._contexts.move_to_end(key)
-        return context
 
     async def _load(self, rollout_id: str, attempt_id: str) -> AttemptContext:
         key, now = (rollout_id, attempt_id), time.monotonic()
@@ -156,9 +149,10 @@ class AttemptCache:
             return api_error
         return None
 
-    async def end_reasons(self, attempts: Sequence[AttemptIds]) -> dict[AttemptIds, ApiError]:
-        """Those of the attempts that take no more calls, and why: one query, and further ones only where the latest
-        attempt of the rollout is neither open nor ended."""
+    async def check(self, attempts: Sequence[AttemptIds]) -> dict[AttemptIds, ApiError]:
+        """Those of the attempts that take no more calls, and why; the others are confirmed. One query, and further ones
+        only where the latest attempt of the rollout is neither open nor ended."""
+        now = time.monotonic()
         latest = {each.rollout_id: each for each in await self._store.get_latest_attempts([ids[0] for ids in attempts])}
         reasons: dict[AttemptIds, ApiError] = {}
         for ids in attempts:
@@ -169,6 +163,8 @@ class AttemptCache:
                 api_error = await self.end_reason(*ids)
                 if api_error is not None:
                     reasons[ids] = api_error
+            if ids not in reasons and (context := self._contexts.get(ids)) is not None:
+                context.checked_at = max(context.checked_at, now)
         return reasons
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:

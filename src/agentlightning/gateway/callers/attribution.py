@@ -115,8 +115,6 @@ class Caller(Struct, frozen=True):
 class Attribution:
     """Finds the caller of each call.
 
-    `caller` may query the store; its twin `try_caller`, for the callback-only fast path, never does.
-
     `secret` signs the keys. With `require_key` a URL alone is not enough; with `allow_unattributed` a call that names
     no attempt is served. `mode_temperatures` belong to 1.0's URLs.
     """
@@ -161,17 +159,6 @@ class Attribution:
             raise self._refuse(claims, attempt)
         self._count_conflict(claims, attempt)
         return self._make_caller(claims, attempt, source)
-
-    def try_caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller | None:
-        """The caller if it is certain without the store; else None. Raises as `caller` does."""
-        claims = self._claims.read(headers, path_params)
-        if claims.attempt is None or claims.key.worker_id is not None:
-            if not (claims.key or claims.hints or claims.trace_id or "worker_id" in path_params):
-                self._check_unattributed()
-            return None
-        if claims.ignored or claims.uncertain or claims.works_for is not None:
-            return None
-        return self._make_caller(claims, claims.attempt, claims.source)
 
     def forget(self, attempt_id: str) -> None:
         """Drop what is cached of an attempt; the store is asked should it call again."""
@@ -236,10 +223,6 @@ class Attribution:
             return ids, "trace"
         if (worker_id := key_worker or url_worker) is not None:
             return await self._attempt_of_worker(worker_id), "worker"
-        self._check_unattributed()
-        return None, None
-
-    def _check_unattributed(self) -> None:
         if not self._allow_unattributed:
             raise ApiError(
                 401,
@@ -247,6 +230,7 @@ class Attribution:
                 "AGL_KEY as the API key, from the environment of the attempt",
                 code="invalid_api_key",
             )
+        return None, None
 
     async def _resolve_hint(self, hint: Hint) -> AttemptIds | None:
         """The attempt of a hint; None if it does not exist."""

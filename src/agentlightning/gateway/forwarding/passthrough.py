@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Self, cast
 
 import orjson
@@ -20,6 +21,7 @@ from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.offload import MAX_INLINE_BYTES, PASSED, offload
 from agentlightning.gateway.recording.forwarded_span import ForwardedExchange, num_choices
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall
@@ -67,11 +69,6 @@ class ForwardedCall(ForwardedExchange):
     _request: UpstreamRequest | None = field(default=None, init=False)
 
     @property
-    def adds_fields(self) -> bool:
-        """Whether the request has fields that the caller did not ask for."""
-        return bool(self._added)
-
-    @property
     def stream(self) -> bool:
         return self.data.get("stream") is True
 
@@ -80,20 +77,16 @@ class ForwardedCall(ForwardedExchange):
         """Whether the provider stores the response for later retrieval."""
         return self.path == "responses" and self.data.get("store") is not False
 
-    def upstream_call(self) -> UpstreamCall:
-        """Create the call to the provider, without sending it."""
-        assert self.route.servers is not None
-        return UpstreamCall(self.route.servers, self._request or self._build_request())
-
     def prepare(self) -> Self:
         """Build the request ahead of `run`, to reject an invalid one early. Raises ApiError 400."""
         self._request = self._build_request()
         return self
 
-    async def run(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall | None = None) -> None:
-        """Send the request, pass the response on and record it. Failures are recorded as well. `call` is one that was
-        started already. Raises ApiError if the provider fails, and the errors of `keep`."""
-        call = call or self.upstream_call()
+    async def run(self, keep: RecordSpans, writer: ResponseWriter) -> None:
+        """Send the request, pass the response on and record it. Failures are recorded as well. Raises ApiError if the
+        provider fails, and the errors of `keep`."""
+        assert self.route.servers is not None
+        call = UpstreamCall(self.route.servers, self._request or self._build_request())
 
         def may_start() -> bool:  # Before its head the provider may still fail, which the caller's SDK would retry.
             if answered := self.stream and 200 <= call.status < 300:
@@ -121,8 +114,7 @@ class ForwardedCall(ForwardedExchange):
         """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
         if self.recorded or not self.caller.attempt:
             return None
-        self.recorded = True
-        return keep([self.failed_span(call.attributes(), error)])
+        return self._record(keep, call, lambda: [self.failed_span(call.attributes(), error)])
 
     # -- the request -----------------------------------------------------------------------------------------------
 
@@ -258,8 +250,19 @@ class ForwardedCall(ForwardedExchange):
 
     def record(self, keep: RecordSpans, call: UpstreamCall) -> Awaitable[None] | None:
         """Record the response. Durable as `RecordSpans` says."""
-        self.recorded = True
-        return keep(self.spans(call.attributes(), time.time())) if self.caller.attempt else None
+        make = partial(self.spans, call.attributes(), time.time())
+        return self._record(keep, call, make) if self.caller.attempt else None
+
+    def _record(self, keep: RecordSpans, call: UpstreamCall, make: Callable[[], list[Span]]) -> Awaitable[None] | None:
+        self.recorded, size = True, len(call.request.body) // PASSED
+        if size <= MAX_INLINE_BYTES:
+            return keep(make())
+
+        async def record() -> None:
+            if (pending := keep(await offload(size, make))) is not None:
+                await pending
+
+        return record()
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -26,9 +27,9 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward, run_to_completion
 from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
-from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse_object
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.routing import CallResolver, ModelRoute, ResolvedCall
+from agentlightning.gateway.offload import PASSED, offload
+from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
@@ -58,14 +59,10 @@ class Translator(Protocol):
 
 
 class ForwardingService:
-    """Serves calls to providers, as they are or translated.
-
-    `plan` may query the store for the attempt; its twin `try_plan`, for the callback-only fast path, never does.
-    """
+    """Serves calls to providers, as they are or translated."""
 
     def __init__(
         self,
-        resolver: CallResolver,
         store: LightningStoreBase,
         contexts: AttemptCache,
         find_context: Callable[[Caller], Awaitable[AttemptContext]],
@@ -77,60 +74,30 @@ class ForwardingService:
         self._response_store = response_store
         self._translator = translator
         self._on_policy = on_policy
-        self._resolver = resolver
         self._store = store
         self._contexts = contexts
         self._find_context = find_context
         self._counters = counters
         self._token_counter = TokenCounter()
         self.record = self._await_store
-        self.record_raw: Callable[[bytes], Awaitable[None] | None] | None = None
-        """Records an exchange as raw bytes (`recording.raw_exchange`); None if the store cannot read them."""
         if isinstance(store, JournaledStore):
             self.record = store.append
-            self.record_raw = store.append_record if store.takes_records else None
             store.on_superseded = contexts.invalidate
 
-    async def plan(self, call: ResolvedCall) -> ForwardedCall:
-        """The call to the provider. Raises ApiError if it cannot be made."""
+    async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
+        """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
         context = None if call.caller.attempt is None else await self._find_context(call.caller)
-        return self._prepare(call, context).prepare()
+        self._counters.unattributed += context is None
+        return await offload(size // PASSED, lambda: self._prepare(call, context).prepare())
 
-    def try_plan(
-        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes
-    ) -> tuple[ResolvedCall | None, ForwardedCall | None]:
-        """(the call, the call to the provider), as far as both can be had without waiting. The call is resolved if its
-        attempt is cached and its body small; the second is for a provider that serves it as it is and in one piece."""
-        attempt = caller.attempt
-        if attempt is None or (context := self._contexts.try_get(*attempt)) is None:
-            return None, None
-        data = parse_object(body) if len(body) <= MAX_CHUNK_BYTES else None
-        if data is None or (call := self._resolver.resolve(path, headers, caller, data, context.given)) is None:
-            return None, None
-        if (
-            call.route.servers is None
-            or data.get("stream")
-            or data.get("background")
-            or not can_forward(path, call.route)
-        ):
-            return call, None
-        return call, self._prepare(call, context)
+    async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
+        client disconnects."""
+        with cancel_on_disconnect(receive):
+            await forward.run(self.record, writer)
+        self._count_usage(forward)
 
-    async def run(
-        self,
-        forward: ForwardedCall,
-        scope: Scope,
-        receive: Receive,
-        writer: ResponseWriter,
-        call: UpstreamCall | None = None,
-    ) -> None:
-        """Forward a call. Failures are recorded as well. `call` is one that was started already. Raises ApiError,
-        StoreError, and ClientDisconnected if the client disconnects."""
-        with cancel_on_disconnect(scope, receive):
-            await forward.run(self.record, writer, call)
-        self.count_usage(forward)
-
-    def count_usage(self, forward: ForwardedCall) -> None:
+    def _count_usage(self, forward: ForwardedCall) -> None:
         """Count the usage of a complete response, and note the provider that stores it."""
         self._count_tokens(forward.response.usage or Usage())
         attempt, provider = forward.caller.attempt, forward.route.provider
@@ -167,18 +134,19 @@ class ForwardingService:
         pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
         self._count_tokens(usage)
 
-    async def count(self, call: ResolvedCall, writer: ResponseWriter) -> None:
-        """Reply with the number of tokens of a prompt: counted by the provider or its tokenizer, or estimated. Costs
-        nothing, and is not recorded."""
+    async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
+        """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
+        estimated. Costs nothing, and is not recorded."""
         caller, data, route = call.caller, call.body, call.route
         assert route.servers is not None
         if caller.attempt is not None:
             await self._find_context(caller)
         if not can_forward("messages", route):
-            translated = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
-            await (await self._token_counter.count(route.servers, translated.data)).send(writer)
+            translate = partial(self._translator.translate, "messages", route, caller, {"max_tokens": 1} | data, "")
+            translated = await offload(size // PASSED, translate)
+            await (await self._token_counter.count(route.servers, translated.data, size)).send(writer)
             return
-        body = orjson.dumps(data | {"model": route.send_model})
+        body = await offload(size // PASSED, partial(orjson.dumps, data | {"model": route.send_model}))
         affinity = "/".join(caller.attempt or ())
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
@@ -187,16 +155,14 @@ class ForwardingService:
             async with UpstreamCall(route.servers, request) as upstream:
                 upstream.settle(Usage())
         except ApiError as api_error:
-            await estimate_if_unsupported(api_error, data).send(writer)
+            await (await estimate_if_unsupported(api_error, data, size)).send(writer)
         else:
             await writer.send_json(200, upstream.body)
 
     def _prepare(self, call: ResolvedCall, context: AttemptContext | None) -> ForwardedCall:
         path, headers, caller, data, route = call
         resource, forced, trace_id = "", dict[str, Any](), ""
-        if context is None:
-            self._counters.unattributed += 1
-        else:
+        if context is not None:
             resource, forced = context.sampling_parameters(route.name)
             trace_id = context.trace_id
             # A provider that reports tokens may serve a model in training; any other is a third party.

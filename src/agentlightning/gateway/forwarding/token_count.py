@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, cast
 
 import orjson
@@ -18,6 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.anthropic.reply import count_reply
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.transport import TransportError
@@ -54,12 +56,13 @@ class TokenCounter:
         self._skipped_until: dict[str, float] = {}
         """Names of providers without a tokenizer -> when to try again."""
 
-    async def count(self, pool: ServerPool, request: Mapping[str, Any]) -> TokenCount:
-        """Count for a request of chat completions or responses; the tokenizer serves only the former."""
+    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> TokenCount:
+        """Count for a request of chat completions or responses of about `size` bytes; the tokenizer serves only the
+        former."""
         name = pool.provider.name
         if "messages" in request and self._clock() >= self._skipped_until.get(name, 0.0):
             try:
-                status, tokens = await _tokenize(pool, request)
+                status, tokens = await _tokenize(pool, request, size)
             except (TransportError, ConfigError) as error:
                 logger.info("the provider %r does not count tokens: %s", name, error)
                 status, tokens = 0, None
@@ -67,22 +70,27 @@ class TokenCounter:
                 return TokenCount(tokens, "tokenizer")
             if status not in _REQUEST_ERRORS:
                 self._skipped_until[name] = self._clock() + SKIP_SECONDS
-        return TokenCount(estimate_prompt_tokens(request), "estimate")
+        return await _estimate(request, size)
 
 
-def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any]) -> TokenCount:
+async def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any], size: int) -> TokenCount:
     """An estimate if the provider speaks Anthropic's dialect without this endpoint; raises any other `api_error`."""
     if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
         raise api_error
-    return TokenCount(estimate_prompt_tokens(request), "estimate")
+    return await _estimate(request, size)
 
 
-async def _tokenize(pool: ServerPool, request: Mapping[str, Any]) -> tuple[int, int | None]:
+async def _estimate(request: Mapping[str, Any], size: int) -> TokenCount:
+    return TokenCount(await offload(size // PASSED, partial(estimate_prompt_tokens, request)), "estimate")
+
+
+async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> tuple[int, int | None]:
     """(status, tokens); None if the server does not report them."""
     server = pool.choose("")
     body = {name: request[name] for name in ("model", "messages", "tools") if request.get(name)}
     url = f"{server.url.removesuffix('/v1')}/tokenize"
-    status, _, data = await pool.fetch("POST", url, server.headers, orjson.dumps(body), timeout_seconds=TIMEOUT_SECONDS)
+    sent = await offload(size // PASSED, partial(orjson.dumps, body))
+    status, _, data = await pool.fetch("POST", url, server.headers, sent, timeout_seconds=TIMEOUT_SECONDS)
     try:
         response = orjson.loads(data) if status == 200 else None
     except orjson.JSONDecodeError:

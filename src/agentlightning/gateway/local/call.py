@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.errors import AgentLightningError, PolicyError
@@ -21,11 +22,14 @@ from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.logprobs import TopLogprobs
 from agentlightning.gateway.local.span import SpanDraft
 from agentlightning.gateway.local.update_gate import InFlightCall, UpdateGate
+from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 
 OnEvent = Callable[[Answer, OutputEvent], None]
 """Receives the events of an answer."""
+
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
@@ -56,10 +60,10 @@ class LocalCall:
                     in_flight = await gate.enter(self._name())
                 await self._sample_all(on_event)
             except BaseException as error:
-                await self._record(store, self._failures(error))
+                await self._record(store, partial(self._failures, error))
                 raise
             self.is_sampled = True
-            return await self._record(store, self._spans())
+            return await self._record(store, self._spans)
         finally:
             if in_flight is not None:
                 gate.leave(in_flight)
@@ -124,9 +128,11 @@ class LocalCall:
     def _pairs(self) -> list[tuple[SpanDraft, Answer]]:
         return list(zip(self.drafts, self.answers, strict=True))
 
-    async def _record(self, store: LightningStoreBase, spans: list[Span]) -> list[Span]:
+    async def _record(self, store: LightningStoreBase, make: Callable[[], list[Span]]) -> list[Span]:
         if not self.attributed:
             return []
+        size = _BYTES_PER_TOKEN * sum(len(draft.prompt.token_ids) for draft in self.drafts)
+        spans = await offload(size // PASSED, make)
         return [await store.add_span(spans[0])] if len(spans) == 1 else await store.add_many_spans(spans)
 
 

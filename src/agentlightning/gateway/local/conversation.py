@@ -42,6 +42,9 @@ from agentlightning.gateway.local.continuation import suffix_after
 
 T = TypeVar("T")
 
+_AT_ONCE = 65536
+"""Tokens that are packed at once: meanwhile no other thread runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
@@ -90,6 +93,14 @@ class Prompt:
     """The raw prompt in the form that `Conversations` compares."""
     prefill: str = ""
     """The beginning of the answer, written by the caller; it is the end of the prompt."""
+    own: array[int] = field(init=False, repr=False, compare=False)
+    """The tokens after the reused ones, as a `TokenPath` holds them; packed in the thread that makes the prompt."""
+
+    def __post_init__(self) -> None:
+        own = array("i")
+        for start in range(self.num_reused, len(self.token_ids), _AT_ONCE):
+            own.extend(self.token_ids[start : start + _AT_ONCE])
+        object.__setattr__(self, "own", own)
 
     @property
     def continued_span(self) -> str | None:
@@ -231,8 +242,7 @@ class Conversations:
         """Store the path of an answer, so that a later call can continue it."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
-        tokens = array("i", prompt.token_ids[prompt.num_reused :])
-        tokens.extend(sample.token_ids)
+        tokens = prompt.own + array("i", sample.token_ids)
         ended = bool(sample.token_ids) and sample.token_ids[-1] in eos_token_ids
         path = TokenPath(prompt.continues, tokens, span_id, ended)
         if prompt.prefill:  # The caller sees prefill and answer as one message.
@@ -248,8 +258,7 @@ class Conversations:
         """Store the path of an answer to a raw prompt. `shown` is the text that the caller got."""
         memory = self._attempts.setdefault(attempt, _AttemptPaths())
         self._attempts.move_to_end(attempt)
-        raw, before = prompt.raw or b"", array("i", prompt.token_ids[prompt.num_reused :])
-        drawn = array("i", sample.token_ids)
+        raw, before, drawn = prompt.raw or b"", prompt.own, array("i", sample.token_ids)
         path = TokenPath(prompt.continues, before + drawn, span_id, ended=True)
         if raw.startswith(_RAW_TOKENS):
             memory.raw.add(raw + drawn.tobytes(), path)

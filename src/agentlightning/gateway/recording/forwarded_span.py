@@ -1,7 +1,6 @@
 """Spans of a call that a provider answered in its own dialect.
 
-An exchange is the request, whose call it is, and the response as it was read. `spans` and `failed_span` make its spans,
-for calls that are recorded at once and for those that the journal reads later (`recording.raw_exchange`).
+An exchange is the request, whose call it is, and the response as it was read. `spans` and `failed_span` make its spans.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ class ForwardedExchange:
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path)
 
-    def spans(self, of_call: Json, now: float, first_id: str = "") -> list[Span]:
-        """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`.
-        `first_id` is the id of the first span, from which the ids of the others follow."""
+    def spans(self, of_call: Json, now: float) -> list[Span]:
+        """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`."""
         response = self.response
         choices = [response.choices[index] for index in sorted(response.choices)] or [ProviderAnswer()]
         shared = self._attributes() | of_call
@@ -75,8 +73,7 @@ class ForwardedExchange:
                 attributes.pop(names.COST, None)
                 if not choice.token_ids:
                     attributes.pop(names.OUTPUT_TOKENS, None)
-            span_id = f"{(int(first_id, 16) + len(spans)) % 2**64:016x}" if first_id else new_span_id()
-            spans.append(self._span(attributes, now, *self._status(choice, attributes), span_id=span_id))
+            spans.append(self._span(attributes, now, *self._status(choice, attributes)))
         self.span_id = spans[0].span_id
         return spans
 
@@ -155,9 +152,7 @@ class ForwardedExchange:
             attributes[names.RESPONSE_ID] = response.id
         return attributes | self.extra_attributes if self.extra_attributes else attributes
 
-    def _span(
-        self, attributes: Json, end_time: float, status: str, message: str | None, span_id: str | None = None
-    ) -> Span:
+    def _span(self, attributes: Json, end_time: float, status: str, message: str | None) -> Span:
         caller = self.caller
         return Span(
             rollout_id=caller.rollout_id or "",
@@ -166,7 +161,7 @@ class ForwardedExchange:
             start_time=self.started,
             end_time=end_time,
             trace_id=caller.trace_id or self.trace_id,
-            span_id=span_id or new_span_id(),
+            span_id=new_span_id(),
             parent_id=caller.parent_id,
             status_code=status,
             status_message=message,

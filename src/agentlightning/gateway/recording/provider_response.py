@@ -499,21 +499,13 @@ class ProviderResponse:
                 self.choice(event.choice or 0).add(event)
 
 
-# -- parts of whole answers, without reading the rest ------------------------------------------------------------------
+# -- the usage of a whole answer, without reading the rest --------------------------------------------------------------
 
 _USAGES: Final[Mapping[str, Callable[[Json], Usage]]] = {
     "chat/completions": chat_usage,
-    "completions": chat_usage,
-    "embeddings": chat_usage,
     "responses": chat_usage,
     "messages": messages_usage,
 }
-
-
-class _Identified(Struct):
-    """The id of an answer; its other fields are skipped."""
-
-    id: Any = None
 
 
 class _Used(Struct):
@@ -522,14 +514,7 @@ class _Used(Struct):
     usage: Any = None
 
 
-_identified: Final = msgspec.json.Decoder(_Identified)
 _used: Final = msgspec.json.Decoder(_Used)
-
-
-def id_of(answer: bytes) -> str:
-    """The id of a whole answer; "" if it has none. Raises MsgspecError if it is no JSON object."""
-    found = _identified.decode(answer).id
-    return found if isinstance(found, str) else ""
 
 
 def usage_of(path: str, answer: bytes) -> Usage | None:

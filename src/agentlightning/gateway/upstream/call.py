@@ -9,10 +9,6 @@ the provider's dialect) and `translation.call` (all others) build the request an
         async for events in call.events()     or its events as they arrive; raises ApiError
         call.settle(Usage(...))               its usage
     call.attributes()                         for its span, failed or not
-
-    if call.try_start(on_response):           sent at once; `on_response` is called after the first try:
-        call.succeeded, call.body             the response; `release` ends the call,
-        async with call                       or this retries after a failure
 """
 
 from __future__ import annotations
@@ -20,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -34,7 +29,7 @@ from agentlightning.gateway.upstream.failures import Failure, from_response, fro
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.gateway.upstream.servers import Server, ServerPool
-from agentlightning.transport import Headers, PendingResponse, Response, TransportError
+from agentlightning.transport import Headers, Response, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +40,11 @@ the calls may wait are left to the caller."""
 
 
 class UpstreamCall:
-    """One call to a provider, with its retries. Use it once, as `async with`.
-
-    `async with` waits for whatever the call needs; its twin `try_start`, for the callback-only fast path, sends only if
-    nothing must be awaited, and leaves retries to `async with`.
-    """
+    """One call to a provider, with its retries. Use it once, as `async with`."""
 
     __slots__ = (
-        *("body", "headers", "request", "retries", "status", "succeeded", "trailing_bytes"),
-        *("_accounting", "_acquired", "_chunks", "_failure", "_first_chunk", "_num_events", "_pending", "_pool"),
-        *("_failures", "_released", "_response", "_server", "_unanswered", "_wait_left"),
+        *("body", "headers", "request", "retries", "status", "trailing_bytes", "_accounting", "_chunks", "_failures"),
+        *("_first_chunk", "_num_events", "_pool", "_response", "_server", "_unanswered", "_wait_left"),
     )
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
@@ -63,8 +53,6 @@ class UpstreamCall:
         """The whole response, if it is not streamed."""
         self.trailing_bytes = b""
         """The incomplete event at the end of a streamed response."""
-        self.succeeded = False
-        """Whether the try that `try_start` made got a response with status 2xx."""
         self.headers: Headers = ()
         """Headers of the last response."""
         self.status = 0
@@ -75,13 +63,8 @@ class UpstreamCall:
         self._pool = pool
         self._server: Server | None = None
         self._response: Response | None = None
-        self._pending: PendingResponse | None = None
-        self._acquired = False
-        self._released = False
         self._unanswered = False
         """Whether a request was sent and got no response."""
-        self._failure: Failure | None = None
-        """Failure of the try that `try_start` made."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
         self._num_events = 0
@@ -115,71 +98,8 @@ class UpstreamCall:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
         self._accounting.settle(usage, self._num_events or len(self.body) // BYTES_PER_TOKEN)
 
-    # -- without a task --------------------------------------------------------------------------------------------
-
-    def try_start(self, on_response: Callable[[], None]) -> bool:
-        """Send a call that is not streamed at once, and call `on_response` after its response or failure. Returns
-        False, without side effects, if the call has to wait for the rate limit, a budget or a connection. Raises
-        TransportError for a request that cannot be sent."""
-        pool, tokens = self._pool, self._accounting.estimate_tokens()
-        if pool.budgets.config or not pool.rate_limiter.allows(tokens):
-            return False
-        server = pool.choose(self.request.affinity, model=self.request.model)
-        if server.pause_seconds(self.request.model):
-            return False
-        provider = pool.provider
-        pending = pool.transport.try_send(
-            "POST",
-            provider.url(server.url, self.request.path),
-            self._headers(server),
-            self.request.body,
-            partial(self._on_response, on_response),
-            timeout_seconds=provider.timeout_seconds,
-        )
-        if pending is None:
-            return False
-        self._pending, self._server, self._acquired = pending, server, True
-        server.in_flight += 1
-        pool.rate_limiter.record_start(tokens)
-        pool.record_start()
-        return True
-
-    def _on_response(self, on_response: Callable[[], None]) -> None:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        assert self._server is not None
-        provider, error = self._pool.provider, pending.error
-        self.status, self.headers = pending.status, pending.headers
-        self._server.in_flight -= 1
-        if error is not None:
-            if not pending.stale:  # A stale connection was closed before the request: no try, no fault of the server.
-                self._transport_failure(error)
-        elif 200 <= self.status < 300:
-            self.body, self.succeeded = self._pool.redactor.redact_body(pending.body()), True
-            self._server.health.record_success()
-        else:
-            self._failure = from_response(provider, self.status, self.headers, pending.body())
-        if self._failure is not None:
-            self._update_health(self._failure)
-        on_response()
-
-    def release(self) -> None:
-        """End a call that `try_start` sent, whether or not its response arrived. Idempotent."""
-        if self._released:
-            return
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.drop()
-            self._unanswered = True
-            if self._server is not None:
-                self._server.in_flight -= 1
-        self._release_all()
-
-    # -- in a task -------------------------------------------------------------------------------------------------
-
     async def __aenter__(self) -> Self:
-        if not self._acquired:
-            await self._acquire()
+        await self._acquire()
         try:
             await self._send()
         except BaseException:
@@ -204,7 +124,6 @@ class UpstreamCall:
         except BaseException:
             self._accounting.release()
             raise
-        self._acquired = True
         pool.record_start()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
@@ -235,9 +154,7 @@ class UpstreamCall:
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
         tried: list[Server] = []
-        failure = self._failure
-        if failure is None:
-            failure = await self._send_once(await self._choose_server())
+        failure = await self._send_once(await self._choose_server())
         while failure is not None:
             tried.append(self._server or self._pool.servers[0])
             if (pause := self._retry_pause(failure, tried)) is None:
@@ -314,23 +231,27 @@ class UpstreamCall:
             await response.__aexit__(None, None, None)
 
     async def _end(self) -> None:
+        """Close the response, settle what is open, and release the rate limit and the reservation."""
         if self._response is not None:
             await self._close_response()
-        self._release_all()
-
-    # -- for both --------------------------------------------------------------------------------------------------
+        accounting = self._accounting
+        if self._unanswered and not accounting.is_settled:
+            accounting.settle(None)  # The provider read the prompt, and will charge for it.
+        elif accounting.lost.tokens and not accounting.is_settled:
+            accounting.settle(Usage())
+        self._pool.rate_limiter.release(accounting.estimated_tokens, accounting.used_tokens)
+        accounting.release()
 
     def _headers(self, server: Server) -> Headers:
         configured, requested = server.headers, self.request.headers
         return (*configured, *_without_duplicates(requested, configured)) if requested else configured
 
     def _transport_failure(self, error: TransportError) -> Failure:
-        self._failure = from_transport(self._pool.provider, error)
         if 200 <= self.status < 300:
             self._accounting.record_lost(self.headers)
         else:
             self._unanswered = error.reason == "timeout"
-        return self._failure
+        return from_transport(self._pool.provider, error)
 
     def _update_health(self, failure: Failure) -> None:
         """Record a failure with its server."""
@@ -366,17 +287,6 @@ class UpstreamCall:
         if is_free:
             return 0.0
         return after or _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
-
-    def _release_all(self) -> None:
-        """Settle what is open, and release the rate limit and the reservation."""
-        accounting = self._accounting
-        if self._unanswered and not accounting.is_settled:
-            accounting.settle(None)  # The provider read the prompt, and will charge for it.
-        elif accounting.lost.tokens and not accounting.is_settled:
-            accounting.settle(Usage())
-        self._released = True
-        self._pool.rate_limiter.release(accounting.estimated_tokens, accounting.used_tokens)
-        accounting.release()
 
 
 def _without_duplicates(requested: Headers, configured: Headers) -> list[tuple[bytes, bytes]]:

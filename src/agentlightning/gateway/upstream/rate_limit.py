@@ -44,7 +44,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """The limits of one provider. `acquire` (or `allows` and `record_start`) before a call, `release` after it."""
+    """The limits of one provider: `acquire` before a call, `release` after it."""
 
     def __init__(
         self,

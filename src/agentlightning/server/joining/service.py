@@ -124,19 +124,21 @@ class JoinedRun:
             self.held += self.gate.num_waiting
 
     async def release(self, *, updated: bool) -> None:
-        """Let calls go on; after an update, only to servers that have the new weights."""
+        """Let calls go on, whatever happens; after an update, only to servers that have the new weights."""
         update, self.update = self.update, None
         if update is None:
             return
-        if updated:
-            await self.policy.servers.pool.update_replicas()
-            self.updates += 1
-        update.released.set()
-        if update.task is not None:
-            if not update.held.done():
-                update.task.cancel()
-            await asyncio.wait({update.task})
-        self.held_seconds += time.monotonic() - update.since
+        try:
+            if updated:
+                await self.policy.servers.pool.update_replicas()
+                self.updates += 1
+        finally:
+            update.released.set()
+            if update.task is not None:
+                if not update.held.done():
+                    update.task.cancel()
+                await asyncio.wait({update.task})
+            self.held_seconds += time.monotonic() - update.since
 
 
 class JoinedPolicies:

@@ -5,9 +5,6 @@ database: what it has taken survives `kill -9`, though not yet a power failure. 
 committed to the store together. Every other call flushes the journal first, so it sees all that was appended before. A
 journal that a killed process left behind is written to the store by the next process that opens it; spans that the
 store holds already are left as they are.
-
-A producer that has no time to make spans calls `append_record` with raw bytes, which the `decode` of the journal turns
-into spans later. A `Packer` may do that in another process.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Final, Self
 
 import msgspec
 import orjson
@@ -28,7 +25,6 @@ from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import METHODS
 from agentlightning.store.journal.segments import Segments
-from agentlightning.store.sql.spans.attempt_spans import PackedSpans, pack_spans
 
 logger = logging.getLogger(__name__)
 
@@ -41,55 +37,21 @@ MAX_PENDING: Final = 16384
 MAX_LOGGED: Final = 3
 """Rejected spans named in one line of the log."""
 _MAX_RETRY_SECONDS: Final = 5.0
-_JSON_SPANS: Final = b"["
-"""The first byte of a record that holds spans as JSON."""
 _REJECTIONS: Final = (ConfigError, ConflictError, NotFoundError)
 """What the store raises for a span that it will never take."""
 _spans_decoder = msgspec.json.Decoder(list[Span])
-
-Decode = Callable[[bytes], list[Span]]
-"""Turns a record given to `append_record` into spans. Raises ValueError only for one of another version."""
-
-
-class Packer(Protocol):
-    """Packs the spans of records elsewhere."""
-
-    async def pack(self, records: Sequence[bytes]) -> list[PackedSpans] | None:
-        """Keeps the order of the records. None: pack them here, as they are few, or packing failed."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
-class AcceptsPacks(Protocol):
-    """A store that takes packed spans."""
-
-    async def add_packs(self, packed: Sequence[PackedSpans]) -> list[tuple[str, str]]:
-        """Like `add_many_spans`; returns the (rollout_id, attempt_id) of the superseded attempts among theirs."""
-        ...
-
-
-class _PendingRecord(NamedTuple):
-    record: bytes
-    spans: Sequence[Span] | None
-    """The spans it holds, if they are known."""
 
 
 class JournaledStore(LightningStoreBase):
     """Made by `with_journal`. The awaited methods of the contract are generated below."""
 
-    def __init__(
-        self, store: LightningStoreBase, stem: Path, decode: Decode | None = None, packer: Packer | None = None
-    ) -> None:
+    def __init__(self, store: LightningStoreBase, stem: Path) -> None:
         self.store = store
         """The store that does the work."""
         self.on_superseded: Callable[[str, str], None] = lambda rollout_id, attempt_id: None
         """Called for superseded attempts whose spans were written."""
-        self._decode = decode
-        self._packer = packer if isinstance(store, AcceptsPacks) else None
         self._segments = Segments(stem)
-        self._pending: deque[_PendingRecord] = deque()
+        self._pending: deque[Sequence[Span]] = deque()
         self._appended = 0
         self._written = 0
         self._flush_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -114,7 +76,7 @@ class JournaledStore(LightningStoreBase):
 
     async def __aenter__(self) -> Self:
         """Recover journals that were left behind, and start. Raises StoreError."""
-        await _recover(self.store, self._segments, self._decode)
+        await _recover(self.store, self._segments)
         self._writer = asyncio.create_task(self._work())
         return self
 
@@ -126,8 +88,6 @@ class JournaledStore(LightningStoreBase):
         writer, self._writer = self._writer, None
         writer.cancel()
         await asyncio.wait({writer})
-        if self._packer is not None:
-            await self._packer.close()
         self._segments.close(keep=bool(self._pending))
 
     # -- appending -------------------------------------------------------------------------------------------------
@@ -137,39 +97,27 @@ class JournaledStore(LightningStoreBase):
         """Records appended and not written yet."""
         return self._appended - self._written
 
-    @property
-    def takes_records(self) -> bool:
-        """Whether `append_record` may be called: there is a way to decode records."""
-        return self._decode is not None
-
     def append(self, spans: Sequence[Span]) -> Awaitable[None] | None:
         """Append spans: None if that is done, else to be awaited. Raises StoreError if the disk or the store refuses
         them: while the store cannot be written, neither can the journal."""
-        return self._append(_PendingRecord(orjson.dumps(spans), spans))
-
-    def append_record(self, record: bytes) -> Awaitable[None] | None:
-        """`append` for bytes that `decode` turns into spans. They must not begin with `[`."""
-        return self._append(_PendingRecord(record, None))
-
-    def _append(self, pending: _PendingRecord) -> Awaitable[None] | None:
         if self._failure is not None:
             raise self._failure
         if self._writer is None:
             raise StoreClosedError("the journal is closed")
         if self._appended - self._written > MAX_PENDING:
-            return self._append_later(pending)
-        self._segments.append(pending.record)
-        self._pending.append(pending)
+            return self._append_later(spans)
+        self._segments.append(orjson.dumps(spans))
+        self._pending.append(spans)
         self._appended += 1
         self._has_pending.set()
         return None
 
-    async def _append_later(self, pending: _PendingRecord) -> None:
+    async def _append_later(self, spans: Sequence[Span]) -> None:
         while self.pending > MAX_PENDING and self._writer is not None:
             await self._wait_until_written(self._written + 1)
             if self._failure is not None:
                 raise self._failure
-        self._append(pending)
+        self.append(spans)
 
     async def flush(self) -> None:
         """Wait until everything appended is in the store, or the store has rejected it."""
@@ -224,15 +172,9 @@ class JournaledStore(LightningStoreBase):
         for ids in superseded:
             self.on_superseded(*ids)
 
-    async def _write(self, batch: Sequence[_PendingRecord]) -> set[tuple[str, str]]:
+    async def _write(self, batch: Sequence[Sequence[Span]]) -> set[tuple[str, str]]:
         """Returns the ids of the superseded attempts among theirs."""
-        if self._packer is not None:
-            packed = await self._packer.pack([each.record for each in batch])
-            if packed is not None and isinstance(self.store, AcceptsPacks):
-                with suppress(*_REJECTIONS):  # one of the spans is rejected: the others are written below
-                    return set(await self.store.add_packs(packed))
-        spans = [span for each in batch for span in each.spans or _decode_record(each.record, self._decode)]
-        stored, _ = await _add(self.store, spans)
+        stored, _ = await _add(self.store, [span for spans in batch for span in spans])
         return {(span.rollout_id, span.attempt_id) for span in stored if SUPERSEDED in span.attributes}
 
     def _release_waiters(self) -> None:
@@ -241,19 +183,6 @@ class JournaledStore(LightningStoreBase):
             _, written = self._flush_waiters.popleft()
             if not written.done():
                 written.set_result(None)
-
-
-def pack_records(records: Sequence[bytes], decode: Decode) -> list[PackedSpans]:
-    """What a `Packer` returns for records."""
-    return pack_spans([span for record in records for span in _decode_record(record, decode)])
-
-
-def _decode_record(record: bytes, decode: Decode | None) -> list[Span]:
-    if record.startswith(_JSON_SPANS):
-        return _spans_decoder.decode(record)
-    if decode is None:
-        raise StoreError("a journal holds records that only `agl serve` can decode; open the store with it")
-    return decode(record)
 
 
 async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> tuple[list[Span], int]:
@@ -280,13 +209,13 @@ async def _add(store: LightningStoreBase, spans: Sequence[Span]) -> tuple[list[S
 # -- recovery --------------------------------------------------------------------------------------------------------
 
 
-async def _recover(store: LightningStoreBase, segments: Segments, decode: Decode | None) -> None:
+async def _recover(store: LightningStoreBase, segments: Segments) -> None:
     """Write orphaned journals to the store. What the store rejects is set aside, so that it does not keep anyone from
     opening the store."""
     for path, records in segments.orphaned():
         try:
-            spans = [span for record in records for span in _decode_record(record, decode)]
-        except ValueError as error:
+            spans = [span for record in records for span in _spans_decoder.decode(record)]
+        except msgspec.MsgspecError as error:  # of another version
             logger.error("%d records cannot be decoded and are kept in %s: %s", len(records), _set_aside(path), error)
             continue
         rejected = 0
@@ -311,12 +240,12 @@ def _set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-async def recover_journals(store: LightningStoreBase, decode: Decode | None = None) -> None:
+async def recover_journals(store: LightningStoreBase) -> None:
     """Write what killed processes left in journals beside the store's file, for a store that is opened without a
     journal. Raises StoreError."""
     path: Path | None = getattr(store, "path", None)
     if path is not None:
-        await _recover(store, Segments(_stem(path)), decode)
+        await _recover(store, Segments(_stem(path)))
 
 
 # -- the generated methods -------------------------------------------------------------------------------------------
@@ -336,11 +265,9 @@ def _flush_first(name: str) -> Callable[..., Any]:
 _Generated: Any = type("JournaledStore", (JournaledStore,), {name: _flush_first(name) for name in METHODS})
 
 
-def with_journal(
-    store: LightningStoreBase, database: Path, decode: Decode | None = None, packer: Packer | None = None
-) -> JournaledStore:
-    """The store with a journal beside its database file. Enter it with `async with`, which also closes the packer."""
-    return _Generated(store, _stem(database), decode, packer)
+def with_journal(store: LightningStoreBase, database: Path) -> JournaledStore:
+    """The store with a journal beside its database file. Enter it with `async with`."""
+    return _Generated(store, _stem(database))
 
 
 def _stem(database: Path) -> Path:

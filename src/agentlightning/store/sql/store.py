@@ -6,6 +6,7 @@ writer (execution/writer.py) as a command, which decides in memory by the rules 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from operator import itemgetter
 from typing import Any, Final
@@ -43,8 +44,6 @@ from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.sort_order import Order, check_logic
 from agentlightning.store.sql.spans import read
 from agentlightning.store.sql.spans.attempt_spans import (
-    AttemptSpans,
-    PackedSpans,
     SpanWriteResult,
     group_by_attempt,
 )
@@ -55,6 +54,8 @@ from agentlightning.store.types import UNSET, FilterLogic, SortOrder, Unset
 
 ITER_BATCH: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
+_LARGE: Final = 256 * 1024
+"""Characters and tokens of spans that are packed in a thread."""
 
 
 class SqlStore(SqlAdministration):
@@ -330,7 +331,9 @@ class SqlStore(SqlAdministration):
     async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
-        groups = group_by_attempt(added)
+        size = sum(len(each) for span in added for each in span.attributes.values() if isinstance(each, str | list))
+        # Packing a long conversation takes a while, in which the event loop serves others.
+        groups = await asyncio.to_thread(group_by_attempt, added) if size > _LARGE else group_by_attempt(added)
 
         def convert(results: list[SpanWriteResult]) -> list[Span] | Span:
             stored: list[Any] = [None] * len(added)
@@ -339,14 +342,6 @@ class SqlStore(SqlAdministration):
             return stored[0] if alone else stored
 
         return await self.write(AddSpans(name, groups), convert)
-
-    async def add_packs(self, packed: Sequence[PackedSpans]) -> list[tuple[str, str]]:
-        """`add_many_spans` for packed spans; returns the ids of the attempts among theirs that are superseded."""
-        if not packed:
-            return []
-        results = await self.write(AddSpans("add_packs", [AttemptSpans.of(each) for each in packed]))
-        pairs = zip(packed, results, strict=True)
-        return [(each.rollout_id, each.attempt_id) for each, result in pairs if result.superseded]
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         _check_pair((rollout_id, attempt_id))

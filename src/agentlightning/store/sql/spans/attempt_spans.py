@@ -24,14 +24,6 @@ class SpanWriteResult(Struct, gc=False):
     """By index: spans that were stored before."""
 
 
-class PackedSpans(Struct, frozen=True, array_like=True):
-    """Packed spans of one attempt, which may come from another process."""
-
-    rollout_id: str
-    attempt_id: str
-    pack: SpanPack
-
-
 class AttemptSpans:
     """The spans of one call that belong to one attempt: packed here, then stored, then returned as stored."""
 
@@ -49,14 +41,6 @@ class AttemptSpans:
         """The caller chose the id of at least one span."""
         self._positions: list[int] = []
         self._spans: list[Span] = []
-
-    @classmethod
-    def of(cls, packed: PackedSpans) -> AttemptSpans:
-        """Spans that were packed elsewhere, and are not returned."""
-        group = cls(packed.rollout_id, packed.attempt_id)
-        group.named = True
-        group.pack, group.body = packed.pack, packed.pack.body
-        return group
 
     def add(self, position: int, span: Span) -> None:
         """`position` is its index among all spans of the call."""
@@ -127,8 +111,3 @@ def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
     for group in groups.values():
         group.seal()
     return list(groups.values())
-
-
-def pack_spans(spans: Sequence[Span]) -> list[PackedSpans]:
-    """The spans of any attempts, packed for each attempt."""
-    return [PackedSpans(each.rollout_id, each.attempt_id, each.pack) for each in group_by_attempt(spans)]

@@ -32,6 +32,8 @@ DIGEST: Final = 16
 """Bytes of a digest."""
 CACHE_BYTES: Final = 4 << 20
 _BLOCK_BYTES: Final = 4 * BLOCK
+_AT_ONCE: Final = 65536
+"""Token ids that are packed at once: meanwhile no other thread runs."""
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -42,8 +44,9 @@ def pack_ids(value: Any) -> bytes | None:
     if not isinstance(value, list | tuple):
         return None
     ids = cast("Sequence[Any]", value)
+    parts = [ids[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
     try:
-        return struct.pack(f"<{len(ids)}i", *ids)
+        return b"".join([struct.pack(f"<{len(part)}i", *part) for part in parts])
     except struct.error:
         return None
 

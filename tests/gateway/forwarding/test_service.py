@@ -1,5 +1,4 @@
-"""Promises of the direct way: a call that is passed on without a task is answered, recorded, counted, limited and given
-up like any other, and where anything has to be waited for it takes the other way unnoticed."""
+"""Calls to providers are answered, recorded, counted, limited and given up, in a store with a journal or without."""
 
 import asyncio
 import json
@@ -13,7 +12,6 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.recording import raw_exchange
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer
@@ -29,16 +27,14 @@ BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
 async def durable(tmp_path):
     path = tmp_path / "store.db"
     store = SqlStore(path)
-    async with with_journal(store, path, raw_exchange.read) as kept:
+    async with with_journal(store, path) as kept:
         yield kept
     await store.close()
 
 
 @pytest.fixture
 async def ask(serve, durable):
-    """ask(script, ...) -> (the service, the provider behind its model "theirs", a client that has called once).
-
-    Once the attempt is known and a connection is open, calls go the direct way."""
+    """ask(script, ...) -> (the service, the provider behind its model "theirs", a client that has called once)."""
     opened = []
 
     async def start(script, *, use_store=None, gateway=None, **options):
@@ -66,11 +62,6 @@ async def call(service, http, **more):
     return await http.post(f"{service.base_url}/chat/completions", json=BODY | more, headers=headers)
 
 
-def tasks():
-    """Of calls that are served in one."""
-    return [task for task in asyncio.all_tasks() if "FastRequest._run" in task.get_coro().__qualname__]
-
-
 async def until(true):
     for _ in range(500):
         if true():
@@ -83,20 +74,14 @@ def said(reply):
     return reply.json()["choices"][0]["message"]["content"]
 
 
-async def test_calls_of_an_attempt_after_its_first_are_served_without_a_task(ask):
-    served = []
-
-    def script(seen):
-        served.append(len(tasks()))
-        return Reply(chat_answer("Again."), headers={"x-request-id": "req-7", "set-cookie": "mine=1"})
-
-    service, provider, http = await ask(script)
+async def test_calls_of_an_attempt_are_passed_on_recorded_and_counted(ask):
+    answer = Reply(chat_answer("Again."), headers={"x-request-id": "req-7", "set-cookie": "mine=1"})
+    service, provider, http = await ask(lambda seen: answer)
     for _ in range(3):
         reply = await call(service, http, temperature=0.5)
         assert said(reply) == "Again."
         assert reply.headers["x-request-id"] == "req-7"
         assert "set-cookie" not in reply.headers
-    assert served == [0, 0, 0]
     assert provider.seen[-1].json == BODY | {"temperature": 0.5}
     spans = await service.spans()
     assert [span.sequence_id for span in spans] == [1, 2, 3, 4]
@@ -104,46 +89,6 @@ async def test_calls_of_an_attempt_after_its_first_are_served_without_a_task(ask
     assert spans[-1].attributes[names.INPUT_TOKENS] == 10
     figures = service.gateway.metrics()
     assert (figures["requests"], figures["prompt_tokens"], figures["errors"]) == (4, 40, 0)
-
-
-KINDS = {
-    "plain": ({}, lambda: Reply(chat_answer("Again.", usage=(20, 30)))),
-    "parameters": ({"temperature": 0.5, "max_tokens": 7, "stop": ["END"]}, lambda: Reply(chat_answer("Again."))),
-    "unknown_fields": ({"them": {"deep": [1]}}, lambda: Reply(chat_answer("Again.") | {"more": {"of": "it"}})),
-    "choices": ({"n": 2}, lambda: Reply(chat_answer("Again.", usage=(20, 30)))),
-    "echoed_key": ({}, lambda: Reply(chat_answer(f"the key is {KEY}"))),
-    "error_in_body": ({}, lambda: Reply(chat_answer("Again.") | {"error": {"message": f"{KEY} is spent"}})),
-    "headers": ({}, lambda: Reply(chat_answer("Again."), headers={"x-request-id": "req-7", "set-cookie": "mine=1"})),
-    "refused": ({}, lambda: Reply({"error": {"message": "no such thing", "code": "odd"}}, status=400)),
-    "not_json": ({}, lambda: Reply(b"no JSON")),
-}
-"""Name -> (fields of the request, what the provider answers)."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_fast_path_and_task_path_agree(ask, kind):
-    """Status, body, headers, span and counters are the same, whichever path serves a call."""
-    fields, answer = KINDS[kind]
-    service, _, http = await ask(lambda seen: answer())
-    seen = []
-    for path in ("fast", "task"):
-        if path == "task":  # the attempt has to be looked up
-            service.gateway._attempts.invalidate(service.rollout_id, service.attempt_id)
-        before = service.gateway.metrics()
-        reply = await call(service, http, **fields)
-        after = service.gateway.metrics()
-        headers = {name: value for name, value in reply.headers.items() if not name.endswith("request-id")}
-        counted = {name: value - before[name] for name, value in after.items()}
-        seen.append((reply.status_code, reply.content, headers, counted))
-    assert seen[0] == seen[1]
-    spans = (await service.spans())[1:]
-    assert len(spans) % 2 == 0
-    of_fast, of_task = spans[: len(spans) // 2], spans[len(spans) // 2 :]
-    for one, other in zip(of_fast, of_task, strict=True):
-        assert one.attributes == other.attributes
-        assert (one.name, one.status_code, one.status_message) == (other.name, other.status_code, other.status_message)
-        assert one.trace_id == other.trace_id
-    assert KEY not in repr(seen) + repr(spans)
 
 
 async def test_what_says_that_a_call_is_a_repeat_is_read_from_each_call(ask):
@@ -221,11 +166,9 @@ async def test_a_caller_that_hangs_up_ends_the_call_and_is_recorded(ask):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"))
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
-    assert tasks() == []
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: service.gateway.metrics()["cancelled"] == 1)
-    await until(lambda: not service.gateway._fast_path.pending_records)
     span = (await service.spans())[-1]
     assert (span.status_code, span.attributes[names.ERROR_TYPE]) == ("ERROR", "client_disconnected")
 
@@ -251,7 +194,7 @@ async def test_no_more_calls_are_under_way_than_the_provider_and_the_gateway_tak
     assert {said(reply) for reply in replies} == {"Again."}
     assert set(under_way) <= {1, 2}
     assert (pool.rate_limiter.in_flight, pool.rate_limiter.num_waiting) == (0, 0)
-    assert not service.gateway._limit.full
+    assert service.gateway._limit._free == 4096
     assert len(await service.spans()) == 21
 
 
@@ -354,7 +297,7 @@ async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(a
     assert [span.status_code for span in await service.spans()] == ["OK", "ERROR"]
 
 
-async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkeypatch, caplog):
+async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, durable, monkeypatch, caplog):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"))
 
     def full(*_):
@@ -362,9 +305,9 @@ async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, monkey
 
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
-    monkeypatch.setattr(service.gateway._forwarder, "record", full)
+    monkeypatch.setattr(durable._segments, "append", full)
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
-    await until(lambda: "could not be recorded: the disk is full" in caplog.text)
+    await until(lambda: "a call failed: " in caplog.text and "the disk is full" in caplog.text)
     assert service.gateway.providers["them"].rate_limiter.in_flight == 0
-    assert not service.gateway._fast_path.in_flight
+    await until(lambda: service.gateway._limit._free == 4096)
