@@ -499,7 +499,7 @@ class ProviderResponse:
                 self.choice(event.choice or 0).add(event)
 
 
-# -- the usage of a whole answer, without reading the rest --------------------------------------------------------------
+# -- the usage of a whole answer, without reading the rest -------------------------------------------------------------
 
 _USAGES: Final[Mapping[str, Callable[[Json], Usage]]] = {
     "chat/completions": chat_usage,
