@@ -397,11 +397,6 @@ class SqlStore(SqlAdministration):
         }
         any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
         query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order, tokens)
-        if self.recent_spans is not None and after is None and attempt_id != "latest" and tokens:
-            self.writer.check_open()
-            recent = self.recent_spans.spans(rollout_id, attempt_id)
-            if recent is not None:
-                return query.page(recent)
         return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
 
     async def count_spans(self, rollout_id: str, attempt_id: str) -> int:

@@ -15,7 +15,6 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.export import export_store
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.store.sql.sqlite import version_guard
 
 
 def delete(path: Path) -> None:
@@ -85,7 +84,6 @@ async def test_a_store_that_moved_with_its_folder_or_is_found_by_another_name_go
 
 def damage(path: Path, change: str) -> None:
     connection = sqlite3.connect(path)
-    version_guard.allow(connection)
     connection.execute(change)
     connection.commit()
     connection.close()

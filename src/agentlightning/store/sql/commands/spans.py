@@ -75,7 +75,7 @@ def _add(
     unit.modify_attempt(attempt)
     if pack.count:
         before = attempt.spans
-        unit.add_pack(PendingPack(attempt, pack, body, sequence_ids, attempt.rollout.spans, superseded))
+        unit.add_pack(PendingPack(attempt, pack, body, sequence_ids, superseded))
         attempt.spans = before + pack.count
         attempt.bytes += len(body) + 9 * pack.count
         attempt.last_span = max(attempt.last_span, max(sequence_ids))

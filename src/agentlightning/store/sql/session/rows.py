@@ -65,11 +65,6 @@ class RolloutRow(MutableRow, eq=False):
         return next(reversed(self.attempts.values())) if self.attempts else None
 
     @property
-    def spans(self) -> int:
-        """Of all its attempts."""
-        return sum([attempt.spans for attempt in self.attempts.values()])
-
-    @property
     def memory_size(self) -> int:
         """Estimated bytes of memory, attempts included."""
         return 1000 + len(self.input) + len(self.metadata) + 700 * len(self.attempts)
@@ -175,8 +170,6 @@ class PendingPack(MutableRow, eq=False):
     pack: SpanPack
     body: bytes
     sequence_ids: Sequence[int]
-    spans_before: int = -1
-    """How many spans the rollout had before this pack; -1: not counted."""
     superseded: int = 0
     key: int = 0
 

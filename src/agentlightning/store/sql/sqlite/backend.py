@@ -7,9 +7,7 @@ write lock for all processes, so rows read in one transaction are valid in the n
 from __future__ import annotations
 
 import os
-import random
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +23,6 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
-from agentlightning.store.sql.sqlite import version_guard
 from agentlightning.store.sql.sqlite.checkpointer import Checkpointer
 from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
@@ -129,11 +126,6 @@ class SqliteConnection:
         self._path = path
         self._cursor = connection.cursor()
         self._shared_file = path is not None
-        self._mark = random.SystemRandom().randrange(1, 2**31)
-        """The user_version that this connection sets when it becomes the last to write."""
-        self._mark_set = False
-        self._freshness: sqlite3.Cursor | None = None
-        self._freshness_lock = threading.Lock()
         self._blob_bytes = 0
         self._files = None if path is None else OpenFiles(path)
         self._checkpointer = None if path is None else Checkpointer(lambda: _connect(path))
@@ -156,12 +148,7 @@ class SqliteConnection:
         wrote = self.raw.total_changes > self._changes_before
         if wrote:
             self.check_files()
-        if self._shared_file and not self._mark_set and wrote:
-            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
-            self._cursor.execute("COMMIT")
-            self._mark_set = True
-        else:
-            self._cursor.execute("COMMIT")
+        self._cursor.execute("COMMIT")
         if self._checkpointer is not None:
             self._checkpointer.committed(self._cursor, self._blob_bytes)
             self._blob_bytes = 0
@@ -173,25 +160,9 @@ class SqliteConnection:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
-        with self._freshness_lock:
-            if self._freshness is not None:
-                self._freshness.connection.close()
-            self._freshness = None
         if self._checkpointer is not None:
             self._checkpointer.close()
         self.raw.close()
-
-    def fresh(self) -> bool:
-        """Whether this connection was the last to write. Thread-safe."""
-        if self._path is None:
-            return True
-        with self._freshness_lock:
-            try:
-                if self._freshness is None:
-                    self._freshness = _connect(self._path).cursor()
-                return self._freshness.execute("PRAGMA user_version").fetchone()[0] == self._mark
-            except sqlite3.Error:
-                return False
 
     def all(self, statement: Statement, *values: Any) -> list[Any]:
         compiled = statement.compiled(_dialect)
@@ -258,7 +229,6 @@ class SqliteConnection:
         self._data_version = version
         if changed:
             self._keys.clear()
-            self._mark_set = False
         return changed
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
@@ -314,7 +284,6 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
         cached_statements=256,
     )
     try:
-        version_guard.allow(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")

@@ -29,8 +29,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-SCHEMA_VERSION = 4
-"""Incremented by each migration; see migrations/."""
+SCHEMA_VERSION = 1
+"""Incremented by each migration; see migrations.py."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
 OPEN = text("status IN ('preparing', 'running')")
