@@ -206,5 +206,6 @@ class ClaimQueues:
         count = max(1, self._unit.expected_claims) if self._unit.shared else HEAD_SIZE
         start = (NO_LIMIT, 0) if queue.head_end == NOTHING_READ else (-int(queue.head_end[0]), int(queue.head_end[1]))
         rows = self._unit.connection.all(statements.NEXT_WAITING, queue.name, *start, count)
-        queue.head = [(-priority, key, rollout_id) for priority, key, rollout_id in rows]
-        queue.head_end = READ_TO_END if len(rows) < count else (queue.head[-1][0], queue.head[-1][1] + 1)
+        # A damaged id names no rollout: whoever lists the rollouts is told of it.
+        queue.head = [(-priority, key, rollout_id) for priority, key, rollout_id in rows if type(rollout_id) is str]
+        queue.head_end = READ_TO_END if len(rows) < count else (-rows[-1][0], rows[-1][1] + 1)

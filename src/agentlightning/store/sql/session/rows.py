@@ -75,6 +75,26 @@ class RolloutRow(MutableRow, eq=False):
         except mapping.UNREADABLE as error:
             raise mapping.damaged(f"rollout {self.rollout_id!r}", self.rollout_id, error) from error
 
+    def repair(self) -> dict[str, str]:
+        """Replace what cannot be read; returns it, by column."""
+        readers: dict[str, tuple[Callable[[Any], Any], Any]] = {
+            "input": (orjson.loads, "null"),
+            "config": (mapping.load_config, None),
+            "metadata": (mapping.load_dict, "{}"),
+            "mode": (mapping.check_name, None),
+            "resources_id": (mapping.check_name, None),
+        }
+        replaced: dict[str, str] = {}
+        for name, (read, default) in readers.items():
+            value: Any = getattr(self, name)
+            try:
+                read(value)
+            except mapping.UNREADABLE:
+                replaced[name] = value if isinstance(value, str) else repr(value)
+                setattr(self, name, default)
+        self.attempt_count = len(self.attempts)
+        return replaced
+
     def to_rollout(self) -> Rollout:
         return mapping.to_rollout(rollout_columns(self))
 

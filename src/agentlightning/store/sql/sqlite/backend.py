@@ -166,7 +166,17 @@ class SqliteConnection:
 
     def all(self, statement: Statement, *values: Any) -> list[Any]:
         compiled = statement.compiled(_dialect)
-        return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).fetchall()
+        arguments = _adapt(compiled.arrange(values))
+        try:
+            return self._cursor.execute(compiled.sql, arguments).fetchall()
+        except sqlite3.OperationalError as error:
+            if "decode" not in str(error):
+                raise
+        self.raw.text_factory = _text  # the row of a damaged text is named by whoever reads it
+        try:
+            return self._cursor.execute(compiled.sql, arguments).fetchall()
+        finally:
+            self.raw.text_factory = str
 
     def run(self, statement: Statement, *values: Any) -> int:
         compiled = statement.compiled(_dialect)
@@ -249,6 +259,13 @@ class SqliteConnection:
 def _values(statement: Insert | Update, rows: int) -> str:
     row = "(" + ",".join("?" * len(statement.columns)) + ")"
     return ",".join([row] * rows)
+
+
+def _text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _adapt(values: tuple[Any, ...]) -> tuple[Any, ...]:
