@@ -263,7 +263,10 @@ class SqlStore(SqlAdministration):
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        rows: list[Row] = await self.write_and_wait(WaitForRollouts(rollout_ids, minimum), timeout)
+        command = WaitForRollouts(rollout_ids, minimum)
+        rows: list[Row] = await self.read(command.name, command.finished)
+        if not command.over(rows) and (timeout is None or timeout > 0):
+            rows = await self.write_and_wait(command, timeout)
         return [mapping.to_rollout(row) for row in rows]
 
     # -- attempts --------------------------------------------------------------------------------------------------

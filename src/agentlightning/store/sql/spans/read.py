@@ -180,7 +180,7 @@ def query_spans(connection: Connection, query: SpanQuery) -> list[Span]:
 def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[Row]:
     """Rows of `statements.ATTEMPT`."""
     rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
-    if not rows and not connection.all(statements.ROLLOUT_KEY, rollout_id):
+    if not rows and not connection.all(statements.ROLLOUT_POSITION, rollout_id):
         raise NotFoundError(f"no rollout {rollout_id!r} in this store")
     if attempt_id is None:
         return rows

@@ -31,6 +31,7 @@ from agentlightning.store.sql.sqlite.vacuum import shrink
 from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.tables.bulk import quoted
+from agentlightning.store.validation import NO_LIMIT
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
@@ -209,9 +210,9 @@ class SqliteConnection:
     def commit_in_order(self, table: Table) -> None:
         """Nothing to do: write transactions are serialised."""
 
-    def stable_key(self, table: Table) -> int:
+    def last_position(self) -> int:
         """Nothing to do: write transactions are serialised."""
-        return 2**63 - 1
+        return NO_LIMIT
 
     def lock(self, table: Table) -> None:
         """Nothing to do: a write transaction has the whole database to itself."""

@@ -42,7 +42,7 @@ class SqliteSchema:
         if row:
             raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); "
                              "give another path")  # fmt: skip
-        for statement in ddl(DIALECT):
+        for statement in (*ddl(DIALECT), "CREATE INDEX rollouts_status ON rollouts (status)"):  # then by key
             self.connection.execute(statement)
 
     def execute(self, statement: str) -> sqlite3.Cursor:

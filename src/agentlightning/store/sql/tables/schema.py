@@ -287,6 +287,22 @@ def _position(element: contains_text, compiler: Any, **options: Any) -> str:
     return f"position({part} IN {column}) > 0"
 
 
+class position(ColumnElement[int]):  # noqa: N801
+    """The place of a rollout in order of creation."""
+
+    inherit_cache = False
+
+
+@compiles(position, "sqlite")
+def _key(element: position, compiler: Any, **options: Any) -> str:
+    return 'rollouts."key"'
+
+
+@compiles(position, "postgresql")
+def _coalesced(element: position, compiler: Any, **options: Any) -> str:
+    return "coalesce(rollouts.position, rollouts.key)"
+
+
 def param(name: str) -> BindParameter[Any]:
     """A parameter that may have the name of a column."""
     return bindparam(f"the_{name}")
