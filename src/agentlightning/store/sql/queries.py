@@ -14,7 +14,7 @@ from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollo
 from agentlightning.store import validation
 from agentlightning.store.sql.session.counters import ATTEMPTS, SPANS
 from agentlightning.store.sql.session.rows import OPEN
-from agentlightning.store.sql.sort_order import Order
+from agentlightning.store.sql.sort_order import NATURAL, Order
 from agentlightning.store.sql.tables import mapping, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.types import Queue, Worker
@@ -119,11 +119,17 @@ def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[
     return [mapping.to_attempt(row[-1], row) for row in rows]
 
 
-def attempts(connection: Connection, rollout_id: str) -> list[Attempt]:
-    rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
+def attempts(
+    connection: Connection, rollout_id: str, order: Order = NATURAL, limit: int = validation.NO_LIMIT, offset: int = 0
+) -> list[Attempt]:
+    if order.natural:
+        rows = connection.all(statements.ATTEMPTS_PAGE, rollout_id, offset, limit)
+    else:
+        rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
     if not rows:
         rollout_position(connection, rollout_id)
-    return [mapping.to_attempt(rollout_id, row) for row in rows]
+    found = [mapping.to_attempt(rollout_id, row) for row in rows]
+    return found if order.natural else order.page(found, limit, offset)
 
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:

@@ -281,10 +281,11 @@ class SqlStore(SqlAdministration):
         offset: int = 0,
     ) -> list[Attempt]:
         validation.check_text(rollout_id, "rollout_id")
-        validation.check_page(limit, offset)
+        page = validation.check_page(limit, offset)
         order = Order.of("attempts", sort_by, sort_order)
-        found = await self.read("query_attempts", lambda connection: queries.attempts(connection, rollout_id))
-        return order.page(found, limit, offset)
+        return await self.read(
+            "query_attempts", lambda connection: queries.attempts(connection, rollout_id, order, *page)
+        )
 
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
         validation.check_texts(rollout_ids, "rollout_ids")

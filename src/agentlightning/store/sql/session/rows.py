@@ -6,7 +6,7 @@ row was last modified: the unit of work takes a snapshot of a row only once per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
@@ -189,23 +189,14 @@ class PendingPack(MutableRow, eq=False):
     attempt: AttemptRow
     pack: SpanPack
     body: bytes
-    sequence_ids: Sequence[int]
+    first_sequence: int
     superseded: int = 0
     key: int = 0
 
     def columns(self) -> tuple[Any, ...]:
         """The values of `span_statements.INSERT_PACKS`."""
-        sequences = None if type(self.sequence_ids) is range else orjson.dumps(self.sequence_ids).decode()
-        return (
-            self.key,
-            self.attempt.key,
-            min(self.sequence_ids),
-            len(self.sequence_ids),
-            self.superseded,
-            sequences,
-            self.pack.ids,
-            self.body,
-        )
+        pack = self.pack
+        return self.key, self.attempt.key, self.first_sequence, pack.count, self.superseded, pack.ids, self.body
 
 
 # -- values to write -------------------------------------------------------------------------------------------------

@@ -123,13 +123,23 @@ span_packs = Table(
     Column("first_sequence", _Count, nullable=False),
     Column("count", Integer, nullable=False),
     Column("superseded", Integer, nullable=False),
-    Column("sequences", Text),
     Column("ids", LargeBinary, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Index("span_packs_of_attempt", "attempt_key", "first_sequence"),
 )
-"""`first_sequence` is the lowest sequence number. `sequences` is a JSON list of all of them, unless they are
-consecutive."""
+"""`count` spans, MAX_PACK at most, whose sequence numbers are consecutive and begin with `first_sequence`."""
+
+MAX_PACK = 128
+
+span_places = Table(
+    "span_places",
+    metadata,
+    Column("attempt_key", _Key, primary_key=True),
+    Column("span_id", Text, primary_key=True),
+    Column("pack_key", _Key, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Which pack has a span, so that a list continues after it at once."""
 
 token_blocks = Table(
     "token_blocks",

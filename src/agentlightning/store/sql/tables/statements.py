@@ -170,6 +170,16 @@ ATTEMPTS_OF = Statement(
     .order_by(attempts.c.sequence_id),
     ("the_rollout",),
 )
+ATTEMPTS_PAGE = Statement(
+    select(*ATTEMPT)
+    .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
+    .where(rollouts.c.rollout_id == param("rollout"), attempts.c.sequence_id > param("skip"))
+    .order_by(attempts.c.sequence_id)
+    .limit(bindparam("many"))
+    .offset(_zero),
+    ("the_rollout", "the_skip", "many"),
+)
+"""Attempts are numbered from 1, without gaps."""
 LATEST_ATTEMPT = Statement(
     select(*ATTEMPT)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
