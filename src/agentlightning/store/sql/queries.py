@@ -47,10 +47,6 @@ class RolloutFilters:
         return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
 
     @property
-    def by_status_alone(self) -> bool:
-        return self.values == ([] if self.status_in is None else [list(self.status_in)])
-
-    @property
     def present(self) -> statements.Filters:
         fields = (self.status_in, self.rollout_id_in, self.rollout_id_contains, self.queue_in, self.mode_in)
         status, ids, part, queue, mode = (field is not None for field in fields)
@@ -60,8 +56,6 @@ class RolloutFilters:
 def rollouts(
     connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
-    if order.field == "status" and filters.by_status_alone:
-        return _by_status(connection, filters, order, limit, offset)
     bounds: list[int] = []
     if order.natural:
         paged = after is not None or limit < validation.NO_LIMIT
@@ -80,19 +74,6 @@ def rollouts(
         found = (connection.all(statement, status, *values[1:], *bounds, end, 0) for status in dict.fromkeys(values[0]))
         rows = sorted((row for page in found for row in page), key=itemgetter(-1), reverse=order.descending)[offset:end]
     return [mapping.to_rollout(row[:-1]) for row in rows]
-
-
-def _by_status(connection: Connection, filters: RolloutFilters, order: Order, limit: int, offset: int) -> list[Rollout]:
-    """A page sorted by status, by reading one status after the other: their totals tell which the page is in."""
-    wanted = ROLLOUT_TRANSITIONS if filters.status_in is None else set(filters.status_in)
-    by_creation, found = Order(descending=order.descending), list[Rollout]()
-    for status in sorted(wanted, reverse=order.descending):
-        own = RolloutFilters([status])
-        number = _total(connection, own)
-        if offset < number and len(found) < limit:
-            found += rollouts(connection, own, by_creation, None, limit - len(found), offset)
-        offset = max(0, offset - number)
-    return found
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:

@@ -110,10 +110,11 @@ def _ordered(
     query: Select[Any], place: ColumnElement[Any], column: ColumnElement[Any] | None, descending: bool
 ) -> Select[Any]:
     """Order by a column, NULL first, then by creation; descending reverses all of it."""
-    last = place.desc() if descending else place
-    if column is None:
-        return query.order_by(last)
-    return query.order_by(column.desc().nulls_last() if descending else column.nulls_first(), last)
+    columns = [place] if column is None else [column, place]
+    columns = [each.desc() for each in columns] if descending else columns
+    if column is not None and getattr(column, "nullable", True):
+        columns[0] = columns[0].nulls_last() if descending else columns[0].nulls_first()
+    return query.order_by(*columns)
 
 
 @cache
