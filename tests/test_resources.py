@@ -17,7 +17,6 @@ from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyL
 from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore
-from agentlightning.store.sql.sqlite import version_guard
 from agentlightning.util import templates
 
 
@@ -149,7 +148,6 @@ async def test_a_damaged_resource_names_itself_stops_nothing_else_and_can_be_rep
     async with opened(path) as store:
         await store.add_resources({"llm": LLM(endpoint="http://x", model="m")}, "rs-1")
     connection = sqlite3.connect(path)
-    version_guard.allow(connection)
     connection.execute("UPDATE resources SET body = '{\"llm\": 5}'")
     connection.commit()
     connection.close()

@@ -402,11 +402,82 @@ async def test_garbage_is_refused(site: Site) -> None:
         (whole[:-3], "application/x-protobuf"),
         (b"{", "application/json"),
         (b"[]", "application/json"),
-        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "\xff"}]}]}]}', "application/json"),
     ):
         answer = await site.post(body, kind)
         assert (answer.status_code, answer.headers["content-type"]) == (400, kind)
         assert answer.content
+    assert await site.spans() == []
+
+
+CUT = "wo" + "\N{GRINNING FACE}"
+"""A text that the tests cut within its emoji."""
+
+
+def everywhere(site: Site, text: str) -> ExportTraceServiceRequest:
+    """A request with a text at each place of a span that takes one, and a span without."""
+    sent = request({"name": text, "attributes": {text: text}}, {}, resource={**site.ids, "host": text, text: "x"})
+    first = sent.resource_spans[0].scope_spans[0].spans[0]
+    event = first.events.add(name=text)
+    put(event.attributes, {text: text})
+    inner = first.attributes.add(key="deep").value.kvlist_value.values.add(key=text).value.array_value.values.add()
+    inner.string_value = text
+    first.status.code, first.status.message, first.trace_state = 2, text, text
+    sent.resource_spans[0].scope_spans[0].scope.name = text
+    return sent
+
+
+async def test_half_an_emoji_is_replaced_wherever_it_stands_and_nothing_is_lost(site: Site) -> None:
+    body = everywhere(site, CUT).SerializeToString()
+    cut = body.replace(CUT.encode(), CUT.encode()[:-2] + b"..")
+    rejected, why = partial(await site.post(cut))
+    assert (rejected, why) == (0, "13 characters that are not Unicode, such as half an emoji, were replaced by U+FFFD")
+    first, second = await site.spans()
+    whole = "wo\ufffd.."
+    assert (first.name, first.status_message, first.events[0].name) == (whole, whole, whole)
+    assert first.attributes[whole] == first.events[0].attributes[whole] == whole
+    assert first.attributes["deep"] == {whole: [whole]}
+    assert (first.resource["host"], first.resource[whole], second.name) == (whole, "x", "work")
+    assert site.server.traces.counts.repaired == 13
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3", b"\xed\xa0\xbd", b"\xf0\x9f\x98", b"\xe9t\xe9"])
+async def test_bytes_that_are_no_text_are_replaced_in_either_encoding(site: Site, bad: bytes) -> None:
+    sent = request({"name": "NAME" * 40}, {}, resource=site.ids).SerializeToString()
+    answers = [partial(await site.post(sent.replace(b"NAME" * 40, (bad + b"NAME" * 40)[:160])))]
+    body = json_request(site, spanId="1" * 16, name="NAME").replace(b"NAME", bad)
+    answer = (await site.post(body, "application/json")).json()["partialSuccess"]
+    answers.append((int(answer["rejectedSpans"]), answer["errorMessage"]))
+    assert [(rejected, "not Unicode" in why) for rejected, why in answers] == [(0, True)] * 2
+    assert ["\ufffd" in each.name for each in await site.spans()] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("escaped", "read"),
+    [
+        (rb"a\ud83d", "a\ufffd"),
+        (rb"\uDE00a", "\ufffda"),
+        (rb"\ud83d\ud83d\ude00", "\ufffd\N{GRINNING FACE}"),
+        (rb"\\\ud83d\\ud83d\n", "\\\ufffd\\ud83d\n"),
+    ],
+)
+async def test_half_an_emoji_in_json_is_replaced_and_named(site: Site, escaped: bytes, read: str) -> None:
+    pair = {"key": "TEXT", "value": {"stringValue": "TEXT"}}
+    sent = json_request(site, name="TEXT", attributes=[pair], events=[{"name": "TEXT", "attributes": [pair]}])
+    sent = sent.replace(b"TEXT", escaped).replace(b'"resource":{"attributes":[', b'"resource":{"attributes":[%s,' % (
+        orjson.dumps(pair).replace(b"TEXT", escaped)
+    ))  # fmt: skip
+    answer = (await site.post(sent, "application/json")).json()["partialSuccess"]
+    assert (answer["rejectedSpans"], answer["errorMessage"][:20]) == ("0", "8 characters that ar")
+    (span,) = await site.spans()
+    assert (span.name, span.attributes, span.events[0].name) == (read, {read: read}, read)
+    assert (span.events[0].attributes, span.resource[read]) == ({read: read}, read)
+
+
+async def test_a_truncated_request_is_refused_even_where_a_text_is_cut(site: Site) -> None:
+    cut = request({"name": "NAME"}, {}, resource=site.ids).SerializeToString().replace(b"NAME", b"NAM\xf0")
+    for size in range(1, len(cut), 7):
+        assert (await site.post(cut[:size])).status_code == 400
+    assert (await site.post(cut + b"\x0a" + b"\xff" * 40)).status_code == 400
     assert await site.spans() == []
 
 

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.observability.metrics import Metrics
 from agentlightning.recording.records import SESSION_QUEUE
+from agentlightning.store.instrumented import instrument
+from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.tracing.scope import scope
 
 Read = Callable[..., list[agl.RolloutRecord]]
@@ -229,6 +232,30 @@ def test_a_remote_store_gets_the_same(hub: Any, tmp_path: Path, monkeypatch: pyt
     assert [(r.input, r.status) for r in found] == [("remote", "succeeded"), ("whole", "succeeded")]
     assert json.dumps(asyncio.run(served.statistics()))
     asyncio.run(client.close())
+    agl.flush_recording()
+
+
+def test_a_session_over_a_server_is_sent_on_and_counted_as_any_other(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[agl.Span] = []
+    exporter = OtlpExporter("http://127.0.0.1:9")
+    monkeypatch.setattr(exporter, "put", sent.extend)
+    bare = agl.LightningStore(tmp_path / "served.db")
+    metrics = Metrics(bare)
+    monkeypatch.setenv("AGL_STORE", hub.serve(instrument(bare, [exporter, metrics])))
+    for task in ("whole", "flushed"):
+        with agl.track_session(task):
+            agl.emit_reward(1.0)
+            if task == "flushed":
+                assert agl.flush_recording()
+                agl.emit_message("and more")
+    assert agl.flush_recording()
+    assert [span.name for span in sent].count("gen_ai.evaluation.result") == 2
+    kept = asyncio.run(bare.statistics())["spans"]
+    assert len(sent) == kept > 2
+    assert f"agentlightning_spans_received_total {float(kept)}" in asyncio.run(metrics.render()).decode()
+    asyncio.run(bare.close())
     agl.flush_recording()
 
 

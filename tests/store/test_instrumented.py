@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import METHODS, ids_of, instrument
+from agentlightning.store.types import RolloutRecord
 
 
 class Listener:
@@ -86,3 +89,37 @@ async def test_spans_are_read_through(heard):
 def test_the_whole_contract_is_observed():
     public = {name for name in vars(LightningStoreBase) if not name.startswith("_")}
     assert set(METHODS) == public - {"iter_spans"}
+
+
+def record(number, *names):
+    """A finished rollout with a span of each name."""
+    ids = f"ro-{number}", f"at-{number}"
+    spans = tuple(Span(*ids, name, 1.0, 1.0, place, span_id=f"{place:016x}") for place, name in enumerate(names, 1))
+    attempt = Attempt(*ids, 1, 1.0, "succeeded", 2.0)
+    return RolloutRecord(Rollout(ids[0], "a task", 1.0, "succeeded", end_time=2.0), (attempt,), spans)
+
+
+async def test_every_call_that_stores_spans_tells_them(heard):
+    store, listener = heard
+    rollout = await store.start_rollout("a task")
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    await store.add_span(Span(*ids, "one", 1.0))
+    await store.add_many_spans([Span(*ids, "two", 1.0), Span(*ids, "three", 1.0)])
+    await store.add_records([record(1, "four", "five"), record(2)])
+    assert [[span.name for span in call.spans] for call in listener.calls] == [
+        [],
+        ["one"],
+        ["two", "three"],
+        ["four", "five"],
+    ]
+
+
+async def test_of_records_only_those_that_are_new_are_told(heard):
+    store, listener = heard
+    await store.add_records([record(1, "one")])
+    await store.add_records([record(1, "one")])
+    await store.add_records(records=[record(1, "one"), record(2, "two")])
+    await store.add_records([record(3)])
+    with pytest.raises(ConflictError):
+        await store.add_records([record(1), replace(record(4, "four"), attempts=record(1).attempts, spans=())])
+    assert [[span.name for span in call.spans] for call in listener.calls] == [["one"], [], ["two"], [], []]

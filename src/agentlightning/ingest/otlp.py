@@ -59,6 +59,8 @@ class Counts:
     requests: int = 0
     accepted: int = 0
     refused: int = 0
+    repaired: int = 0
+    """Characters that were not Unicode."""
 
 
 class OtlpReceiver:
@@ -123,7 +125,7 @@ class OtlpReceiver:
             return Response(status_code=400)
         except AgentLightningError as error:
             return error_response(error, content_type)
-        return response(rejected, content_type)
+        return response(rejected, content_type, request.repaired)
 
     def _authenticate(self, headers: Mapping[str, str]) -> AttemptIds | None:
         """The attempt whose key the request carries; None for the access token, and if the server has none."""
@@ -185,6 +187,7 @@ class OtlpReceiver:
         self.counts.requests += 1
         self.counts.accepted += accepted
         self.counts.refused += rejected.total()
+        self.counts.repaired += request.repaired
         return rejected
 
     async def _untrusted(self, spans: Sequence[Decoded], caller: AttemptIds) -> list[Decoded]:

@@ -24,15 +24,18 @@ class OtlpRequestError(AgentLightningError):
         self.status = status
 
 
-def response(rejected: Counter[str], content_type: str) -> Response:
-    """The response to a request of which these spans, by reason, were rejected."""
-    message = "; ".join(f"{count} refused: {reason}" for reason, count in rejected.most_common(5))
-    count = rejected.total()
+def response(rejected: Counter[str], content_type: str, repaired: int = 0) -> Response:
+    """The response to a request of which these spans, by reason, were rejected, and in which so many characters were
+    replaced."""
+    texts = [f"{count} refused: {reason}" for reason, count in rejected.most_common(5)]
+    if repaired:
+        texts.append(f"{repaired} characters that are not Unicode, such as half an emoji, were replaced by U+FFFD")
+    message, count = "; ".join(texts), rejected.total()
     if content_type == JSON:
-        partial = {"partialSuccess": {"rejectedSpans": str(count), "errorMessage": message}} if count else {}
+        partial = {"partialSuccess": {"rejectedSpans": str(count), "errorMessage": message}} if message else {}
         return Response(orjson.dumps(partial), media_type=JSON)
     result = ExportTraceServiceResponse()
-    if count:
+    if message:
         result.partial_success.rejected_spans = count
         result.partial_success.error_message = message
     return Response(result.SerializeToString(), media_type=PROTOBUF)

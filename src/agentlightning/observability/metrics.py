@@ -108,13 +108,11 @@ class Metrics:
         if not call.waits:
             self._histogram_of(self._calls, method).observe(call.seconds)
         if call.result is not None:
-            self._count_result(method, call.result)
+            self._count_result(method, call, call.result)
 
-    def _count_result(self, method: str, result: Any) -> None:
-        if method == "add_many_spans":
-            self._count_spans(len(result))
-        elif method == "add_span":
-            self._count_spans(1)
+    def _count_result(self, method: str, call: CallRecord, result: Any) -> None:
+        if call.spans:
+            self._count_spans(len(call.spans))
         elif method == "dequeue_many_rollouts":
             for rollout in result:
                 self._claims[rollout.queue] += 1

@@ -26,9 +26,10 @@ only claims that name it take from it.
 A call may be repeated after a lost response without taking effect twice: with a `rollout_id`, a `claim_id`, the
 `span_id` of each span or the `resources_id` chosen by the caller, the repeat returns what the first call created.
 
-Lists take `after`, the id of the last item that the caller has: with `limit` it pages at a constant cost per page,
-whatever is added meanwhile. `sort_by` names a field to sort by instead (None comes first), `sort_order` "desc" reverses
-the order; both are paged by `offset`. If `filter_logic` is "or", one matching filter is enough.
+Lists take `after`, the id of the last item that the caller has: with `limit` it pages at a cost that grows with the
+page alone, however long the list is, and neither skips nor repeats what is added meanwhile. `sort_by` names a field to
+sort by instead (None comes first), `sort_order` "desc" reverses the order; both are paged by `offset`. If
+`filter_logic` is "or", one matching filter is enough. No read waits for another server of the same database.
 """
 
 # `LightningStore(url)` opens a store, so type checkers must not treat the class as abstract.

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.types import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class CallRecord:
     seconds: float
     result: Any = None
     error: BaseException | None = None
+    spans: Sequence[Span] = ()
+    """What the call has stored; not those of packs, which are encoded already."""
 
     @property
     def waits(self) -> bool:
@@ -98,16 +101,25 @@ def _forward(name: str) -> Callable[..., Any]:
         self.notify_start(name)
         start = time.perf_counter()
         try:
+            new = await _new(self.store, *arguments, **options) if name == "add_records" else []
             result = await getattr(self.store, name)(*arguments, **options)
         except BaseException as error:
             self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, error=error))
             raise
-        self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, result))
+        spans = {"add_span": [result], "add_many_spans": result, "add_records": new if result else ()}.get(name, ())
+        self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, result, spans=spans))
         return result
 
     method.__name__ = name
     method.__doc__ = getattr(LightningStoreBase, name).__doc__
     return method
+
+
+async def _new(store: LightningStoreBase, records: Sequence[RolloutRecord]) -> list[Span]:
+    """The spans that these records add: a rollout that is known already is skipped."""
+    ids = [record.rollout.rollout_id for record in records]
+    known = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
+    return [span for record in records if record.rollout.rollout_id not in known for span in record.spans]
 
 
 METHODS: Final = tuple(

@@ -1,19 +1,16 @@
-"""How SQLite finds rollouts by their state: never by reading the whole table for a state that few have."""
+"""Pages of rollouts cost what is on them, whatever else there is."""
 
 from __future__ import annotations
 
-import sqlite3
+import asyncio
+from functools import partial
 from pathlib import Path
 
-import orjson
 import pytest
-from sqlalchemy.dialects import sqlite
 
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import LightningStore
-from agentlightning.store.sql import queries
-from agentlightning.store.sql.queries import RolloutFilters
-from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.store import SqlStore
 
 
 @pytest.fixture
@@ -25,45 +22,43 @@ async def database(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-@pytest.mark.parametrize(
-    ("states", "index"),
-    [
-        (["running"], "rollouts_open"),
-        (["preparing", "running"], "rollouts_open"),
-        (["queuing"], "rollouts_waiting"),
-        (["cancelled"], "rollouts_finished"),
-        (["failed", "succeeded"], "rollouts_finished"),
-    ],
-)
+async def instructions(store, call):
+    """How many instructions SQLite executes for the reads of a call, in hundreds."""
+    ran, raw = [], store.reader._connection.raw
+    raw.set_progress_handler(lambda: ran.append(1), 100)
+    await call()
+    raw.set_progress_handler(None, 100)
+    return len(ran)
+
+
+@pytest.mark.parametrize("states", [None, ["queuing"], ["failed"], ["queuing", "failed"], ["running"]])
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_few_rollouts_of_some_states_are_found_by_an_index(database, states, index, newest_first):
-    filters = RolloutFilters(states)
-    statement = statements.query_rollouts(filters.present, False, None, newest_first, False, filters.index)
-    compiled = statement.compiled(sqlite.dialect())
-    values = compiled.arrange((orjson.dumps(states).decode(), 10, 0))
-    with sqlite3.connect(database) as connection:
-        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {compiled.sql}", values)]
-    assert index in next(line for line in plan if " rollouts" in line)
-
-
-def test_states_of_several_kinds_have_no_index_in_common():
-    assert RolloutFilters(["running", "queuing"]).index is None
-    assert RolloutFilters(["running"], mode_in=["train"], any_of=True).index is None
-    assert RolloutFilters().index is None
-
-
-async def test_states_that_many_have_are_read_in_order_of_creation(database, monkeypatch):
-    """Sorting all of them would cost more."""
+async def test_a_page_of_rollouts_costs_the_same_however_many_there_are(states, newest_first):
+    store = SqlStore(":memory:")
     asked = []
-    query = statements.query_rollouts
-    monkeypatch.setattr(statements, "query_rollouts", lambda *given: asked.append(given[-1]) or query(*given))
+    for count in (200, 1800):
+        requests = [EnqueueRolloutRequest(number) for number in range(count)]
+        made = [each.rollout_id for each in await store.enqueue_many_rollouts(requests)]
+        await asyncio.gather(*(store.update_rollout(each, status="failed") for each in made[: count // 2]))
+        page = partial(store.query_rollouts, status_in=states, newest_first=newest_first, limit=10)
+        asked += [await instructions(store, partial(page, after=each)) for each in (None, made[count // 4], made[-20])]
+    assert max(asked[3:]) <= max(asked[:3]) + 3
+    await store.close()
+
+
+async def test_rollouts_of_several_states_are_paged_in_order_of_creation(database):
     store = LightningStore(database)
-    found = [await store.query_rollouts(status_in=["queuing"], limit=3)]
-    monkeypatch.setattr(queries, "MOST_SORTED", 5)
-    found.append(await store.query_rollouts(status_in=["queuing"], limit=3))
-    assert asked == ["waiting", None]
-    assert [[each.rollout_id for each in page] for page in found] == [["r0", "r1", "r2"]] * 2
-    asked.clear()
-    assert await store.query_rollouts(status_in=["failed"]) == []
-    assert asked == [], "the store keeps their number"
+    every = [each.rollout_id for each in await store.query_rollouts()]
+    for newest_first in (False, True):
+        after, seen = None, []
+        states = ["queuing", "running", "cancelled", "queuing"]
+        while page := await store.query_rollouts(status_in=states, newest_first=newest_first, after=after, limit=2):
+            after = page[-1].rollout_id
+            seen += page
+        wanted = [each for each in (every[::-1] if newest_first else every) if each in {r.rollout_id for r in seen}]
+        assert [each.rollout_id for each in seen] == wanted
+        assert len(seen) == await store.count_rollouts(status_in=states)
+        page = await store.query_rollouts(status_in=states, newest_first=newest_first, limit=3, offset=2)
+        assert [each.rollout_id for each in page] == wanted[2:5]
+    assert await store.query_rollouts(status_in=[]) == []
     await store.close()

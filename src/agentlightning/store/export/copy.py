@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotFoundError
 from agentlightning.rollouts import RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.export.schema import Exported, Imported, Item, Reader, ResourcesRecord, Writer
+from agentlightning.store.export.jsonl import JsonlReader, JsonlWriter
+from agentlightning.store.export.schema import Exported, Imported, Item, ResourcesRecord, Writer
 from agentlightning.store.paging import PageSizer
 from agentlightning.store.types import RolloutRecord
 
@@ -96,8 +97,6 @@ def _open_writer(path: Path, suffix: str) -> Writer:
         from agentlightning.store.export.parquet import ParquetWriter
 
         return ParquetWriter(path)
-    from agentlightning.store.export.jsonl import JsonlWriter
-
     return JsonlWriter(path, compress=suffix.endswith(".gz"))
 
 
@@ -158,15 +157,17 @@ async def _export_rollouts(
 
 
 async def import_store(store: LightningStoreBase, path: str | Path, *, report: Report | None = None) -> Imported:
-    """Add what an export holds to a store: resources by their ids, then rollouts, in order.
+    """Add what an export in lines of JSON holds to a store: resources by their ids, then rollouts, in order.
 
     What the store already has is unchanged, so that an import can be repeated. Unfinished rollouts are queued again.
-    Raises DatasetError, with the line or row, if the file is not an export, damaged or truncated; what comes before has
+    Raises DatasetError, with the line, if the file is not an export, damaged or truncated; what comes before has
     then been imported, and the import of a complete file adds the rest. Raises ConflictError if the store has other
     resources with the same id; no rollout has been added then.
     """
     progress = _Progress()
-    with closing(_open_reader(Path(path)).items()) as items:
+    source = Path(path)
+    check_source(source)
+    with closing(JsonlReader(source).items()) as items:
         while True:
             batch, error = await _in_thread(_next_batch, items)
             await _add(store, batch, progress)
@@ -178,23 +179,12 @@ async def import_store(store: LightningStoreBase, path: str | Path, *, report: R
                 report(progress.rollouts + progress.known, None)
 
 
-def check_source(path: Path) -> str:
-    """The suffix of a file to import. Raises ConfigError or DatasetError if it cannot be imported."""
-    suffix = _suffix(path)
+def check_source(path: Path) -> None:
+    """Raises ConfigError or DatasetError for a file that cannot be imported."""
+    if _suffix(path) == ".parquet":
+        raise ConfigError(f"{path}: Parquet is for other programs to read; import an export in .jsonl or .jsonl.gz")
     if not path.is_file():
         raise DatasetError(f"there is no file {str(path)!r}; give the path of an export")
-    return suffix
-
-
-def _open_reader(path: Path) -> Reader:
-    suffix = check_source(path)
-    if suffix == ".parquet":
-        from agentlightning.store.export.parquet import ParquetReader
-
-        return ParquetReader(path)
-    from agentlightning.store.export.jsonl import JsonlReader
-
-    return JsonlReader(path)
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ class JsonlWriter:
 
 
 class JsonlReader:
-    """Reads lines; see `schema.Reader`."""
+    """Reads lines. Raises DatasetError, with the number of the line, if the file is not a valid export."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,6 +101,7 @@ class JsonlReader:
         self._counts = [0, 0]
 
     def items(self) -> Generator[tuple[Item, int]]:
+        """The items with their approximate size in bytes. Those before a DatasetError are valid."""
         number = 0
         try:
             for number, line in enumerate(self._lines(), start=1):

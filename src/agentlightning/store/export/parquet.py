@@ -1,4 +1,4 @@
-"""Writes and reads exports as Parquet tables, for DuckDB, pandas and other programs.
+"""Writes exports as Parquet tables, for DuckDB, pandas and other programs. They are not imported again.
 
 The `type` of a row is `resources`, `rollout`, `attempt` or `span`; a rollout is followed by its attempts and spans.
 Columns that a type does not have are null. Arbitrary JSON values (`input`, `metadata`, `attributes`, `config`,
@@ -8,35 +8,16 @@ since 1970.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal
 
-import msgspec
 import orjson
 
-from agentlightning.errors import DatasetError, MissingExtraError
+from agentlightning.errors import MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
-from agentlightning.store.export.schema import (
-    FORMAT,
-    VERSION,
-    AttemptShape,
-    InvalidShape,
-    Item,
-    Kind,
-    ResourcesRecord,
-    ResourcesShape,
-    RolloutShape,
-    SpanShape,
-    decode_resources,
-    decode_rollout,
-    encode_item,
-    explain,
-    max_item_bytes,
-    too_large,
-)
+from agentlightning.store.export.schema import FORMAT, VERSION, Item, ResourcesRecord, encode_item
 from agentlightning.store.sql.spans import token_blocks
-from agentlightning.store.types import RolloutRecord
 
 try:
     import pyarrow
@@ -46,7 +27,6 @@ except ImportError as error:
 
 GROUP_BYTES: Final = 8 << 20
 """Approximate size of a row group, which is held in memory until it is written."""
-BATCH_ROWS: Final = 512
 JSON_COLUMNS: Final = frozenset({"input", "config", "metadata", "resources", "attributes", "events", "resource"})
 LISTS: Final = {
     "prompt_token_ids": PROMPT_TOKEN_IDS,
@@ -134,7 +114,7 @@ def _rows(item: Item) -> Iterator[dict[str, Any]]:
         yield _row("span", {"rollout_id": rollout_id, **_span_columns(span)})
 
 
-def _row(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
+def _row(kind: Literal["resources", "rollout", "attempt", "span"], fields: dict[str, Any]) -> dict[str, Any]:
     columns = {name: _json(value) if name in JSON_COLUMNS else value for name, value in fields.items()}
     return {"type": kind, **columns}
 
@@ -163,94 +143,3 @@ def _size(row: dict[str, Any]) -> int:
         for value in row.values()
         if isinstance(value, str | list)
     )
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
-class ParquetReader:
-    """Reads rows; see `schema.Reader`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def items(self) -> Generator[tuple[Item, int]]:
-        rollout: dict[str, Any] | None = None
-        size, number, limit = 0, 0, max_item_bytes(self._path)
-        try:
-            for number, row in enumerate(self._read(), start=1):
-                kind, bytes_of_row = row["type"], _size(row)
-                if kind in ("attempt", "span"):
-                    self._add(rollout, kind, _fields(row), number)
-                    size += bytes_of_row
-                    if size > limit:
-                        raise DatasetError(too_large(self._path, f"the rollout of row {number}", limit))
-                    continue
-                if rollout is not None:
-                    yield self._record(rollout, number - 1), size
-                rollout, size = None, bytes_of_row
-                if kind == "resources":
-                    yield decode_resources(msgspec.convert(_fields(row), ResourcesShape)), size
-                elif kind == "rollout":
-                    rollout = _fields(row) | {"attempts": [], "spans": []}
-                else:
-                    raise self._error(number, f"type {kind!r} is not resources, rollout, attempt or span")
-        except (*InvalidShape, orjson.JSONDecodeError) as error:
-            raise self._error(number, explain(error)) from error
-        if rollout is not None:
-            yield self._record(rollout, number), size
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        try:
-            with pyarrow.parquet.ParquetFile(self._path) as file:
-                self._check(file.schema_arrow)
-                for group in range(file.num_row_groups):  # one at a time: a batch must not span several
-                    for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
-                        if batch.nbytes > max_item_bytes(self._path):  # a dictionary may hold one value for all rows
-                            what = f"the content of {batch.num_rows} rows"
-                            raise DatasetError(too_large(self._path, what, max_item_bytes(self._path)))
-                        yield from cast("list[dict[str, Any]]", batch.to_pylist())
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DatasetError(f"{self._path} is not a Parquet file, or is truncated: {error}") from error
-
-    def _check(self, schema: Any) -> None:
-        found = (schema.metadata or {}).get(FORMAT.encode())
-        if found is None:
-            raise DatasetError(
-                f"{self._path} is not an export of a store: its schema does not name {FORMAT!r}, which is lost "
-                "when another program rewrites the table"
-            )
-        if found != str(VERSION).encode():
-            raise DatasetError(
-                f"{self._path} is an export of version {found.decode()}, and this release reads version "
-                f"{VERSION}; import it with the release that wrote it, or a later one"
-            )
-
-    def _add(self, rollout: dict[str, Any] | None, kind: str, fields: dict[str, Any], number: int) -> None:
-        if rollout is None or fields.pop("rollout_id", None) != rollout["rollout_id"]:
-            raise self._error(number, f"this {kind} does not follow its rollout; the rows have been reordered")
-        rollout["attempts" if kind == "attempt" else "spans"].append(
-            msgspec.convert(fields, AttemptShape if kind == "attempt" else SpanShape)
-        )
-
-    def _record(self, rollout: dict[str, Any], number: int) -> RolloutRecord:
-        try:
-            return decode_rollout(msgspec.convert(rollout, RolloutShape))
-        except InvalidShape as error:
-            raise self._error(number, explain(error)) from error
-
-    def _error(self, number: int, what: str) -> DatasetError:
-        return DatasetError(f"row {number} of {self._path}: {what}")
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row, without those that are null."""
-    fields = {
-        name: orjson.loads(value) if name in JSON_COLUMNS else value
-        for name, value in row.items()
-        if value is not None and name != "type"
-    }
-    for column, name in LISTS.items():
-        if column in fields:
-            fields["attributes"][name] = fields.pop(column)
-    return fields

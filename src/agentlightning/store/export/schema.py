@@ -7,10 +7,10 @@ times of resources. An import publishes the resources again, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, get_type_hints
+from typing import Any, Final, Protocol, get_type_hints
 
 import msgspec
 from msgspec import Struct, structs
@@ -58,7 +58,6 @@ class ResourcesRecord:
 
 
 Item = ResourcesRecord | RolloutRecord
-Kind = Literal["resources", "rollout", "attempt", "span"]
 
 
 class Writer(Protocol):
@@ -74,14 +73,6 @@ class Writer(Protocol):
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        ...
-
-
-class Reader(Protocol):
-    """Reads an export. Raises DatasetError, with the line or row, if the file is not a valid export."""
-
-    def items(self) -> Generator[tuple[Item, int]]:
-        """The items with their approximate size in bytes. Those before a DatasetError are valid."""
         ...
 
 

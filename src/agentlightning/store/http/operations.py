@@ -125,7 +125,7 @@ class Operation:
 @lru_cache
 def _page_type(items: Any) -> type[Struct]:
     name = get_args(items)[0].__name__.removesuffix("Body")
-    fields: list[Any] = [("items", items), ("limit", int), ("offset", int), ("total", int)]
+    fields: list[Any] = [("items", items), ("limit", int), ("offset", int), ("total", int | None)]
     return msgspec.defstruct(f"PageOf{name}", fields, kw_only=True)
 
 

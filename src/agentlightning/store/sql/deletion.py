@@ -75,6 +75,7 @@ def _delete(unit: UnitOfWork, rollouts: Sequence[RolloutRow]) -> None:
         keys = [row[0] for row in unit.connection.all(span_statements.PACK_KEYS, attempts)]
         if keys:
             run(span_statements.DELETE_PACKS, keys)
+            run(span_statements.DELETE_PLACES, attempts)
             _delete_blocks_of(unit, keys)
         run(statements.DELETE_ATTEMPTS, attempts)
     run(statements.DELETE_ROLLOUTS, [rollout.key for rollout in rollouts])

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.rollouts import FINISHED, ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
+from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
 from agentlightning.store import validation
 from agentlightning.store.sql.session.counters import ATTEMPTS, SPANS
 from agentlightning.store.sql.session.rows import OPEN
-from agentlightning.store.sql.sort_order import Order
+from agentlightning.store.sql.sort_order import NATURAL, Order
 from agentlightning.store.sql.tables import mapping, statements
 from agentlightning.store.sql.tables.backend import Connection
-from agentlightning.store.sql.tables.schema import rollouts as rollouts_table
 from agentlightning.store.types import Queue, Worker
-
-MOST_SORTED: Final = 10_000
-"""Rollouts of some states that are found by their index, and sorted; more of them are met soon in order of creation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,6 @@ class RolloutFilters:
         return [value for value in (status, ids, self.rollout_id_contains, queues, modes) if value is not None]
 
     @property
-    def by_status_alone(self) -> bool:
-        return self.values == ([] if self.status_in is None else [list(self.status_in)])
-
-    @property
-    def index(self) -> str | None:
-        """The index that has all rollouts of these states, if there is one."""
-        states = set() if self.any_of else set(self.status_in or ())
-        kinds = (("open", OPEN), ("waiting", WAITING), ("finished", FINISHED))
-        return next((name for name, own in kinds if states and states <= set(own)), None)
-
-    @property
     def present(self) -> statements.Filters:
         fields = (self.status_in, self.rollout_id_in, self.rollout_id_contains, self.queue_in, self.mode_in)
         status, ids, part, queue, mode = (field is not None for field in fields)
@@ -70,36 +56,24 @@ class RolloutFilters:
 def rollouts(
     connection: Connection, filters: RolloutFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Rollout]:
-    if order.field == "status" and filters.by_status_alone:
-        return _by_status(connection, filters, order, limit, offset)
-    index = filters.index
-    if index is not None:
-        number = _total(connection, RolloutFilters(filters.status_in))
-        if not number:
-            return []
-        index = index if number <= MOST_SORTED or index == "open" else None
-    paged = order.natural and (after is not None or limit < validation.NO_LIMIT)
-    last = connection.stable_key(rollouts_table) if paged else validation.NO_LIMIT
-    values = filters.values
+    bounds: list[int] = []
+    if order.natural:
+        paged = after is not None or limit < validation.NO_LIMIT
+        bounds.append(connection.last_position() if paged else validation.NO_LIMIT)
     if after is not None:
-        values.append(rollout_key(connection, after))
+        bounds.append(rollout_position(connection, after))
+    one_status = filters.status_in is not None and order.field is None and not filters.any_of
     statement = statements.query_rollouts(
-        filters.present, after is not None, order.field, order.descending, filters.any_of, index
+        filters.present, one_status, after is not None, order.field, order.descending, filters.any_of
     )
-    return [mapping.to_rollout(row) for row in connection.all(statement, *values, limit, offset) if row[0] <= last]
-
-
-def _by_status(connection: Connection, filters: RolloutFilters, order: Order, limit: int, offset: int) -> list[Rollout]:
-    """A page sorted by status, by reading one status after the other: their totals tell which the page is in."""
-    wanted = ROLLOUT_TRANSITIONS if filters.status_in is None else set(filters.status_in)
-    by_creation, found = Order(descending=order.descending), list[Rollout]()
-    for status in sorted(wanted, reverse=order.descending):
-        own = RolloutFilters([status])
-        number = _total(connection, own)
-        if offset < number and len(found) < limit:
-            found += rollouts(connection, own, by_creation, None, limit - len(found), offset)
-        offset = max(0, offset - number)
-    return found
+    values = filters.values
+    if not one_status:
+        rows = connection.all(statement, *values, *bounds, limit, offset)
+    else:  # an index has the rollouts of each status in order
+        end = min(limit + offset, validation.NO_LIMIT)
+        found = (connection.all(statement, status, *values[1:], *bounds, end, 0) for status in dict.fromkeys(values[0]))
+        rows = sorted((row for page in found for row in page), key=itemgetter(-1), reverse=order.descending)[offset:end]
+    return [mapping.to_rollout(row[:-1]) for row in rows]
 
 
 def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
@@ -109,8 +83,8 @@ def count_rollouts(connection: Connection, filters: RolloutFilters) -> int:
     return int(connection.all(statements.count_rollouts(filters.present, filters.any_of), *filters.values)[0][0])
 
 
-def rollout_key(connection: Connection, rollout_id: str) -> int:
-    rows = connection.all(statements.ROLLOUT_KEY, rollout_id)
+def rollout_position(connection: Connection, rollout_id: str) -> int:
+    rows = connection.all(statements.ROLLOUT_POSITION, rollout_id)
     if not rows:
         raise NotFoundError(f"no rollout {rollout_id!r} in this store")
     return rows[0][0]
@@ -126,11 +100,17 @@ def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[
     return [mapping.to_attempt(row[-1], row) for row in rows]
 
 
-def attempts(connection: Connection, rollout_id: str) -> list[Attempt]:
-    rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
+def attempts(
+    connection: Connection, rollout_id: str, order: Order = NATURAL, limit: int = validation.NO_LIMIT, offset: int = 0
+) -> list[Attempt]:
+    if order.natural:
+        rows = connection.all(statements.ATTEMPTS_PAGE, rollout_id, offset, limit)
+    else:
+        rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
     if not rows:
-        rollout_key(connection, rollout_id)
-    return [mapping.to_attempt(rollout_id, row) for row in rows]
+        rollout_position(connection, rollout_id)
+    found = [mapping.to_attempt(rollout_id, row) for row in rows]
+    return found if order.natural else order.page(found, limit, offset)
 
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
@@ -141,7 +121,7 @@ def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
 def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
     rows = connection.all(statements.LATEST_ATTEMPT, rollout_id)
     if not rows:
-        rollout_key(connection, rollout_id)
+        rollout_position(connection, rollout_id)
         return None
     return mapping.to_attempt(rollout_id, rows[0])
 

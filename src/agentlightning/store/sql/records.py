@@ -28,6 +28,7 @@ from agentlightning.store.sql.spans.read import SpanQuery
 from agentlightning.store.sql.tables import mapping
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.mapping import Row
+from agentlightning.store.sql.tables.schema import MAX_PACK
 from agentlightning.store.types import RolloutRecord
 
 
@@ -106,15 +107,18 @@ def _check_rollout(rollout: Rollout) -> None:
 
 
 def _pack(spans: Sequence[Span]) -> tuple[PreparedPack, ...]:
-    """The spans of one attempt. Those sent while it was superseded get a pack of their own, as a pack has one mark for
-    all of its spans."""
-    groups: dict[bool, list[Span]] = {}
+    """The spans of one attempt in packs of consecutive numbers, each sent while it was superseded or before."""
+    groups: list[tuple[bool, list[Span]]] = []
     for span in spans:
         superseded = span.attributes.get(SUPERSEDED) is True
         if superseded:
             span = replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED})
-        groups.setdefault(superseded, []).append(span)
-    packs = ((codec.pack(group), superseded) for superseded, group in groups.items())
+        last = groups[-1] if groups else (not superseded, [])
+        if last[0] != superseded or last[1][-1].sequence_id + 1 != span.sequence_id or len(last[1]) == MAX_PACK:
+            last = (superseded, list[Span]())
+            groups.append(last)
+        last[1].append(span)
+    packs = ((codec.pack(group), superseded) for superseded, group in groups)
     return tuple(PreparedPack(pack, pack.body, superseded) for pack, superseded in packs)
 
 
@@ -170,12 +174,5 @@ def add_records(unit: UnitOfWork, records: Sequence[PreparedRecord]) -> int:
         for columns, packs in record.attempts:
             attempt = unit.add_attempt(rollout, columns)
             for pack, body, superseded in packs:
-                unit.add_pack(PendingPack(attempt, pack, body, _sequence_ids(pack), superseded=int(superseded)))
+                unit.add_pack(PendingPack(attempt, pack, body, pack.sequence_ids[0], int(superseded)))
     return len(new)
-
-
-def _sequence_ids(pack: SpanPack) -> Sequence[int]:
-    """As a range where they are consecutive. Every span of a record has one."""
-    numbers = pack.sequence_ids
-    consecutive = range(numbers[0], numbers[0] + len(numbers))
-    return consecutive if tuple(consecutive) == numbers else list(numbers)

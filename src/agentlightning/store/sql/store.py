@@ -264,7 +264,10 @@ class SqlStore(SqlAdministration):
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
-        rows: list[Row] = await self.write_and_wait(WaitForRollouts(rollout_ids, minimum), timeout)
+        command = WaitForRollouts(rollout_ids, minimum)
+        rows: list[Row] = await self.read(command.name, command.finished)
+        if not command.over(rows) and (timeout is None or timeout > 0):
+            rows = await self.write_and_wait(command, timeout)
         return [mapping.to_rollout(row) for row in rows]
 
     # -- attempts --------------------------------------------------------------------------------------------------
@@ -279,10 +282,11 @@ class SqlStore(SqlAdministration):
         offset: int = 0,
     ) -> list[Attempt]:
         validation.check_text(rollout_id, "rollout_id")
-        validation.check_page(limit, offset)
+        page = validation.check_page(limit, offset)
         order = Order.of("attempts", sort_by, sort_order)
-        found = await self.read("query_attempts", lambda connection: queries.attempts(connection, rollout_id))
-        return order.page(found, limit, offset)
+        return await self.read(
+            "query_attempts", lambda connection: queries.attempts(connection, rollout_id, order, *page)
+        )
 
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
         validation.check_texts(rollout_ids, "rollout_ids")
@@ -392,11 +396,6 @@ class SqlStore(SqlAdministration):
         }
         any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
         query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order, tokens)
-        if self.recent_spans is not None and after is None and attempt_id != "latest" and tokens:
-            self.writer.check_open()
-            recent = self.recent_spans.spans(rollout_id, attempt_id)
-            if recent is not None:
-                return query.page(recent)
         return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
 
     async def count_spans(self, rollout_id: str, attempt_id: str) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
 
 import orjson
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -65,6 +66,8 @@ class Request:
     spans: list[Decoded] = field(default_factory=list[Decoded])
     refused: Counter[str] = field(default_factory=Counter[str])
     """Reason -> number of spans rejected for it."""
+    repaired: int = 0
+    """Characters that were replaced, as they were not Unicode."""
 
 
 class _SpanRejected(Exception):
@@ -76,11 +79,16 @@ class _SpanRejected(Exception):
 
 def decode_protobuf(body: bytes, now: float) -> Request:
     """Decode a request; `now` (seconds since the epoch) is the start of spans without one. Raises OtlpError."""
+    repaired = body
     try:
-        message = ExportTraceServiceRequest.FromString(body)
-    except DecodeError as error:
+        try:
+            message = ExportTraceServiceRequest.FromString(body)
+        except DecodeError:  # of a text that is not UTF-8, perhaps
+            repaired = _repair_protobuf(body, ExportTraceServiceRequest.DESCRIPTOR)
+            message = ExportTraceServiceRequest.FromString(repaired)
+    except (DecodeError, RecursionError) as error:
         raise OtlpError(f"the body is not an OTLP trace request in protobuf: {error}") from None
-    request = Request()
+    request = Request(repaired=_replaced(body, repaired))
     for group in message.resource_spans:
         resource = _read_attributes(group.resource.attributes)
         for scope_spans in group.scope_spans:
@@ -159,6 +167,62 @@ def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
     return _link(link.trace_id.hex(), link.span_id.hex(), link.trace_state, _read_attributes(link.attributes))
 
 
+# -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
+
+
+_REPLACEMENT: Final = "\ufffd".encode()
+_ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in a JSON text; half a surrogate pair is group 1."""
+
+
+def _utf8(text: bytes) -> bytes:
+    return text.decode(errors="replace").encode()
+
+
+def _replaced(body: bytes, repaired: bytes) -> int:
+    return sum(repaired.count(mark) - body.count(mark) for mark in (_REPLACEMENT, rb"\ufffd"))
+
+
+def _repair_protobuf(data: bytes, kind: Descriptor) -> bytes:
+    """An encoded message of this kind, with its texts in UTF-8. Raises DecodeError if it is malformed."""
+    parts: list[bytes] = []
+    at = 0
+    while at < len(data):
+        start = at
+        tag, at = _varint(data, at)
+        if tag & 7 != 2:  # a number: a varint, or of 8 or 4 bytes
+            at = _varint(data, at)[1] if tag & 7 == 0 else at + (8 if tag & 7 == 1 else 4)
+            parts.append(data[start:at])
+            continue
+        field, head = kind.fields_by_number.get(tag >> 3), data[start:at]
+        size, at = _varint(data, at)
+        value, at = data[at : at + size], at + size
+        if at > len(data):
+            raise DecodeError("it is truncated")
+        if field is not None and field.message_type is not None:
+            value = _repair_protobuf(value, field.message_type)
+        elif field is not None and field.type == field.TYPE_STRING:
+            value = _utf8(value)
+        size, length = len(value), bytearray()
+        while size > 0x7F:
+            length.append(size & 0x7F | 0x80)
+            size >>= 7
+        parts += [head, bytes([*length, size]), value]
+    return b"".join(parts)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(number, position after it)."""
+    number = 0
+    for shift, byte in enumerate(data[at : at + 10]):
+        number |= (byte & 0x7F) << 7 * shift
+        if byte <= 0x7F:
+            return number, at + shift + 1
+    raise DecodeError("it is truncated")
+
+
 # -- common to both encodings ----------------------------------------------------------------------------------------
 
 
@@ -205,11 +269,16 @@ def _link(trace_id: str, span_id: str, state: str, attributes: dict[str, Any]) -
 def decode_json(body: bytes, now: float) -> Request:
     """`decode_protobuf` for OTLP's JSON: hexadecimal ids, names in lowerCamelCase (snake_case is accepted too). Unknown
     fields are ignored. Raises OtlpError that names the invalid field."""
+    repaired = body
     try:
-        message = orjson.loads(body)
+        try:
+            message = orjson.loads(body)
+        except orjson.JSONDecodeError:  # of half an emoji, perhaps
+            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], _utf8(body))
+            message = orjson.loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
-    request = Request()
+    request = Request(repaired=_replaced(body, repaired))
     for group in _objects(message, "the body", "resourceSpans", "resource_spans"):
         resource = _json_attributes(_object(group, "a resourceSpans", "resource"))
         for scope_spans in _objects(group, "a resourceSpans", "scopeSpans", "scope_spans"):

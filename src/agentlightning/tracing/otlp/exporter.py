@@ -64,9 +64,7 @@ class _Call(Protocol):
     """A finished store call, as reported by `agentlightning.store.instrumented`."""
 
     @property
-    def method(self) -> str: ...
-    @property
-    def result(self) -> object: ...
+    def spans(self) -> Sequence[Span]: ...
 
 
 class OtlpExporter:
@@ -127,11 +125,8 @@ class OtlpExporter:
 
     def on_end(self, call: _Call) -> None:
         """Observer method: a store call has ended. Queues the spans that it stored."""
-        result = call.result
-        if call.method == "add_many_spans" and isinstance(result, list):
-            self.put(result)
-        elif call.method == "add_span" and isinstance(result, Span):
-            self.put([result])
+        if call.spans:
+            self.put(call.spans)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

@@ -386,8 +386,7 @@ async def test_a_request_that_is_too_large_says_how_large_it_may_be(store: Store
 
 
 async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in ("PAGE", "PAGE_OF_SPANS", "PAGE_OF_SORTED_SPANS"):
-        monkeypatch.setattr(paging, size, 10)
+    monkeypatch.setattr(paging, "PAGE", 10)
     await there.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n:02}") for n in range(35)])
 
     async def found(**wishes: Any) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from agentlightning import LightningStoreClient
 from agentlightning.resources import PromptTemplate
+from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.journal.store import with_journal
@@ -214,3 +215,76 @@ async def test_two_servers_of_one_database_do_a_call_once_between_them(postgres_
     assert await stores[0].count_rollouts() == 11
     for store in stores:
         await store.close()
+
+
+def spans_of(rollout: Any, *names: str) -> list[dict[str, Any]]:
+    """Calls that add a span each, with keys and without ids."""
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    arguments = [{"span": {**ids, "name": name, "start_time": 1.0}} for name in names]
+    return [{"method": "add_span", "arguments": each, "key": f"k-{each['span']['name']}"} for each in arguments]
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [["a", "b"], ["a", "b"]],
+        [["a", "b", "c"], ["a"], ["b", "c"]],
+        [["a"], ["b"], ["c", "b", "a"]],
+        [["a", "a", "b"], ["b", "c", "a"]],
+    ],
+)
+async def test_keys_count_in_a_batch_of_any_size_however_it_is_split_again(
+    store: Store, serve: Serve, splits: list[list[str]]
+) -> None:
+    rollout, server = await store.start_rollout("a task"), serve(store)
+    told: dict[str, Any] = {}
+    for names in splits:
+        calls = {"calls": spans_of(rollout, *names)}
+        results = (await server.http.post("/calls", json=calls)).json()["results"]
+        for name, result in zip(names, results, strict=True):
+            assert told.setdefault(name, result) == result
+    assert {each.name for each in await store.query_spans(rollout.rollout_id)} == set(told)
+    assert await store.count_spans(rollout.rollout_id, "latest") == len(told)
+
+
+async def test_in_a_mixed_batch_only_the_calls_with_keys_are_remembered(store: Store, serve: Serve) -> None:
+    rollout, server = await store.start_rollout("a task"), serve(store)
+    one, two = spans_of(rollout, "one", "two")
+    spans = [{**one["arguments"]["span"], "name": name} for name in ("many 1", "many 2")]
+    calls = [
+        {"method": "query_queues", "arguments": {}},
+        {key: value for key, value in one.items() if key != "key"},
+        {key: value for key, value in two.items() if key != "key"},
+        one,
+        {"method": "add_many_spans", "arguments": {"spans": spans}, "key": "k-many"},
+        {"method": "enqueue_rollout", "arguments": {"input": "new"}, "key": "k-new"},
+    ]
+    for _ in range(2):
+        answered = (await server.http.post("/calls", json={"calls": calls})).json()["results"]
+        assert [list(each) for each in answered] == [["value"]] * 6
+    names = sorted(each.name for each in await store.query_spans(rollout.rollout_id))
+    assert names == ["many 1", "many 2", "one", "one", "one", "two", "two"]
+    assert await store.count_rollouts() == 2
+
+
+async def test_in_a_batch_a_key_with_other_arguments_is_refused_alone(store: Store, serve: Serve) -> None:
+    rollout, server = await store.start_rollout("a task"), serve(store)
+    one, two = spans_of(rollout, "one", "two")
+    await server.http.post("/calls", json={"calls": [one]})
+    calls = {"calls": [{**two, "key": one["key"]}, two]}
+    refused, added = (await server.http.post("/calls", json=calls)).json()["results"]
+    assert (refused["error"]["type"], added["value"]["sequence_id"]) == ("ConflictError", 2)
+    assert [each.name for each in await store.query_spans(rollout.rollout_id)] == ["one", "two"]
+
+
+async def test_a_claim_with_a_key_is_made_once_in_batches_too(store: Store, serve: Serve) -> None:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(4)])
+    server = serve(store)
+    claims = [
+        {"method": "dequeue_rollout", "arguments": {}, "key": "k"},
+        {"method": "dequeue_many_rollouts", "arguments": {"limit": 2}, "key": "k"},
+    ]
+    first = (await server.http.post("/calls", json={"calls": claims})).json()["results"]
+    again = [(await server.http.post("/calls", json={"calls": [each]})).json()["results"][0] for each in claims]
+    assert again == first
+    assert await store.count_rollouts(status_in=["queuing"]) == 1

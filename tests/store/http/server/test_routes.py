@@ -181,12 +181,14 @@ async def test_statistics_have_our_names_and_those_of_0_x(http: httpx.AsyncClien
 async def test_a_list_comes_in_pages_and_says_how_many_there_are(http: httpx.AsyncClient, store: Store) -> None:
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(n, rollout_id=f"r{n}") for n in range(7)])
 
-    async def page(**wishes: Any) -> tuple[list[str], int]:
+    async def page(**wishes: Any) -> tuple[list[str], int | None]:
         answer = (await http.get("/rollouts", params=wishes)).json()
         return [each["rollout_id"] for each in answer["items"]], answer["total"]
 
     assert await page(limit=2, offset=3) == (["r3", "r4"], 7)
     assert await page(limit=2, after="r4") == (["r5", "r6"], 7)
+    assert await page(limit=2, after="r4", rollout_id_contains="r") == (["r5", "r6"], None)
+    assert await page(limit=2, rollout_id_contains="r") == (["r0", "r1"], 7)
     assert await page(offset=9) == ([], 7)
     assert await page(limit=1, sort_by="start_time", sort_order="desc") == (["r6"], 7)
     assert await page(rollout_id_in=["r1", "r2"], status_in="queuing") == (["r1", "r2"], 2)

@@ -9,20 +9,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
 from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.dialect import TABLES, encode
 from agentlightning.store.sql.postgres.errors import explain
-from agentlightning.store.sql.postgres.schema import PostgresSchema
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 from agentlightning.testing.postgres import PostgresCluster
 
@@ -79,7 +75,7 @@ def test_without_the_driver_the_extra_to_install_is_named(monkeypatch: pytest.Mo
 def test_an_empty_database_gets_our_tables_and_version(postgres: PostgresCluster, postgres_url: str) -> None:
     PostgresDatabase(postgres_url).prepare()
     assert tables(postgres, postgres_url) == set(TABLES)
-    version = postgres.run("SELECT value FROM about WHERE name = 'schema_version'", name_of(postgres_url))
+    version = postgres.run("SELECT value FROM about WHERE name = 'schema'", name_of(postgres_url))
     assert version == [(str(SCHEMA_VERSION),)]
 
 
@@ -101,47 +97,14 @@ def test_a_schema_keeps_a_store_apart_from_the_other_tables_of_a_database(
         assert tables(postgres, postgres_url, schema) == set(TABLES)
 
 
-def test_a_database_from_a_newer_version_is_refused_with_advice(postgres: PostgresCluster, postgres_url: str) -> None:
-    PostgresDatabase(postgres_url).prepare()
-    postgres.run("UPDATE about SET value = '99' WHERE name = 'schema_version'", name_of(postgres_url))
-    with pytest.raises(StoreError, match=r"newer version of agentlightning \(its schema is 99.*pip install --upgrade"):
-        PostgresDatabase(postgres_url).prepare()
-
-
-VERSION_3 = Path(__file__).parent / "version_3.sql"
-"""The tables of a store as version 3 made them."""
-_SHAPE = (
-    "SELECT table_name, column_name, data_type, collation_name, is_nullable, column_default "
-    "FROM information_schema.columns WHERE table_schema = 'public' ORDER BY table_name, ordinal_position",
-    "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public' ORDER BY indexname",
-    "SELECT pg_get_triggerdef(oid) FROM pg_trigger WHERE NOT tgisinternal ORDER BY tgname",
-    "SELECT relname, reloptions FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace ORDER BY 1",
-)
-
-
-def test_an_old_database_ends_with_the_same_tables_as_a_new_one(postgres: PostgresCluster) -> None:
-    old, new = postgres.new_database(), postgres.new_database()
-    postgres.run(VERSION_3.read_text(), name_of(old))
-    for url in (old, new):
-        PostgresDatabase(url).prepare()
-    for query in _SHAPE:
-        assert postgres.run(query, name_of(old)) == postgres.run(query, name_of(new))
-
-
-async def test_a_server_that_has_an_older_store_open_writes_no_more_once_a_newer_one_migrates_it(
-    postgres: PostgresCluster, postgres_url: str
+@pytest.mark.parametrize(("name", "value"), [("schema", "99"), ("schema_version", "4")])
+def test_a_database_of_another_version_is_refused_with_the_way_out(
+    postgres: PostgresCluster, postgres_url: str, name: str, value: str
 ) -> None:
-    store = LightningStore(postgres_url)
-    await store.enqueue_rollout("a task")
-    later = SCHEMA_VERSION + 1
-    with psycopg.connect(postgres_url, autocommit=True) as newer:
-        migrate(PostgresSchema(newer, "newer", ""), later, {later: lambda schema: None})
-    with pytest.raises(StoreError, match=rf"a newer version .* this store to schema {later}.*pip install --upgrade"):
-        await store.enqueue_rollout("another")
-    assert [each.status for each in await store.query_rollouts()] == ["queuing"]
-    await store.close()
-    with pytest.raises(StoreError, match=rf"its schema is {later}, this one knows {SCHEMA_VERSION}"):
-        LightningStore(postgres_url)
+    PostgresDatabase(postgres_url).prepare()
+    postgres.run(f"UPDATE about SET name = '{name}', value = '{value}'", name_of(postgres_url))
+    with pytest.raises(StoreError, match=r"another version of agentlightning .*agl store export .*agl store import"):
+        PostgresDatabase(postgres_url).prepare()
 
 
 def test_text_is_ordered_by_its_bytes_whatever_the_language_of_the_database(

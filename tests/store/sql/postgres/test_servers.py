@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -17,6 +19,7 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql.execution import writer
 from agentlightning.store.sql.postgres import server
+from agentlightning.store.sql.postgres.server import SUSPENDED_SECONDS
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
@@ -217,19 +220,26 @@ def held_commits(store: Store) -> Iterator[None]:
 
 
 async def test_pages_skip_no_rollout_that_another_server_commits_late(servers: tuple[Store, Store]) -> None:
+    """And do not wait for it: it comes after what pages have shown meanwhile."""
     here, there = servers
     known = await here.enqueue_rollout("known")  # with its queue
     with held_commits(here):
-        late = asyncio.create_task(here.enqueue_rollout("late"))
+        late = asyncio.create_task(here.enqueue_many_rollouts([EnqueueRolloutRequest(n) for n in ("late 1", "late 2")]))
         await asyncio.sleep(0.2)
         on_time = await there.enqueue_rollout("on time")
         assert [each.input for each in await there.query_rollouts()] == ["known", "on time"]
-        page = asyncio.create_task(there.query_rollouts(limit=10))
-        await asyncio.sleep(0.2)
-        assert not page.done()
-    first = await late
-    assert [each.rollout_id for each in await page] == [known.rollout_id, first.rollout_id, on_time.rollout_id]
-    assert [each.input for each in await there.query_rollouts(limit=10, after=first.rollout_id)] == ["on time"]
+        assert [each.input for each in await there.query_rollouts(limit=10)] == ["known", "on time"]
+        assert not late.done()
+    ids = [each.rollout_id for each in await late]
+    for store in servers:
+        page = await store.query_rollouts(limit=10, after=on_time.rollout_id)
+        assert [each.input for each in page] == ["late 1", "late 2"]
+        assert [each.input for each in await store.query_rollouts(limit=1, after=ids[0])] == ["late 2"]
+        newest = await store.query_rollouts(newest_first=True, status_in=["queuing"])
+        assert [each.input for each in newest] == ["late 2", "late 1", "on time", "known"]
+    first = await here.dequeue_rollout()
+    assert first is not None
+    assert first.rollout_id == known.rollout_id
     after, seen = None, list[Any]()
     adding = [asyncio.create_task(store.enqueue_rollout(number)) for number in range(40) for store in servers]
     while page_now := await here.query_rollouts(limit=7, after=after):
@@ -239,8 +249,63 @@ async def test_pages_skip_no_rollout_that_another_server_commits_late(servers: t
     while page_now := await here.query_rollouts(limit=7, after=after):
         after = page_now[-1].rollout_id
         seen += [each.rollout_id for each in page_now]
-    assert len(seen) == 83
-    assert set(seen) == {known.rollout_id, first.rollout_id, on_time.rollout_id} | added
+    assert len(seen) == 84
+    assert set(seen) == {known.rollout_id, on_time.rollout_id, *ids} | added
+
+
+HOLDS = """
+import asyncio, sys, threading
+from agentlightning.store import LightningStore
+async def main():
+    store = LightningStore(sys.argv[1])
+    await store.enqueue_rollout("known", rollout_id="ro-held", queue="held")
+    def hold():
+        print("held", flush=True)
+        threading.Event().wait()
+    store.writer._connection.commit = hold
+    await asyncio.gather(
+        store.enqueue_rollout("new", queue="new"), store.update_worker("w"), store.add_resources({}, "rs-new"),
+        store.cancel_rollout("ro-held"), store.update_queue("held", 3))
+asyncio.run(main())
+"""
+
+
+async def test_no_read_waits_for_a_server_that_is_suspended_within_a_transaction(
+    postgres_store_url: str, start_process: Any
+) -> None:
+    """Each read has a fifth of the time after which PostgreSQL ends such a transaction."""
+    store = LightningStore(postgres_store_url)
+    suspended = start_process(HOLDS, postgres_store_url)
+    assert suspended.stdout.readline() == "held\n"
+    os.kill(suspended.pid, signal.SIGSTOP)
+    mine = await store.start_rollout("mine", queue="mine")
+    await store.add_span(Span(mine.rollout_id, mine.attempt.attempt_id, "work", 1.0))
+    reads: list[Callable[[], Awaitable[Any]]] = [
+        lambda: store.query_rollouts(limit=10),
+        lambda: store.query_rollouts(limit=10, after="ro-held"),
+        lambda: store.query_rollouts(status_in=["preparing"], limit=1),
+        lambda: store.get_rollout_by_id("ro-held"),
+        lambda: store.query_attempts(mine.rollout_id),
+        lambda: store.query_spans(mine.rollout_id, limit=1),
+        lambda: store.query_resources(limit=10),
+        lambda: store.query_workers(limit=10),
+        lambda: store.query_queues(),
+        lambda: store.wait_for_rollouts(rollout_ids=["ro-held"], timeout=0),
+        lambda: store.read_records([mine.rollout_id]),
+        lambda: store.count_rollouts(),
+        lambda: store.statistics(),
+        lambda: store.check_health(),
+    ]
+    stuck = asyncio.create_task(store.cancel_rollout("ro-held"))  # a write may wait, and no read behind it
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(SUSPENDED_SECONDS / 5):
+        found = await asyncio.gather(*(read() for read in reads))
+    assert not stuck.done()
+    assert [each.input for each in found[0]] == ["known", "mine"]
+    assert [each.input for each in found[1]] == ["mine"]
+    suspended.kill()
+    assert (await stuck).status == "cancelled"
+    await store.close()
 
 
 async def test_pages_skip_no_worker_that_another_server_commits_late(servers: tuple[Store, Store]) -> None:

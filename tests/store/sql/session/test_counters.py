@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.sql.execution import writer
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.types import Retention
-from agentlightning.testing.postgres import PostgresCluster
 
 pytestmark = pytest.mark.integration
 
@@ -230,45 +228,4 @@ async def test_counts_are_right_after_a_kill(tmp_path: Path, start_process: Any)
     store = SqlStore(tmp_path / "store.db")
     await check(store)
     assert (await store.statistics())["rollouts.succeeded"] >= 40 - 8
-    await store.close()
-
-
-OLDER = (
-    "DROP TABLE counts",
-    "DROP TABLE answered_calls",
-    "DROP TABLE clocks",
-    "ALTER TABLE resources DROP COLUMN update_time",
-    "ALTER TABLE attempts DROP COLUMN claims",
-    "UPDATE about SET value = '2' WHERE name = 'schema_version'",
-)
-
-
-async def test_an_older_store_is_counted_when_it_is_opened(tmp_path: Path) -> None:
-    clock = PassingClock()
-    store = SqlStore(tmp_path / "store.db", clock)
-    await Users([store], clock, seed=3).work(30)
-    before = await store.statistics()
-    await store.close()
-    database = sqlite3.connect(tmp_path / "store.db")
-    database.executescript("; ".join(OLDER))
-    database.close()
-    store = SqlStore(tmp_path / "store.db")
-    await check(store)
-    assert {**await store.statistics(), "bytes": 0} == {**before, "bytes": 0}
-    await store.close()
-
-
-async def test_an_older_store_in_postgresql_is_counted_when_it_is_opened(
-    postgres: PostgresCluster, postgres_store_url: str
-) -> None:
-    clock = PassingClock()
-    store = SqlStore(postgres_store_url, clock)
-    await Users([store], clock, seed=3).work(15)
-    before = await store.statistics()
-    await store.close()
-    for statement in OLDER:
-        postgres.run(statement, postgres_store_url.rpartition("/")[2])
-    store = SqlStore(postgres_store_url)
-    await check(store)
-    assert {**await store.statistics(), "bytes": 0} == {**before, "bytes": 0}
     await store.close()

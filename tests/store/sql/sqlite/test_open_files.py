@@ -15,7 +15,6 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.export import export_store
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.store.sql.sqlite import version_guard
 
 
 def delete(path: Path) -> None:
@@ -85,7 +84,6 @@ async def test_a_store_that_moved_with_its_folder_or_is_found_by_another_name_go
 
 def damage(path: Path, change: str) -> None:
     connection = sqlite3.connect(path)
-    version_guard.allow(connection)
     connection.execute(change)
     connection.commit()
     connection.close()
@@ -132,4 +130,118 @@ async def test_a_damaged_rollout_whose_time_is_up_holds_up_no_other(tmp_path: Pa
     good = await store.start_rollout("good", config=RolloutConfig(timeout_seconds=0.3))
     (ended,) = await store.wait_for_rollouts(rollout_ids=[good.rollout_id], timeout=20)
     assert ended.status == "failed"
+    await store.close()
+
+
+BAD = "WHERE rollout_id = 'ro-bad'"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"UPDATE rollouts SET input = '{{\"cut' {BAD}",
+        f"UPDATE rollouts SET input = CAST(x'22ff22' AS TEXT) {BAD}",
+        f"UPDATE rollouts SET metadata = '[' {BAD}",
+        f"UPDATE rollouts SET config = '{{\"max_attempts\": 0}}' {BAD}",
+        f"UPDATE rollouts SET mode = CAST(x'f09f' AS TEXT) {BAD}",
+        f"UPDATE rollouts SET attempts = 'many' {BAD}",
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 5])
+async def test_a_damaged_rollout_is_set_aside_by_name_and_its_neighbours_are_claimed(
+    tmp_path: Path, change: str, limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    await store.update_queue("default", 4)
+    for name in ("ro-first", "ro-bad", "ro-second", "ro-third"):
+        await store.enqueue_rollout(name, rollout_id=name, priority=int(name == "ro-bad"))
+    await store.close()
+    damage(tmp_path / "store.db", change)
+    store = LightningStore(tmp_path / "store.db")
+    claimed = list[str]()
+    while found := await store.dequeue_many_rollouts(limit):
+        claimed += [each.rollout_id for each in found]
+    assert claimed == ["ro-first", "ro-second", "ro-third"]
+    (ended,) = await store.wait_for_rollouts(rollout_ids=["ro-bad"], timeout=0)
+    attempt = await store.get_latest_attempt("ro-bad")
+    assert attempt is not None
+    assert (ended.status, attempt.status, attempt.sequence_id) == ("failed", "failed", 1)
+    assert attempt.metadata["error"]["type"] == "Damaged"
+    assert "rollout 'ro-bad' is damaged" in attempt.metadata["error"]["message"]
+    assert bool(attempt.metadata["damaged"]) == ("SET attempts" not in change)
+    assert caplog.text.count("a rollout is set aside as failed: rollout 'ro-bad'") == 1
+    assert await store.count_rollouts(status_in=["failed"]) == 1
+    assert [each.rollout_id for each in await store.query_rollouts()] == ["ro-first", "ro-bad", "ro-second", "ro-third"]
+    assert await store.delete_rollouts(["ro-bad"]) == 1
+    await store.requeue_rollout("ro-second", "again")
+    again = await store.dequeue_rollout()
+    assert again is not None
+    assert again.rollout_id == "ro-second"
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "change", [f"UPDATE rollouts SET start_time = 'noon' {BAD}", f"UPDATE rollouts SET rollout_id = x'ff' {BAD}"]
+)
+async def test_a_rollout_whose_row_cannot_be_mended_holds_up_no_other(tmp_path: Path, change: str) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    for name in ("ro-bad", "ro-good"):
+        await store.enqueue_rollout(name, rollout_id=name)
+    await store.close()
+    damage(tmp_path / "store.db", change)
+    store = LightningStore(tmp_path / "store.db")
+    claimed = await store.dequeue_many_rollouts(5)
+    assert [each.rollout_id for each in claimed] == ["ro-good"]
+    with pytest.raises(StoreError, match="is damaged in the database"):
+        await store.query_rollouts()
+    await store.close()
+
+
+@pytest.mark.parametrize("change", ["metadata = '{'", "start_time = 'noon'", "worker_id = x'00'", "status = 'odd'"])
+async def test_a_damaged_attempt_is_named_and_deleted_and_gives_its_place_back(tmp_path: Path, change: str) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    await store.update_queue("default", 1)
+    for name in ("ro-bad", "ro-good"):
+        await store.enqueue_rollout(name, rollout_id=name)
+    assert await store.dequeue_rollout() is not None
+    await store.close()
+    damage(tmp_path / "store.db", f"UPDATE attempts SET {change}")
+    store = LightningStore(tmp_path / "store.db")
+    with pytest.raises(StoreError, match=r"of rollout 'ro-bad' is damaged .*delete_rollouts\(\['ro-bad'\]\)"):
+        await store.query_attempts("ro-bad")
+    assert await store.delete_rollouts(["ro-bad"]) == 1
+    claimed = await store.dequeue_rollout()
+    assert claimed is not None
+    assert claimed.rollout_id == "ro-good"
+    await store.close()
+
+
+@pytest.mark.parametrize("table", ["rollouts SET config = '{'", "attempts SET metadata = '{'"])
+async def test_a_damaged_rollout_whose_time_is_up_gives_its_place_back(tmp_path: Path, table: str) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    await store.update_queue("default", 1)
+    await store.start_rollout("bad", rollout_id="ro-bad", config=RolloutConfig(timeout_seconds=0.2, max_attempts=2))
+    await store.close()
+    damage(tmp_path / "store.db", f"UPDATE {table}")
+    store = LightningStore(tmp_path / "store.db")
+    good = await store.enqueue_rollout("good")
+    claimed = await store.dequeue_rollout(timeout=20)
+    assert claimed is not None
+    assert claimed.rollout_id == good.rollout_id
+    bad = await store.get_rollout_by_id("ro-bad")
+    assert bad is not None
+    assert bad.status == "failed"
+    await store.close()
+
+
+async def test_a_damaged_worker_is_listed_with_the_reason_and_beats_again(tmp_path: Path) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    await store.update_worker("bad", {"a": 1})
+    await store.update_worker("good", {"a": 2})
+    await store.close()
+    damage(tmp_path / "store.db", "UPDATE workers SET stats = '{' WHERE worker_id = 'bad'")
+    store = LightningStore(tmp_path / "store.db")
+    bad, good = await store.query_workers()
+    assert (bad.stats, (bad.last_error or {})["type"], good.stats) == ({}, "Damaged", {"a": 2})
+    assert (await store.update_worker("bad", {"a": 3})).stats == {"a": 3}
     await store.close()

@@ -11,7 +11,7 @@ import pytest
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql.spans.token_blocks import BLOCK
-from agentlightning.store.sql.sqlite import vacuum, version_guard
+from agentlightning.store.sql.sqlite import vacuum
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
@@ -90,7 +90,6 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
     path = tmp_path / "store.db"
     store = await emptied(path)
     other = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)  # waits for nobody
-    version_guard.allow(other)
     sizes: list[int] = []
 
     def pause(seconds: float) -> None:
@@ -109,21 +108,6 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
     await store.close()
 
 
-async def test_a_store_of_an_older_version_is_rewritten_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "store.db"
-    connection = sqlite3.connect(path)
-    connection.executescript((Path(__file__).parents[1] / "migrations" / "version_3.sql").read_text())
-    connection.close()
-    assert pragma(path, "auto_vacuum") == 0
-    for rewritten in (1, 1):
-        store = await emptied(path)
-        await store.vacuum()
-        await store.close()
-        assert pragma(path, "freelist_count") == 0
-        assert caplog.text.count("being rewritten once") == rewritten
-    assert pragma(path, "auto_vacuum") == 2
-
-
 async def test_every_block_of_a_long_chain_that_nothing_needs_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = LightningStore(path)
@@ -133,7 +117,7 @@ async def test_every_block_of_a_long_chain_that_nothing_needs_is_dropped(tmp_pat
     connection = sqlite3.connect(path, isolation_level=None)
     key = "(SELECT key FROM rollouts WHERE rollout_id = ?)"
     attempt = f"(SELECT key FROM attempts WHERE rollout_key = {key})"
-    connection.execute(f"DELETE FROM span_packs WHERE attempt_key = {attempt}", [first])  # as an older version did
+    connection.execute(f"DELETE FROM span_packs WHERE attempt_key = {attempt}", [first])
     connection.close()
     store = LightningStore(path)
     assert blocks_in(path) > 2

@@ -12,17 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import Raw
+
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client.transport import ClientTransport
 from agentlightning.store.http.encoding import encode, to_wire
 from agentlightning.store.http.operations import CALLS, CURSORS, RESULTS, SLOW, parameters_of, sends_key
 from agentlightning.store.ids import new_hex, new_id
-from agentlightning.store.paging import max_page
+from agentlightning.store.paging import PageSizer
 from agentlightning.store.types import UNSET
 
 SLOW_CALL_SECONDS: Final = 3600.0
 """How much longer than others a call of a slow method may take."""
+FIRST_PAGE: Final = 64
+"""Items that are read at first, before it is known how large they are."""
 GENERATED_IDS: Final[Mapping[str, Mapping[str, str]]] = {
     "start_rollout": {"rollout_id": "ro", "claim_id": "cl"},
     "enqueue_rollout": {"rollout_id": "ro"},
@@ -64,13 +68,14 @@ class ForwardingStore(LightningStoreBase):
 
     async def _send(self, method: str, arguments: dict[str, Any]) -> Any:
         """Send a call whose arguments are already encoded."""
+        return RESULTS[method](await self._answer(method, arguments))
+
+    async def _answer(self, method: str, arguments: dict[str, Any]) -> Raw:
         transport = self._transport.for_running_loop()
         body = _call_body(method, arguments)
         if method in SLOW:
-            result = await transport.call_unbatched(body, SLOW_CALL_SECONDS)
-        else:
-            result = await transport.call(body)
-        return RESULTS[method](result)
+            return await transport.call_unbatched(body, SLOW_CALL_SECONDS)
+        return await transport.call(body)
 
     async def _call_and_wait(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
         """Send a call that the server may hold for up to `timeout` seconds until there is a result."""
@@ -87,12 +92,13 @@ class ForwardingStore(LightningStoreBase):
         filters = {name: value for name, value in arguments.items() if value != defaults[name]}
         # Pages continue after the last item if the order is that of creation, else by offset.
         cursor = None if filters.keys() & {"sort_by", "sort_order"} else CURSORS[method]
-        size = max_page(method, is_sorted=cursor is None)
-        items: list[Any] = []
+        sizer, items = PageSizer(first=FIRST_PAGE), list[Any]()
         position: dict[str, Any] = {"offset": offset} | ({} if after is None else {"after": after})
         while True:
-            wanted = size if limit == -1 else min(size, limit - len(items))
-            page = await self._call(method, {**filters, **position, "limit": wanted})
+            wanted = sizer.items if limit == -1 else min(sizer.items, limit - len(items))
+            answer = await self._answer(method, _encoded({**filters, **position, "limit": wanted}))
+            page = RESULTS[method](answer)
+            sizer.record(len(page), len(memoryview(answer)))
             items += page
             if len(page) < wanted or len(items) == limit:
                 return items

@@ -35,7 +35,7 @@ from agentlightning.store.http.server.asgi import (
     respond_error,
     run_until_disconnect,
 )
-from agentlightning.store.http.server.idempotency import call_once
+from agentlightning.store.http.server.idempotency import call_once, claim_id_of
 from agentlightning.store.http.shapes import from_wire
 from agentlightning.store.idempotency import IdempotentCall
 
@@ -129,10 +129,10 @@ class BatchEndpoint:
     async def _call_all(self, calls: list[Any]) -> list[bytes]:
         if len(calls) == 1:
             return [await self._call(calls[0])]
-        adding = [index for index, call in enumerate(calls) if type(call) in _SPAN_CALLS]
+        adding = [index for index, call in enumerate(calls) if type(call) in _SPAN_CALLS and call.key is None]
         if len(adding) < 2:
             return await asyncio.gather(*(self._call(call) for call in calls))
-        others = [index for index, call in enumerate(calls) if type(call) not in _SPAN_CALLS]
+        others = sorted(set(range(len(calls))).difference(adding))
         added, called = await asyncio.gather(
             self._add_spans([calls[index] for index in adding]),
             asyncio.gather(*(self._call(calls[index]) for index in others)),
@@ -168,6 +168,8 @@ class BatchEndpoint:
                 return _encode_value(_compact(arguments, result))
 
             if call.key is None or method not in ACCEPTS_KEY:
+                if call.key is not None and "claim_id" in call.arguments.__struct_fields__:
+                    arguments["claim_id"] = arguments.get("claim_id") or claim_id_of(f"{method} {call.key}")
                 return encoded(await getattr(self._store, method)(**arguments))
             keyed = IdempotentCall.of(method, call.key, sent, encoded)
             return await call_once(self._store, method, arguments, keyed)

@@ -36,13 +36,11 @@ from agentlightning.store.http.server.asgi import (
 from agentlightning.store.http.server.idempotency import call_once, claim_id_of
 from agentlightning.store.http.shapes import from_wire, statistics_body, to_rest
 from agentlightning.store.idempotency import IdempotentCall
-from agentlightning.store.paging import PageSizer, max_page
+from agentlightning.store.paging import PageSizer
 from agentlightning.tracing import conventions
 
 BoundOperation = tuple[Operation, dict[str, str]]
 """An operation, and values for its path parameters that the path itself determines."""
-PAGE_BYTES: Final = 4 * 1024 * 1024
-"""Target size of the items that are read at once, estimated from those before."""
 _POSITION: Final = frozenset({"limit", "offset", "after", "newest_first", "sort_by", "sort_order"})
 _MAX_FIELDS: Final = 10_000
 
@@ -173,7 +171,7 @@ class RestEndpoint:
 
     async def _respond_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and send the list page by page, so that one of any length takes little memory."""
-        response, sizer = ChunkedResponse(send, operation.status), _page_sizer(operation, arguments)
+        response, sizer = ChunkedResponse(send, operation.status), PageSizer()
         await response.write(b'{"items":[')
         count = 0
         async for items in self._pages(operation, arguments, sizer):
@@ -181,8 +179,8 @@ class RestEndpoint:
             await response.write(b"," + data if count and items else data)
             count += len(items)
             sizer.record(len(items), len(data))
-        total = await self._total(operation, arguments, count)
-        await response.write(b'],"limit":%d,"offset":%d,"total":%d}' % (arguments["limit"], arguments["offset"], total))
+        total = encode(await self._total(operation, arguments, count))
+        await response.write(b'],"limit":%d,"offset":%d,"total":%b}' % (arguments["limit"], arguments["offset"], total))
         await response.close()
 
     async def _with_attempts(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -203,7 +201,7 @@ class RestEndpoint:
         query = getattr(self._store, operation.method)
         filters = {name: value for name, value in arguments.items() if name in operation.parameters}
         left, offset = arguments["limit"], arguments["offset"]
-        by_offset = _by_offset(operation, arguments)
+        by_offset = _is_sorted(arguments) or "after" not in operation.parameters
         while True:
             wanted = sizer.items if left < 0 else min(sizer.items, left)
             filters |= {"limit": wanted, "offset": offset}
@@ -216,29 +214,36 @@ class RestEndpoint:
             if not by_offset:
                 filters["after"] = getattr(items[-1], cast("str", operation.cursor))
 
-    async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int:
-        """The number of items without limit and offset."""
-        limit, offset = arguments["limit"], arguments["offset"]
-        if "after" not in arguments and (limit < 0 or count < limit) and (count or not offset):
+    async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int | None:
+        """The number of items without limit and offset. What the store does not keep is counted for the first page
+        alone: None for one that continues."""
+        limit, offset, continues = arguments["limit"], arguments["offset"], "after" in arguments
+        if not continues and (limit < 0 or count < limit) and (count or not offset):
             return offset + count
         filters = {name: value for name, value in arguments.items() if name not in _POSITION}
         if operation.method == "query_rollouts":
-            return await self._store.count_rollouts(**filters)
-        total = 0
-        unbounded = filters | {"limit": -1, "offset": 0}
-        sizer = _page_sizer(operation, unbounded)
-        async for page in self._pages(operation, unbounded, sizer):
-            total += len(page)
-            sizer.record(len(page), len(_encode_items(page)))
-        return total
-
-
-def _page_sizer(operation: Operation, arguments: dict[str, Any]) -> PageSizer:
-    return PageSizer(PAGE_BYTES, max_page(operation.method, is_sorted=_by_offset(operation, arguments)))
-
-
-def _by_offset(operation: Operation, arguments: dict[str, Any]) -> bool:
-    return _is_sorted(arguments) or "after" not in operation.parameters
+            kept = filters.keys() <= {"status_in", "queue_in"}
+            return None if continues and not kept else await self._store.count_rollouts(**filters)
+        if operation.method == "query_attempts":
+            latest = await self._store.get_latest_attempt(filters["rollout_id"])
+            return 0 if latest is None else latest.sequence_id
+        if operation.method == "query_spans" and filters.keys() <= {
+            "rollout_id",
+            "attempt_id",
+            "tokens",
+            "filter_logic",
+        }:
+            rollout_id, one = filters["rollout_id"], filters.get("attempt_id")
+            attempts = await self._store.query_attempts(rollout_id) if one is None else []
+            ids = [attempt.attempt_id for attempt in attempts] if one is None else [one]
+            return sum([await self._store.count_spans(rollout_id, attempt_id) for attempt_id in ids])
+        if not filters.keys() - {"filter_logic"}:
+            return (await self._store.statistics())[operation.method.removeprefix("query_")]
+        if continues:
+            return None
+        lean = {"tokens": False} if "tokens" in operation.parameters else {}
+        pages = self._pages(operation, {**filters, **lean, "limit": -1, "offset": 0}, PageSizer(first=256))
+        return sum([len(page) async for page in pages])
 
 
 def _is_sorted(arguments: dict[str, Any]) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, StoreError
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.sql.commands.base import Command
 from agentlightning.store.sql.commands.waiters import WAIT, Waiters
 from agentlightning.store.sql.lifecycle import transitions
-from agentlightning.store.sql.session.rows import AttemptRow
+from agentlightning.store.sql.session.rows import AttemptRow, RolloutRow
 from agentlightning.store.sql.session.unit_of_work import Prefetch, UnitOfWork
 from agentlightning.store.sql.tables.mapping import Row
 from agentlightning.store.types import UNSET, Unset
@@ -123,7 +123,7 @@ class ClaimRollouts(Command):
         if len(unit.waiting_ahead):
             unit.claims_queued = True
             return WAIT
-        found = unit.queues.take(self._queues, self._limit)
+        found = self._take(unit)
         if not found:
             return WAIT
         self._answer_counts = [1] * len(found)
@@ -133,6 +133,23 @@ class ClaimRollouts(Command):
             )
             for index, rollout in enumerate(found)
         ]
+
+    def _take(self, unit: UnitOfWork) -> list[RolloutRow]:
+        """The rollouts to claim. Damaged ones are set aside."""
+        while True:
+            found, damaged = unit.queues.take(self._queues, self._limit), dict[RolloutRow, StoreError]()
+            for rollout in found:
+                try:
+                    rollout.to_rollout()
+                except StoreError as error:
+                    damaged[rollout] = error
+            if not damaged:
+                return found
+            for rollout, error in damaged.items():
+                transitions.set_aside(unit, rollout, error)
+            unit.release_savepoint()
+            for rollout in found:
+                unit.queues.put_back(rollout)
 
     def on_timeout(self, unit: UnitOfWork) -> list[AttemptedRollout]:
         self._answer_counts = []

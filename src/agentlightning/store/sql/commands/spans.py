@@ -12,6 +12,7 @@ from agentlightning.store.sql.session.unit_of_work import Prefetch, UnitOfWork
 from agentlightning.store.sql.spans import codec
 from agentlightning.store.sql.spans.attempt_spans import AttemptSpans, SpanWriteResult
 from agentlightning.store.sql.spans.read import spans_by_id
+from agentlightning.store.sql.tables.schema import MAX_PACK
 
 
 class AddSpans(Command):
@@ -75,7 +76,10 @@ def _add(
     unit.modify_attempt(attempt)
     if pack.count:
         before = attempt.spans
-        unit.add_pack(PendingPack(attempt, pack, body, sequence_ids, attempt.rollout.spans, superseded))
+        for start, end in _runs(sequence_ids):
+            part = pack if end - start == pack.count else codec.select(pack, range(start, end))
+            some = body if part is pack else part.body
+            unit.add_pack(PendingPack(attempt, part, some, sequence_ids[start], superseded))
         attempt.spans = before + pack.count
         attempt.bytes += len(body) + 9 * pack.count
         attempt.last_span = max(attempt.last_span, max(sequence_ids))
@@ -83,6 +87,17 @@ def _add(
     transitions.record_heartbeat(unit, attempt, unit.wall)
     existing = {index: stored[span_id] for index, span_id in duplicates.items() if span_id in stored}
     return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The bounds of the packs to make: consecutive numbers, MAX_PACK at most."""
+    if type(numbers) is range and len(numbers) <= MAX_PACK:
+        return [(0, len(numbers))]
+    starts = [0]
+    for index in range(1, len(numbers)):
+        if numbers[index] != numbers[index - 1] + 1 or index - starts[-1] == MAX_PACK:
+            starts.append(index)
+    return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
 
 def _assign_sequence_ids(requested: Sequence[int], last: int) -> Sequence[int]:

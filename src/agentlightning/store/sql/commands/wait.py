@@ -11,6 +11,7 @@ from agentlightning.store.sql.commands.base import Command
 from agentlightning.store.sql.commands.waiters import WAIT, Waiters
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.mapping import Row
 
 
@@ -35,23 +36,29 @@ class WaitForRollouts(Command):
 
     def run(self, unit: UnitOfWork) -> Any:
         rows = self.on_timeout(unit)
-        if len(rows) >= self._minimum:
+        if self.over(rows):
             return rows
         self._pending = set(self._ids).difference(row[1] for row in rows)
         self._missing = self._minimum - len(rows)
         return WAIT
 
     def on_timeout(self, unit: UnitOfWork) -> list[Row]:
-        rows = {row[1]: row for row in unit.connection.all(statements.FINISHED_AMONG, self._ids)}
+        return self.finished(unit.connection)
+
+    def over(self, rows: Sequence[Row]) -> bool:
+        return len(rows) >= self._minimum
+
+    def finished(self, connection: Connection) -> list[Row]:
+        rows = {row[1]: row for row in connection.all(statements.FINISHED_AMONG, self._ids)}
         if len(rows) < len(self._ids):
-            self._check_known(unit)
+            self._check_known(connection)
         return [rows[rollout_id] for rollout_id in self._ids if rollout_id in rows]
 
     def wait(self, waiters: Waiters[Command]) -> None:
         waiters.add_wait(self, self._pending, self._missing)
 
-    def _check_known(self, unit: UnitOfWork) -> None:
-        known = {row[0] for row in unit.connection.all(statements.KNOWN_AMONG, self._ids)}
+    def _check_known(self, connection: Connection) -> None:
+        known = {row[0] for row in connection.all(statements.KNOWN_AMONG, self._ids)}
         unknown = [rollout_id for rollout_id in self._ids if rollout_id not in known]
         if unknown:
             raise NotFoundError(f"no rollout {unknown[0]!r} in this store")

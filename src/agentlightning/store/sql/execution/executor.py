@@ -19,10 +19,9 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.sql import queries
 from agentlightning.store.sql.commands.base import Command, FunctionCommand, ReadCommand
 from agentlightning.store.sql.execution.database_thread import CommandObserver, DatabaseThread
-from agentlightning.store.sql.execution.recent_spans import RecentSpans
 from agentlightning.store.sql.execution.writer import GroupCommitWriter
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
-from agentlightning.store.sql.sqlite.backend import SqliteConnection, SqliteDatabase, locate
+from agentlightning.store.sql.sqlite.backend import SqliteDatabase, locate
 from agentlightning.store.sql.tables.backend import Connection, Database
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,7 @@ class SqlExecutor(LightningStoreBase):
         self.database.prepare()
         self.clock = Clock() if clock is None else clock
         connection = self.database.connect(read_only=False)
-        self.recent_spans = RecentSpans(connection.fresh) if isinstance(connection, SqliteConnection) else None
-        self.writer = GroupCommitWriter("agl-store-writer", self.database, connection, self.clock, self.recent_spans)
+        self.writer = GroupCommitWriter("agl-store-writer", self.database, connection, self.clock)
         self.reader: DatabaseThread = self.writer
         if not self.database.single:
             read_only = self.database.connect(read_only=True)

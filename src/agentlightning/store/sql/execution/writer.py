@@ -25,7 +25,6 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.sql.commands.base import Command
 from agentlightning.store.sql.commands.waiters import WAIT, QueueNames, Waiters
 from agentlightning.store.sql.execution.database_thread import MAX_ATTEMPTS, DatabaseThread, Result
-from agentlightning.store.sql.execution.recent_spans import RecentSpans
 from agentlightning.store.sql.lifecycle.expiry import expire
 from agentlightning.store.sql.session.unit_of_work import Prefetch, UnitOfWork
 from agentlightning.store.sql.tables.backend import Connection, Database
@@ -56,11 +55,8 @@ class _Committed(NamedTuple):
 class GroupCommitWriter(DatabaseThread):
     """The thread of the connection that writes."""
 
-    def __init__(
-        self, name: str, database: Database, connection: Connection, clock: Clock, recent_spans: RecentSpans | None
-    ) -> None:
+    def __init__(self, name: str, database: Database, connection: Connection, clock: Clock) -> None:
         self._clock = clock
-        self._recent_spans = recent_spans
         self._unit = UnitOfWork(connection, clock, database.shared)
         self._next_deadline: float | None = clock.steady()
         self._last_tick = clock.steady() - TICK_SECONDS
@@ -235,8 +231,6 @@ class GroupCommitWriter(DatabaseThread):
         writing = [command for command in batch if command.writes]
         undelivered = list(self._undelivered)
         writes, changed_elsewhere = self._begin(bool(batch), due or bool(writing or undelivered or self._accepted))
-        if changed_elsewhere and self._recent_spans is not None:  # before the commit makes them look fresh
-            self._recent_spans.clear()
         unit.begin(changed_elsewhere)
         self._prefetch(writing)
         for command, value in undelivered:
@@ -296,8 +290,6 @@ class GroupCommitWriter(DatabaseThread):
         unit = self._unit
         unit.committed()
         self._accepted.clear()
-        if self._recent_spans is not None and (unit.packs or unit.deleted_rollouts):
-            self._recent_spans.committed(unit.packs, unit.deleted_rollouts)
         for _ in range(committed.undone_results):
             self._undelivered.popleft()
         if committed.deadlines_checked:
@@ -308,8 +300,6 @@ class GroupCommitWriter(DatabaseThread):
     def _reset(self) -> None:
         """Drop everything in memory, which may differ from what was committed."""
         self._unit.rolled_back()
-        if self._recent_spans is not None:
-            self._recent_spans.clear()
         self._accepted.clear()
         self._next_deadline = self._clock.steady()
 

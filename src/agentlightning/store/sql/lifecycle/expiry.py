@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import Any, Final
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.lifecycle.transitions import failure, record_failure, set_attempt_status, worker_of
+from agentlightning.store.sql.lifecycle.transitions import (
+    failure,
+    record_failure,
+    set_aside,
+    set_attempt_status,
+    worker_of,
+)
 from agentlightning.store.sql.session.rows import AttemptRow
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.tables import statements
-
-logger = logging.getLogger(__name__)
 
 EXPIRY_BATCH: Final = 200
 """Attempts ended in one transaction at most; the rest follow at the next tick."""
@@ -81,14 +84,15 @@ def _within_limit(attempt: AttemptRow) -> str:
 
 
 def _end(unit: UnitOfWork, attempt: AttemptRow, status: str, error: dict[str, str]) -> None:
-    """End one attempt. One whose row is damaged only loses its deadlines, so that it holds up no other."""
+    """End one attempt. One that is damaged is set aside with its rollout, so that it holds up no other."""
     worker = worker_of(unit, attempt)
     try:
         set_attempt_status(unit, attempt, status, error)
         record_failure(unit, worker, attempt)
     except StoreError as refusal:
         unit.rollback_to_savepoint()
-        logger.error("an expired attempt cannot be ended: %s", refusal)
         unit.modify_attempt(attempt)
         attempt.timeout_at = attempt.silent_at = None
+        if attempt.is_current:
+            set_aside(unit, attempt.rollout, refusal)
     unit.release_savepoint()

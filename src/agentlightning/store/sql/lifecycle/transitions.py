@@ -6,10 +6,11 @@ superseded (by a cancel or a requeue) and its rollout has not finished. Only a c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, StoreError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, WAITING, AttemptedRollout
 from agentlightning.store import validation
 from agentlightning.store.ids import new_id
@@ -17,6 +18,8 @@ from agentlightning.store.sql.session.rows import OPEN, AttemptRow, RolloutRow, 
 from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 from agentlightning.store.sql.tables import mapping
 from agentlightning.store.types import Unset, Worker
+
+logger = logging.getLogger(__name__)
 
 FAILURES: Final = frozenset({"failed", "timeout", "unresponsive"})
 
@@ -194,6 +197,25 @@ def give_up(unit: UnitOfWork, rollout: RolloutRow) -> None:
     """Cancel a rollout whose row is damaged, whatever its status."""
     fence(unit, rollout)
     _apply(unit, rollout, "cancelled")
+
+
+def set_aside(unit: UnitOfWork, rollout: RolloutRow, error: StoreError) -> None:
+    """Fail a rollout that cannot be read, so that it holds up no other. Its latest attempt has the reason, and what was
+    replaced in its row."""
+    logger.error("a rollout is set aside as failed: %s", error)
+    unit.modify_rollout(rollout, fields_changed=True)
+    metadata = {"error": failure("Damaged", str(error)), "damaged": rollout.repair()}
+    text = validation.to_json(metadata, "attempt metadata")
+    latest = rollout.latest
+    if latest is not None and latest.status in OPEN:
+        unit.modify_attempt(latest)
+        latest.metadata, latest.status = text, "failed"
+        _set_times(unit, latest, keep_timeout=False)
+    else:
+        rollout.attempt_count += 1
+        names = (rollout.attempt_count, new_id("at"), "failed", unit.wall, unit.wall, None, None, text)
+        unit.add_attempt(rollout, (*names, 0, 0, 0, 0, None, None, None))
+    _apply(unit, rollout, "failed")
 
 
 def close_attempts(unit: UnitOfWork, rollout: RolloutRow, reason: str) -> None:

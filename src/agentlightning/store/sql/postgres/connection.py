@@ -12,12 +12,12 @@ from psycopg import ClientCursor, pq, sql
 from psycopg.adapt import Transformer
 from sqlalchemy import Table, text
 
-from agentlightning.errors import StoreError
 from agentlightning.store.clock import OUTAGE_SECONDS, Clock
 from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import (
     DIALECT,
     MERGE_COUNTERS,
+    POSITION,
     TABLES,
     bulk_values,
     encode,
@@ -39,25 +39,23 @@ _KEYS: Final = Statement(
     text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
 )
 _LOCK: Final = 0x61676C6B
-"""The upper half of the advisory locks that order keys; the lower half is the oid of the table."""
+"""The upper half of the advisory locks that order rows; the lower half is the oid of the table."""
 _TABLE: Final = f"{_LOCK << 32} + CAST(CAST(to_regclass(:table) AS oid) AS BIGINT)"
 _LOCK_KEYS: Final = Statement(text(f"SELECT pg_advisory_xact_lock({_TABLE})"), ("table",))
-_SHOWN_KEYS: Final = Statement(
-    text(
-        f"WITH shown AS MATERIALIZED (SELECT pg_advisory_xact_lock_shared({_TABLE})) "
-        "SELECT nextval(:sequence) FROM shown, generate_series(1, CAST(:many AS BIGINT))"
-    ),
-    ("table", "sequence", "many"),
+_ROLLOUTS: Final = _TABLE.replace(":table", "'rollouts'")
+_SHOW: Final = (
+    f"SELECT pg_advisory_xact_lock({_ROLLOUTS}); "
+    "SELECT setval('rollouts_shown', greatest((SELECT last_value FROM rollouts_shown), "
+    f"(SELECT max({POSITION}) FROM rollouts)))"
 )
-"""While a transaction holds keys it reserved, this lock shows it to others."""
-_RUNNING_TRANSACTIONS: Final = (
-    "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted "
-    f"AND classid = {_LOCK} AND objid = to_regclass(%s)::oid "
-    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+"""From now on, no rollout is committed at or before the last position there is."""
+_PLACE: Final = (
+    f"SELECT pg_advisory_xact_lock_shared({_ROLLOUTS})",
+    "UPDATE rollouts SET position = new.position FROM (SELECT key, nextval('rollouts_key_seq') AS position "
+    "FROM unnest(%s::bigint[]) AS key ORDER BY key) AS new "
+    "WHERE rollouts.key = new.key AND %s <= (SELECT last_value FROM rollouts_shown)",
 )
-MAX_WAIT_SECONDS: Final = 35.0
-"""Longer than SUSPENDED_SECONDS, after which PostgreSQL ends the transaction of a silent server."""
-_POLL_SECONDS: Final = 0.005
+"""With a commit: where pages have shown what comes after the first of some new rollouts, move these to the end."""
 _NOW: Final = Statement(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
 _PASSED: Final = "(extract(epoch FROM clock_timestamp())::float8 - reading)"
 _SYNC_CLOCK: Final = Statement(
@@ -89,6 +87,8 @@ class PostgresConnection:
         self._wrote = False
         """Whether this transaction has written."""
         self._payloads: list[str] = []
+        self._new_rollouts: list[int] = []
+        """Keys of those that this transaction has inserted."""
         self._use(server.open())
         if not read_only:
             self._clean_up_servers()
@@ -115,6 +115,7 @@ class PostgresConnection:
     def begin(self, write: bool) -> None:
         self._wrote = False
         self._payloads.clear()
+        self._new_rollouts.clear()
         start = (_WRITE if write else _READ) + self._discard_plans()
         for again in (True, False):
             try:
@@ -161,6 +162,9 @@ class PostgresConnection:
         for payload in self._payloads:
             script.append("SELECT pg_notify(%s, %s)")
             values += [self._server.channel, payload]
+        if self._new_rollouts:
+            script += _PLACE
+            values += [self._new_rollouts, min(self._new_rollouts)]
         text = "; ".join([*script, "COMMIT"])
         self._send(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
 
@@ -226,6 +230,8 @@ class PostgresConnection:
         return _check(pgconn.exec_prepared(name, param, [int(type(value) is bytes) for value in arranged], 1))
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
+        if insert.table is rollouts:
+            self._new_rollouts += [row[0] for row in rows]
         return sum(self._bulk(insert, bulk.insert_sql, chunk) for chunk in bulk.chunks(rows))
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
@@ -250,10 +256,7 @@ class PostgresConnection:
         return result.command_tuples or 0
 
     def keys(self, table: Table, count: int) -> Sequence[int]:
-        sequence = f"{table.name}_key_seq"
-        if table is rollouts:
-            return [key for (key,) in self.all(_SHOWN_KEYS, table.name, sequence, count)]
-        return [key for (key,) in self.all(_KEYS, sequence, count)]
+        return [key for (key,) in self.all(_KEYS, f"{table.name}_key_seq", count)]
 
     def commit_in_order(self, table: Table) -> None:
         self.all(_LOCK_KEYS, table.name)
@@ -261,25 +264,11 @@ class PostgresConnection:
     def check_files(self) -> None:
         """Nothing to do: the files are those of the server."""
 
-    def stable_key(self, table: Table) -> int:
-        """The last key that was reserved, once every transaction has ended that may have reserved one before."""
+    def last_position(self) -> int:
         self.rollback()
-        last = int(fetch_value(self._connection, f"SELECT last_value FROM {table.name}_key_seq"))
-        deadline = time.monotonic() + MAX_WAIT_SECONDS
-        running = self._running_transactions(table)
-        while running and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            running &= self._running_transactions(table)
-        if running:
-            raise StoreError(
-                f"{self._server.name}: another server has not ended a transaction for {MAX_WAIT_SECONDS:g} s, and what "
-                "it adds would be missing in this page; call again"
-            )
+        last = _check(self._connection.pgconn.exec_(_SHOW.encode())).get_value(0, 0)
         self.begin(False)
-        return last
-
-    def _running_transactions(self, table: Table) -> set[str]:
-        return {name for (name,) in self._connection.execute(_RUNNING_TRANSACTIONS.encode(), [table.name]).fetchall()}
+        return int(last or 0)
 
     def lock(self, table: Table) -> None:
         self._send(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())

@@ -56,9 +56,19 @@ MERGE_COUNTERS: Final = (
 """Merge the counter rows of servers that are gone into the shared rows. A server that comes back starts from zero."""
 
 
+POSITION: Final = "coalesce(position, key)"
+"""Rollouts in order of creation: that of their keys, except for those that were committed late (see connection.py)."""
+_POSITIONS: Final = (
+    "ALTER TABLE rollouts ADD COLUMN position BIGINT",
+    f"CREATE INDEX rollouts_position ON rollouts (({POSITION}))",
+    f"CREATE INDEX rollouts_status ON rollouts (status, ({POSITION}))",
+    "CREATE SEQUENCE rollouts_shown MINVALUE 0",
+)
+
+
 def ddl() -> list[str]:
     """The statements that create a store of SCHEMA_VERSION in an empty schema."""
-    return [*schema.ddl(DIALECT), _SERVERS]
+    return [*schema.ddl(DIALECT), _SERVERS, *_POSITIONS]
 
 
 TABLES: Final = (*schema.metadata.tables, "servers")

@@ -20,11 +20,7 @@ LOST: Final = frozenset({"25P03", "57P01", "57P02", "57P03", "57P05"})
 """The server ended the connection: it is shutting down or starting, has crashed, or an administrator ended it."""
 DISK_FULL: Final = "53100"
 
-OUTDATED: Final = "55000"
-"""A newer version has migrated the database while this server had it open (see schema.py)."""
-
 _ADVICE: Final = {
-    OUTDATED: "nothing of this call was stored; end this server and run: pip install --upgrade agentlightning",
     "25006": "the server takes no writes: it is a standby or set to read only; give the address of the primary",
     "28000": "the server does not let this user in from here; see CREATE ROLE and pg_hba.conf",
     "28P01": "the password is wrong; give the right one in the URL, in PGPASSWORD or in ~/.pgpass",

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 from psycopg import sql
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.migrations.base import Kind
 from agentlightning.store.sql.postgres.dialect import TABLES, ddl
-from agentlightning.store.sql.postgres.errors import OUTDATED
-from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
-
-ALLOW: Final = f"SET agentlightning.schema = '{SCHEMA_VERSION}'; "
-"""Sent over each connection: the schema version of this process, which the guard compares."""
-_NAME: Final = "agentlightning_guard"
-_REFUSE: Final = f"""
-CREATE OR REPLACE FUNCTION {_NAME}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    RAISE EXCEPTION 'a newer version of agentlightning has brought this store to schema %', tg_argv[0]
-    USING ERRCODE = '{OUTDATED}', HINT = 'end this server and run: pip install --upgrade agentlightning';
-END $$
-"""
-_GUARD: Final = (
-    "CREATE TRIGGER {name} BEFORE INSERT OR UPDATE ON servers FOR EACH STATEMENT "
-    "WHEN (current_setting('agentlightning.schema', true) IS DISTINCT FROM '{version}') "
-    "EXECUTE FUNCTION {name}('{version}')"
-)
-"""Every transaction that writes ends with a write to this table. The condition costs some microseconds."""
 
 
 class PostgresSchema:
     """`connection` is closed afterwards, which releases the lock for other servers that are starting."""
-
-    kind: Kind = "postgresql"
-    elsewhere = "database"
 
     def __init__(self, connection: psycopg.Connection[Any], name: str, place: str) -> None:
         self.connection = connection
@@ -51,11 +29,10 @@ class PostgresSchema:
         with self.connection.transaction():
             yield
 
-    def version(self) -> int:
+    def about(self) -> dict[str, str]:
         if not self._has("about"):
-            return 0
-        row = self.connection.execute("SELECT value FROM about WHERE name = 'schema_version'").fetchone()
-        return int(row[0]) if row else 0
+            return {}
+        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
 
     def create(self) -> None:
         if self._place:
@@ -75,10 +52,3 @@ class PostgresSchema:
 
     def execute(self, statement: str) -> psycopg.Cursor[Any]:
         return self.connection.execute(statement.encode())
-
-    def remove_guard(self) -> None:
-        self.execute(f"DROP TRIGGER IF EXISTS {_NAME} ON servers")
-
-    def install_guard(self, version: int) -> None:
-        self.execute(_REFUSE)
-        self.execute(_GUARD.format(name=_NAME, version=version))

@@ -21,7 +21,6 @@ from agentlightning.store.sql.postgres import errors
 from agentlightning.store.sql.postgres.dialect import DIALECT
 from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
 from agentlightning.store.sql.postgres.listener import RETRY_SECONDS
-from agentlightning.store.sql.postgres.schema import ALLOW
 
 RECONNECT_SECONDS: Final = 60.0
 """How long a call waits for a lost server to come back."""
@@ -32,7 +31,7 @@ SUSPENDED_SECONDS: Final = 30
 MAX_NAME_BYTES: Final = 63
 """Of a schema or a channel."""
 _SETTINGS: Final = (
-    ALLOW + "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
+    "SET statement_timeout = 0; SET lock_timeout = '120s'; SET client_min_messages = warning; "
     f"SET idle_in_transaction_session_timeout = '{SUSPENDED_SECONDS}s'; "
     # A stronger setting than "on" is the administrator's choice, a weaker one would lose what was acknowledged.
     "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') IN "

@@ -117,7 +117,9 @@ class PendingWrites:
             return
         packs, self.packs = self.packs, []
         self._connection.insert(span_statements.INSERT_PACKS, [pack.columns() for pack in packs])
-        self.counters.add(SPANS, sum([pack.pack.count for pack in packs]))
+        places = [(pack.attempt.key, span_id, pack.key) for pack in packs for span_id in pack.pack.span_ids]
+        self._connection.insert(span_statements.INSERT_PLACES, places)
+        self.counters.add(SPANS, len(places))
         chained = [pack for pack in packs if pack.pack.chains]
         if chained:
             self._write_token_blocks(chained)

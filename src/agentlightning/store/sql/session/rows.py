@@ -6,7 +6,7 @@ row was last modified: the unit of work takes a snapshot of a row only once per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
@@ -65,11 +65,6 @@ class RolloutRow(MutableRow, eq=False):
         return next(reversed(self.attempts.values())) if self.attempts else None
 
     @property
-    def spans(self) -> int:
-        """Of all its attempts."""
-        return sum([attempt.spans for attempt in self.attempts.values()])
-
-    @property
     def memory_size(self) -> int:
         """Estimated bytes of memory, attempts included."""
         return 1000 + len(self.input) + len(self.metadata) + 700 * len(self.attempts)
@@ -79,6 +74,26 @@ class RolloutRow(MutableRow, eq=False):
             return mapping.load_config(self.config)
         except mapping.UNREADABLE as error:
             raise mapping.damaged(f"rollout {self.rollout_id!r}", self.rollout_id, error) from error
+
+    def repair(self) -> dict[str, str]:
+        """Replace what cannot be read; returns it, by column."""
+        readers: dict[str, tuple[Callable[[Any], Any], Any]] = {
+            "input": (orjson.loads, "null"),
+            "config": (mapping.load_config, None),
+            "metadata": (mapping.load_dict, "{}"),
+            "mode": (mapping.check_name, None),
+            "resources_id": (mapping.check_name, None),
+        }
+        replaced: dict[str, str] = {}
+        for name, (read, default) in readers.items():
+            value: Any = getattr(self, name)
+            try:
+                read(value)
+            except mapping.UNREADABLE:
+                replaced[name] = value if isinstance(value, str) else repr(value)
+                setattr(self, name, default)
+        self.attempt_count = len(self.attempts)
+        return replaced
 
     def to_rollout(self) -> Rollout:
         return mapping.to_rollout(rollout_columns(self))
@@ -174,25 +189,14 @@ class PendingPack(MutableRow, eq=False):
     attempt: AttemptRow
     pack: SpanPack
     body: bytes
-    sequence_ids: Sequence[int]
-    spans_before: int = -1
-    """How many spans the rollout had before this pack; -1: not counted."""
+    first_sequence: int
     superseded: int = 0
     key: int = 0
 
     def columns(self) -> tuple[Any, ...]:
         """The values of `span_statements.INSERT_PACKS`."""
-        sequences = None if type(self.sequence_ids) is range else orjson.dumps(self.sequence_ids).decode()
-        return (
-            self.key,
-            self.attempt.key,
-            min(self.sequence_ids),
-            len(self.sequence_ids),
-            self.superseded,
-            sequences,
-            self.pack.ids,
-            self.body,
-        )
+        pack = self.pack
+        return self.key, self.attempt.key, self.first_sequence, pack.count, self.superseded, pack.ids, self.body
 
 
 # -- values to write -------------------------------------------------------------------------------------------------

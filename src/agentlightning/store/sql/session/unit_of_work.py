@@ -92,10 +92,6 @@ class UnitOfWork:
         self.workers: OrderedDict[str, WorkerRow] = OrderedDict()
         self.resources: set[str] = set()
         """Ids of resources known to exist."""
-        self.packs: list[PendingPack] = []
-        """The packs added in this transaction."""
-        self.deleted_rollouts: list[str] = []
-        """Ids of the rollouts removed in this transaction."""
         self.expected_claims = 0
         self._memory = 0
         self._sizes_before: dict[RolloutRow, int] = {}
@@ -118,8 +114,6 @@ class UnitOfWork:
         self.queues.claimable = False
         self.finished = set()
         self.deadline = None
-        self.packs = []
-        self.deleted_rollouts = []
         self.answered.clear()
         self._absent.clear()
 
@@ -185,7 +179,6 @@ class UnitOfWork:
                 row.superseded = 1
             elif isinstance(row, PendingPack):
                 self.pending.packs.remove(row)
-                self.packs.remove(row)
         for row, _ in self._undo_log:
             if isinstance(row, AttemptRow):
                 self._track_open(row)
@@ -372,14 +365,11 @@ class UnitOfWork:
         pack.key = self._next_key(span_packs)
         self._undo_log.append((pack, None))
         self.pending.packs.append(pack)
-        self.packs.append(pack)
 
     def rollout_deleted(self, row: RolloutRow) -> None:
         """To be called after a rollout was removed from the database."""
         self.rollouts.pop(row.rollout_id, None)
         self._memory -= self._sizes_before.pop(row, row.memory_size)
-        self.deleted_rollouts.append(row.rollout_id)
-        self.packs = [pack for pack in self.packs if pack.attempt.rollout is not row]
 
     def attempt_changed(self, row: AttemptRow, worker_before: str | None = None) -> None:
         """To be called after a change of who runs an attempt, or of whether it is open."""

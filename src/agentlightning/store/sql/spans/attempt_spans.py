@@ -11,6 +11,7 @@ from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql.spans import codec
 from agentlightning.store.sql.spans.codec import SpanPack
+from agentlightning.store.sql.tables.schema import MAX_PACK
 
 
 class SpanWriteResult(Struct, gc=False):
@@ -41,6 +42,9 @@ class AttemptSpans:
         """The caller chose the id of at least one span."""
         self._positions: list[int] = []
         self._spans: list[Span] = []
+
+    def __len__(self) -> int:
+        return len(self._spans)
 
     def add(self, position: int, span: Span) -> None:
         """`position` is its index among all spans of the call."""
@@ -98,16 +102,18 @@ def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, supe
 
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
-    """The spans of one call, packed for each attempt."""
-    groups: dict[tuple[str, str], AttemptSpans] = {}
-    group: AttemptSpans | None = None
+    """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
+    current: dict[tuple[str, str], AttemptSpans] = {}
+    groups: list[AttemptSpans] = []
+    ids = [span.span_id for span in spans if span.span_id]
+    most = MAX_PACK if len(set(ids)) == len(ids) else len(spans)  # equal ids are told apart within one group
     for position, span in enumerate(spans):
-        if group is None or span.attempt_id != group.attempt_id or span.rollout_id != group.rollout_id:
-            key = (span.rollout_id, span.attempt_id)
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = AttemptSpans(*key)
+        key = (span.rollout_id, span.attempt_id)
+        group = current.get(key)
+        if group is None or len(group) == most:
+            group = current[key] = AttemptSpans(*key)
+            groups.append(group)
         group.add(position, span)
-    for group in groups.values():
+    for group in groups:
         group.seal()
-    return list(groups.values())
+    return groups

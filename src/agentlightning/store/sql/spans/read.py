@@ -8,8 +8,6 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Final
 
-import orjson
-
 from agentlightning.errors import NotFoundError
 from agentlightning.span import Span
 from agentlightning.store import validation
@@ -18,20 +16,17 @@ from agentlightning.store.sql.spans import codec, token_blocks
 from agentlightning.store.sql.tables import mapping, span_statements, statements
 from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.sql.tables.mapping import Row
+from agentlightning.store.sql.tables.schema import MAX_PACK
 
-PACK_BATCH: Final = 16
-"""Packs read at once."""
+FIRST_BATCH: Final = 4
+"""Packs read at once at first: a page is often in one."""
+PACK_BATCH: Final = 64
+"""Packs read at once in the end."""
 BATCH_WITHOUT_TOKENS: Final = 256
-"""Packs read at once in the end where their tokens are not."""
+"""The same where their tokens are not read."""
 SPANS_COLUMN: Final = [column.name for column in statements.ATTEMPT].index("spans")
 NEWEST_BATCH: Final = 4
 """Packs read at once for the newest spans."""
-
-
-def sequence_ids_of(row: Row) -> Sequence[int]:
-    """From a row that begins with the columns of `span_statements.PACK`."""
-    first, count, sequences = row[2], row[3], row[5]
-    return range(first, first + count) if sequences is None else orjson.loads(sequences)
 
 
 class _ChainsOnDemand(dict[bytes, bytes]):
@@ -52,27 +47,25 @@ class _ChainsOnDemand(dict[bytes, bytes]):
 
 def unpack_rows(
     connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str, *, tokens: bool = True
-) -> list[list[Span]]:
-    """The spans of each pack, from rows of `span_statements.PACK`."""
-    bodies = [bytes(row[7]) for row in rows]
-    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
-    try:
-        chains = read_chains(connection, rows, bodies) if tokens else _ChainsOnDemand(connection, rows, bodies)
-        return [
-            codec.unpack(
+) -> Iterator[list[Span]]:
+    """The spans of each pack, from rows of `span_statements.PACK`, one after the other."""
+    bodies = [bytes(row[6]) for row in rows]
+    chains = _ChainsOnDemand(connection, rows, bodies)
+    for row, body in zip(rows, bodies, strict=True):
+        try:
+            yield codec.unpack(
                 body,
-                **ids,
-                span_ids=codec.split_ids(bytes(row[6])),
-                sequence_ids=sequence_ids_of(row),
+                rollout_id=rollout_id,
+                attempt_id=attempt_id,
+                span_ids=codec.split_ids(bytes(row[5])),
+                sequence_ids=range(row[2], row[2] + row[3]),
                 superseded=bool(row[4]),
                 chains=chains,
                 tokens=tokens,
             )
-            for row, body in zip(rows, bodies, strict=True)
-        ]
-    except mapping.UNREADABLE as error:
-        what = f"a span of attempt {attempt_id!r} of rollout {rollout_id!r}"
-        raise mapping.damaged(what, rollout_id, error) from error
+        except mapping.UNREADABLE as error:
+            what = f"a span of attempt {attempt_id!r} of rollout {rollout_id!r}"
+            raise mapping.damaged(what, rollout_id, error) from error
 
 
 def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -97,12 +90,7 @@ def spans_by_id(
     connection: Connection, attempt_key: int, rollout_id: str, attempt_id: str, span_ids: set[str]
 ) -> dict[str, Span]:
     """The spans of an attempt that have one of these ids."""
-    keys = [
-        row[0]
-        for row in connection.all(span_statements.HEADERS_OF, attempt_key)
-        if not span_ids.isdisjoint(codec.split_ids(bytes(row[6])))
-    ]
-    rows = connection.all(span_statements.PACKS_BY_KEY, keys)
+    rows = connection.all(span_statements.PACKS_WITH, attempt_key, list(span_ids))
     unpacked = unpack_rows(connection, rows, rollout_id, attempt_id)
     return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
 
@@ -180,7 +168,7 @@ def query_spans(connection: Connection, query: SpanQuery) -> list[Span]:
 def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[Row]:
     """Rows of `statements.ATTEMPT`."""
     rows = connection.all(statements.ATTEMPTS_OF, rollout_id)
-    if not rows and not connection.all(statements.ROLLOUT_KEY, rollout_id):
+    if not rows and not connection.all(statements.ROLLOUT_POSITION, rollout_id):
         raise NotFoundError(f"no rollout {rollout_id!r} in this store")
     if attempt_id is None:
         return rows
@@ -198,15 +186,15 @@ Position = tuple[int, int, int]
 
 def _find(connection: Connection, attempts: Sequence[Row], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
     """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
-    for index, attempt in enumerate(attempts):
-        headers = connection.all(span_statements.HEADERS_OF, attempt[0])
-        for row in headers:
-            span_ids = codec.split_ids(bytes(row[6]))
-            if query.after in span_ids:
-                inner = span_ids.index(query.after)
-                sequence_id = sequence_ids_of(row)[inner]
-                start = min(header[2] for header in headers if max(sequence_ids_of(header)) >= sequence_id)
-                return index, ((sequence_id, row[0], inner), start)
+    keys = [attempt[0] for attempt in attempts]
+    places = {row[1]: row for row in connection.all(span_statements.PLACE_OF, keys, query.after)}
+    for index, key in enumerate(keys):
+        if key in places:
+            row = places[key]
+            inner = codec.split_ids(bytes(row[5])).index(query.after or "")
+            sequence_id = row[2] + inner
+            ((start,),) = connection.all(span_statements.FIRST_AROUND, key, sequence_id - MAX_PACK, sequence_id)
+            return index, ((sequence_id, row[0], inner), start)
     raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to continue after")
 
 
@@ -223,7 +211,7 @@ def _stream(
         while ahead and ahead[0][0][0] < row[2]:
             yield heappop(ahead)[1]
         alone = not ahead and (following is None or spans[-1].sequence_id < following[0][2])
-        if alone and row[5] is None and (position is None or row[2] > position[0]):
+        if alone and (position is None or row[2] > position[0]):
             yield from spans
             continue
         for index, span in enumerate(spans):
@@ -235,14 +223,14 @@ def _stream(
 
 
 def _packs(connection: Connection, query: SpanQuery, attempt: Row, start: int) -> Iterator[tuple[Row, list[Span]]]:
-    skip, batch = 0, PACK_BATCH
+    skip, batch = 0, FIRST_BATCH
     while True:
         rows = connection.all(span_statements.PACKS_OF, attempt[0], start, batch, skip)
         unpacked = unpack_rows(connection, rows, query.rollout_id, attempt[3], tokens=query.tokens)
         yield from zip(rows, unpacked, strict=True)
         if len(rows) < batch:
             return
-        batch = batch if query.tokens else min(2 * batch, BATCH_WITHOUT_TOKENS)
+        batch = min(2 * batch, PACK_BATCH if query.tokens else BATCH_WITHOUT_TOKENS)
         last = rows[-1][2]
         skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
         start = last
@@ -262,7 +250,7 @@ def newest_spans(connection: Connection, limit: int) -> list[Span]:
         for row in rows:
             if len(found) >= limit:
                 break
-            found += reversed(unpack_rows(connection, [row], row[-2], row[-1])[0])
+            found += reversed(next(unpack_rows(connection, [row], row[-2], row[-1])))
         if len(rows) < NEWEST_BATCH:
             break
         key = rows[-1][0]

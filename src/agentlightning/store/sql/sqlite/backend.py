@@ -7,9 +7,7 @@ write lock for all processes, so rows read in one transaction are valid in the n
 from __future__ import annotations
 
 import os
-import random
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +23,6 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
-from agentlightning.store.sql.sqlite import version_guard
 from agentlightning.store.sql.sqlite.checkpointer import Checkpointer
 from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
@@ -34,6 +31,7 @@ from agentlightning.store.sql.sqlite.vacuum import shrink
 from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.tables.bulk import quoted
+from agentlightning.store.validation import NO_LIMIT
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
@@ -129,11 +127,6 @@ class SqliteConnection:
         self._path = path
         self._cursor = connection.cursor()
         self._shared_file = path is not None
-        self._mark = random.SystemRandom().randrange(1, 2**31)
-        """The user_version that this connection sets when it becomes the last to write."""
-        self._mark_set = False
-        self._freshness: sqlite3.Cursor | None = None
-        self._freshness_lock = threading.Lock()
         self._blob_bytes = 0
         self._files = None if path is None else OpenFiles(path)
         self._checkpointer = None if path is None else Checkpointer(lambda: _connect(path))
@@ -156,12 +149,7 @@ class SqliteConnection:
         wrote = self.raw.total_changes > self._changes_before
         if wrote:
             self.check_files()
-        if self._shared_file and not self._mark_set and wrote:
-            self._cursor.execute(f"PRAGMA user_version = {self._mark}")
-            self._cursor.execute("COMMIT")
-            self._mark_set = True
-        else:
-            self._cursor.execute("COMMIT")
+        self._cursor.execute("COMMIT")
         if self._checkpointer is not None:
             self._checkpointer.committed(self._cursor, self._blob_bytes)
             self._blob_bytes = 0
@@ -173,29 +161,23 @@ class SqliteConnection:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
-        with self._freshness_lock:
-            if self._freshness is not None:
-                self._freshness.connection.close()
-            self._freshness = None
         if self._checkpointer is not None:
             self._checkpointer.close()
         self.raw.close()
 
-    def fresh(self) -> bool:
-        """Whether this connection was the last to write. Thread-safe."""
-        if self._path is None:
-            return True
-        with self._freshness_lock:
-            try:
-                if self._freshness is None:
-                    self._freshness = _connect(self._path).cursor()
-                return self._freshness.execute("PRAGMA user_version").fetchone()[0] == self._mark
-            except sqlite3.Error:
-                return False
-
     def all(self, statement: Statement, *values: Any) -> list[Any]:
         compiled = statement.compiled(_dialect)
-        return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).fetchall()
+        arguments = _adapt(compiled.arrange(values))
+        try:
+            return self._cursor.execute(compiled.sql, arguments).fetchall()
+        except sqlite3.OperationalError as error:
+            if "decode" not in str(error):
+                raise
+        self.raw.text_factory = _text  # the row of a damaged text is named by whoever reads it
+        try:
+            return self._cursor.execute(compiled.sql, arguments).fetchall()
+        finally:
+            self.raw.text_factory = str
 
     def run(self, statement: Statement, *values: Any) -> int:
         compiled = statement.compiled(_dialect)
@@ -228,9 +210,9 @@ class SqliteConnection:
     def commit_in_order(self, table: Table) -> None:
         """Nothing to do: write transactions are serialised."""
 
-    def stable_key(self, table: Table) -> int:
+    def last_position(self) -> int:
         """Nothing to do: write transactions are serialised."""
-        return 2**63 - 1
+        return NO_LIMIT
 
     def lock(self, table: Table) -> None:
         """Nothing to do: a write transaction has the whole database to itself."""
@@ -258,7 +240,6 @@ class SqliteConnection:
         self._data_version = version
         if changed:
             self._keys.clear()
-            self._mark_set = False
         return changed
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
@@ -279,6 +260,13 @@ class SqliteConnection:
 def _values(statement: Insert | Update, rows: int) -> str:
     row = "(" + ",".join("?" * len(statement.columns)) + ")"
     return ",".join([row] * rows)
+
+
+def _text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _adapt(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -314,7 +302,6 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
         cached_statements=256,
     )
     try:
-        version_guard.allow(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")

@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 
 from agentlightning.errors import StoreError, StoreFullError
-from agentlightning.store.sql.sqlite.version_guard import refused_version
 
 SCARCE_BYTES = 1 << 20
 """With less free space than this, a failed write is attributed to a full disk."""
@@ -29,7 +28,7 @@ _FATAL = frozenset(
 
 def is_fatal(error: BaseException) -> bool:
     """Whether the database may have rolled back the whole transaction, not only the statement."""
-    return isinstance(error, sqlite3.Error) and (_code(error) in _FATAL or refused_version(error) is not None)
+    return isinstance(error, sqlite3.Error) and _code(error) in _FATAL
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -41,12 +40,6 @@ def explain(error: sqlite3.Error, path: Path | None) -> StoreError:
     """The error to raise instead of `error`."""
     where = str(path) if path is not None else "the in-memory store"
     code = _code(error)
-    version = refused_version(error)
-    if version is not None:
-        return StoreError(
-            f"{where} was brought to schema {version} by a newer version of agentlightning while this process had it "
-            "open; nothing of this call was stored; end this process and run: pip install --upgrade agentlightning"
-        )
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < SCARCE_BYTES):
         return StoreFullError(
             f"the disk is full: {where} could not be written ({_free_bytes(path) / 1e6:.1f} MB free); nothing of this "

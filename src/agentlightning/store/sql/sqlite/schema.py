@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from sqlalchemy.dialects import sqlite
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.migrations.base import Kind
-from agentlightning.store.sql.sqlite import version_guard
 from agentlightning.store.sql.tables.schema import ddl
 
 DIALECT = sqlite.dialect()
@@ -18,9 +16,6 @@ DIALECT = sqlite.dialect()
 
 class SqliteSchema:
     """`connection` is in no transaction."""
-
-    kind: Kind = "sqlite"
-    elsewhere = "path"
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         self.connection = connection
@@ -36,26 +31,19 @@ class SqliteSchema:
             raise
         self.connection.execute("COMMIT")
 
-    def version(self) -> int:
+    def about(self) -> dict[str, str]:
         found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'about'"
         if not self.connection.execute(found).fetchone():
-            return 0
-        row = self.connection.execute("SELECT value FROM about WHERE name = 'schema_version'").fetchone()
-        return int(row[0]) if row else 0
+            return {}
+        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
 
     def create(self) -> None:
         row = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
         if row:
             raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); "
                              "give another path")  # fmt: skip
-        for statement in ddl(DIALECT):
+        for statement in (*ddl(DIALECT), "CREATE INDEX rollouts_status ON rollouts (status)"):  # then by key
             self.connection.execute(statement)
 
     def execute(self, statement: str) -> sqlite3.Cursor:
         return self.connection.execute(statement)
-
-    def remove_guard(self) -> None:
-        version_guard.remove(self.connection)
-
-    def install_guard(self, version: int) -> None:
-        version_guard.install(self.connection, version)

@@ -2,31 +2,24 @@
 
 A database created with `auto_vacuum = INCREMENTAL` is truncated some pages at a time: pages at its end move into free
 pages further up. Each step holds the write lock for milliseconds, and between steps the lock is free for at least as
-long. A database older than schema version 4 was created without; it is rewritten once, during which nobody can write.
+long.
 """
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import time
 from typing import Final
-
-logger = logging.getLogger(__name__)
 
 STEP_PAGES: Final = 256
 """1 MiB."""
 CHECKPOINT_STEPS: Final = 32
 """The write-ahead log is checkpointed after this many steps, so that it stays small."""
 MIN_PAUSE_SECONDS: Final = 0.002
-_INCREMENTAL: Final = 2
 
 
 def shrink(cursor: sqlite3.Cursor) -> None:
     """`cursor` is of a connection that nobody else uses, in no transaction."""
-    if _number(cursor, "auto_vacuum") != _INCREMENTAL:
-        _rewrite(cursor)
-        return
     steps = 0
     left = _number(cursor, "freelist_count")
     while left > 0:
@@ -41,16 +34,6 @@ def shrink(cursor: sqlite3.Cursor) -> None:
         if left >= before:  # others free pages as fast as these are returned
             break
     _checkpoint(cursor)
-
-
-def _rewrite(cursor: sqlite3.Cursor) -> None:
-    size = _number(cursor, "page_count") * _number(cursor, "page_size")
-    logger.warning(
-        "a database of an older version is being rewritten once (%d MB); writes wait until it is done", size // 10**6
-    )
-    cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    cursor.execute("VACUUM")
-    cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def _checkpoint(cursor: sqlite3.Cursor) -> None:

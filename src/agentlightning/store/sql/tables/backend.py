@@ -129,10 +129,9 @@ class Connection(Protocol):
         """Raises StoreLostError if the files of the database are no longer those that were opened."""
         ...
 
-    def stable_key(self, table: Table) -> int:
-        """The highest key of `table` below which no further row can appear, for tables whose keys come from `keys`: a
-        page in order of keys must not go beyond it. On a shared database, this waits for running transactions, and
-        restarts the current one, which must be read-only."""
+    def last_position(self) -> int:
+        """The last position of a rollout, at or before which no further one will appear: a page in order of creation
+        must not go beyond it. Waits for no other server. Restarts the transaction, which must be read-only."""
         ...
 
     def lock(self, table: Table) -> None:

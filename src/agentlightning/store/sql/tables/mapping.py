@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
 from agentlightning.rollouts import (
+    ATTEMPT_TRANSITIONS,
+    ROLLOUT_TRANSITIONS,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
@@ -116,6 +118,29 @@ def new_rollout(request: EnqueueRolloutRequest, time: float) -> tuple[Rollout, R
     )
 
 
+def _optional(*kinds: type) -> tuple[type, ...]:
+    return (*kinds, type(None))
+
+
+_NUMBER: Final = (float, int)
+_ROLLOUT: Final = (
+    *(int, str, str, _optional(str), _optional(str), str, _NUMBER, _optional(float, int), _optional(str)),
+    *(str, int, str, int),
+)
+"""The types of the columns, which SQLite does not enforce."""
+_ATTEMPT: Final = (str, int, str, _NUMBER, _optional(float, int), _optional(str), _optional(float, int), str)
+
+
+def check_name(value: Any) -> None:
+    if not isinstance(value, str | None):
+        raise TypeError("it is no text")
+
+
+def _check(row: Sequence[Any], kinds: Sequence[Any], status: Any, known: Container[Any]) -> None:
+    if status not in known or not all(map(isinstance, row, kinds)):
+        raise TypeError("a column has a value of another type")
+
+
 def to_rollout(row: Row) -> Rollout:
     """From the columns of `statements.ROLLOUT`."""
     return Rollout(*_rollout_fields(row))
@@ -129,6 +154,7 @@ def to_attempted(row: Row, attempt: Attempt) -> AttemptedRollout:
 def _rollout_fields(row: Row) -> Row:
     _, rollout_id, input, mode, resources_id, status, start_time, end_time, config, metadata, _, queue, priority = row
     try:
+        _check(row, _ROLLOUT, status, ROLLOUT_TRANSITIONS)
         return (
             rollout_id,
             orjson.loads(input),
@@ -159,6 +185,8 @@ def make_attempt(
 ) -> Attempt:
     """`metadata` is JSON."""
     try:
+        columns = attempt_id, sequence_id, status, start_time, end_time, worker_id, heartbeat, metadata
+        _check(columns, _ATTEMPT, status, ATTEMPT_TRANSITIONS)
         values = load_dict(metadata)
     except UNREADABLE as error:
         raise damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error) from error
@@ -226,14 +254,11 @@ def to_worker(row: Row, current: tuple[str, str] | None, open_attempts: int) -> 
     """From the columns of `statements.WORKER`. current: the rollout id and id of its newest open attempt."""
     worker_id, heartbeat_time, stats, lease_seconds, _, lost, last_error = row
     rollout_id, attempt_id = current or (None, None)
+    try:
+        values, error = load_dict(stats), None if last_error is None else load(last_error)
+    except UNREADABLE as fault:  # its work goes on
+        values, error = {}, {"type": "Damaged", "message": f"its row cannot be read: {_first_line(fault)}"}
+    status = "lost" if lost else "busy" if current else "idle"
     return Worker(
-        worker_id,
-        heartbeat_time,
-        rollout_id,
-        attempt_id,
-        load_dict(stats),
-        "lost" if lost else "busy" if current else "idle",
-        lease_seconds,
-        None if last_error is None else load(last_error),
-        open_attempts,
+        worker_id, heartbeat_time, rollout_id, attempt_id, values, status, lease_seconds, error, open_attempts
     )

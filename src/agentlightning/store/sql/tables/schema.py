@@ -29,8 +29,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-SCHEMA_VERSION = 4
-"""Incremented by each migration; see migrations/."""
+SCHEMA_VERSION = 1
+"""Incremented by each migration; see migrations.py."""
 
 WAITING = text("status IN ('queuing', 'requeuing')")
 OPEN = text("status IN ('preparing', 'running')")
@@ -123,13 +123,23 @@ span_packs = Table(
     Column("first_sequence", _Count, nullable=False),
     Column("count", Integer, nullable=False),
     Column("superseded", Integer, nullable=False),
-    Column("sequences", Text),
     Column("ids", LargeBinary, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Index("span_packs_of_attempt", "attempt_key", "first_sequence"),
 )
-"""`first_sequence` is the lowest sequence number. `sequences` is a JSON list of all of them, unless they are
-consecutive."""
+"""`count` spans, MAX_PACK at most, whose sequence numbers are consecutive and begin with `first_sequence`."""
+
+MAX_PACK = 128
+
+span_places = Table(
+    "span_places",
+    metadata,
+    Column("attempt_key", _Key, primary_key=True),
+    Column("span_id", Text, primary_key=True),
+    Column("pack_key", _Key, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Which pack has a span, so that a list continues after it at once."""
 
 token_blocks = Table(
     "token_blocks",
@@ -285,6 +295,22 @@ def _instr(element: contains_text, compiler: Any, **options: Any) -> str:
 def _position(element: contains_text, compiler: Any, **options: Any) -> str:
     column, part = compiler.process(element.column, **options), compiler.process(element.part, **options)
     return f"position({part} IN {column}) > 0"
+
+
+class position(ColumnElement[int]):  # noqa: N801
+    """The place of a rollout in order of creation."""
+
+    inherit_cache = False
+
+
+@compiles(position, "sqlite")
+def _key(element: position, compiler: Any, **options: Any) -> str:
+    return 'rollouts."key"'
+
+
+@compiles(position, "postgresql")
+def _coalesced(element: position, compiler: Any, **options: Any) -> str:
+    return "coalesce(rollouts.position, rollouts.key)"
 
 
 def param(name: str) -> BindParameter[Any]:

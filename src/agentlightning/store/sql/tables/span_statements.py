@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, literal_column, null, select
+from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, func, literal_column, null, select
 
 from agentlightning.store.sql.tables.backend import Insert, Statement
 from agentlightning.store.sql.tables.schema import (
@@ -15,6 +15,7 @@ from agentlightning.store.sql.tables.schema import (
     param,
     rollouts,
     span_packs,
+    span_places,
     token_blocks,
 )
 
@@ -22,6 +23,7 @@ _zero = literal_column("0")
 _one = literal_column("1")
 
 INSERT_PACKS = Insert(span_packs, columns(span_packs))
+INSERT_PLACES = Insert(span_places, columns(span_places), unique=("attempt_key", "span_id"))
 INSERT_BLOCKS = Insert(token_blocks, columns(token_blocks), unique=("digest",))
 INSERT_PACK_BLOCKS = Insert(pack_blocks, columns(pack_blocks), unique=("pack_key", "digest"))
 
@@ -36,7 +38,6 @@ _HEADER = (
     span_packs.c.first_sequence,
     span_packs.c.count,
     span_packs.c.superseded,
-    span_packs.c.sequences,
     span_packs.c.ids,
 )
 PACK = (*_HEADER, span_packs.c.body)
@@ -55,14 +56,31 @@ PACKS_AMONG = Statement(
     .order_by(span_packs.c.attempt_key, span_packs.c.first_sequence, span_packs.c.key),
     ("attempts",),
 )
-HEADERS_OF = Statement(
-    select(*_HEADER)
-    .where(span_packs.c.attempt_key == param("attempt"))
-    .order_by(span_packs.c.first_sequence, span_packs.c.key),
-    ("the_attempt",),
+_places = span_places.join(span_packs, span_packs.c.key == span_places.c.pack_key)
+PACKS_WITH = Statement(
+    select(*PACK)
+    .select_from(_places)
+    .where(span_places.c.attempt_key == param("attempt"), in_list(span_places.c.span_id, "ids"))
+    .distinct(),
+    ("the_attempt", "ids"),
 )
-"""The packs of an attempt without their bodies."""
-PACKS_BY_KEY = Statement(select(*PACK).where(in_list(span_packs.c.key, "keys")), ("keys",))
+"""The packs of an attempt that hold some spans."""
+PLACE_OF = Statement(
+    select(*_HEADER)
+    .select_from(_places)
+    .where(in_list(span_places.c.attempt_key, "attempts"), span_places.c.span_id == param("id")),
+    ("attempts", "the_id"),
+)
+FIRST_AROUND = Statement(
+    select(func.min(span_packs.c.first_sequence)).where(
+        span_packs.c.attempt_key == param("attempt"),
+        span_packs.c.first_sequence > param("low"),
+        span_packs.c.first_sequence + span_packs.c.count > param("high"),
+        span_packs.c.first_sequence <= param("high"),
+    ),
+    ("the_attempt", "the_low", "the_high"),
+)
+"""Where the first pack begins that reaches a sequence number: no more than MAX_PACK before it."""
 
 NEWEST_PACKS = Statement(
     select(*PACK, rollouts.c.rollout_id, attempts.c.attempt_id)
@@ -176,4 +194,5 @@ HAVE_BLOCKS = Statement(
 )
 PACK_KEYS = Statement(select(span_packs.c.key).where(in_list(span_packs.c.attempt_key, "attempts")), ("attempts",))
 DELETE_PACKS = Statement(delete(span_packs).where(in_list(span_packs.c.key, "keys")), ("keys",))
+DELETE_PLACES = Statement(delete(span_places).where(in_list(span_places.c.attempt_key, "attempts")), ("attempts",))
 DELETE_PACK_BLOCKS = Statement(delete(pack_blocks).where(in_list(pack_blocks.c.pack_key, "keys")), ("keys",))

@@ -6,12 +6,11 @@ Written once in SQLAlchemy Core for all dialects; see backend.py for how they ar
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Select,
-    Table,
     and_,
     bindparam,
     delete,
@@ -36,6 +35,7 @@ from agentlightning.store.sql.tables.schema import (
     counts,
     in_list,
     param,
+    position,
     queues,
     resources,
     rollouts,
@@ -59,7 +59,7 @@ _by_ids = select(*ROLLOUT).where(in_list(rollouts.c.rollout_id, "ids"))
 LOCK_ROLLOUTS = Statement(_by_ids.order_by(rollouts.c.key).with_for_update(), ("ids",))
 """Rollouts by id, locked until the transaction ends."""
 FIND_ROLLOUT = Statement(select(*ROLLOUT).where(rollouts.c.rollout_id == param("id")), ("the_id",))
-ROLLOUT_KEY = Statement(select(rollouts.c.key).where(rollouts.c.rollout_id == param("id")), ("the_id",))
+ROLLOUT_POSITION = Statement(select(position()).where(rollouts.c.rollout_id == param("id")), ("the_id",))
 
 FINISHED_AMONG = Statement(
     _by_ids.where(text("status IN ('succeeded', 'failed', 'cancelled')")),
@@ -89,9 +89,12 @@ Filters = tuple[bool, bool, bool, bool, bool]
 """Which filters are used: status, id, part of the id, queue, mode."""
 
 
-def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Select[Any], list[str]]:
+def _filtered(
+    query: Select[Any], filters: Filters, any_of: bool, one_status: bool = False
+) -> tuple[Select[Any], list[str]]:
+    status = rollouts.c.status == bindparam("statuses") if one_status else in_list(rollouts.c.status, "statuses")
     conditions: tuple[tuple[ColumnElement[bool], str], ...] = (
-        (in_list(rollouts.c.status, "statuses"), "statuses"),
+        (status, "statuses"),
         (in_list(rollouts.c.rollout_id, "ids"), "ids"),
         (contains_text(rollouts.c.rollout_id, "part"), "part"),
         (in_list(rollouts.c.queue, "queues"), "queues"),
@@ -103,40 +106,37 @@ def _filtered(query: Select[Any], filters: Filters, any_of: bool) -> tuple[Selec
     return query, [name for _, name in wanted]
 
 
-def _ordered(query: Select[Any], table: Table, column: ColumnElement[Any] | None, descending: bool) -> Select[Any]:
+def _ordered(
+    query: Select[Any], place: ColumnElement[Any], column: ColumnElement[Any] | None, descending: bool
+) -> Select[Any]:
     """Order by a column, NULL first, then by creation; descending reverses all of it."""
-    last = table.c.key.desc() if descending else table.c.key
-    if column is None:
-        return query.order_by(last)
-    return query.order_by(column.desc().nulls_last() if descending else column.nulls_first(), last)
-
-
-INDEXED: Final = {"open": OPEN, "waiting": WAITING, "finished": text("end_time IS NOT NULL")}
-"""Conditions of the indexes that find rollouts by their state."""
+    columns = [place] if column is None else [column, place]
+    columns = [each.desc() for each in columns] if descending else columns
+    if column is not None and getattr(column, "nullable", True):
+        columns[0] = columns[0].nulls_last() if descending else columns[0].nulls_first()
+    return query.order_by(*columns)
 
 
 @cache
 def query_rollouts(
     filters: Filters,
+    one_status: bool,
     after: bool,
     field: str | None = None,
     descending: bool = False,
     any_of: bool = False,
-    index: str | None = None,
 ) -> Statement:
-    """Its parameters: one for each filter used, the key to continue after, limit and offset. `index`, one of INDEXED:
-    few rollouts have the states filtered by, and all of them fulfil its condition: they are found by it, and sorted."""
-    query, names = _filtered(select(*ROLLOUT), filters, any_of)
-    key: ColumnElement[Any] = rollouts.c.key
-    if index is not None:  # SQLite reads the whole table for an ordered key
-        query, key = query.where(INDEXED[index]), literal_column('+rollouts."key"')
+    """Rollouts with their positions. Its parameters: one for each filter used (with `one_status`, a status), the last
+    position (in order of creation), the position to continue after, limit and offset."""
+    place = position()
+    query, names = _filtered(select(*ROLLOUT, place.label("place")), filters, any_of, one_status)
+    if field is None and not descending:
+        query = query.where(place <= param("last"))
+        names.append("the_last")
     if after:
-        query = query.where(key < param("key") if descending else key > param("key"))
-        names.append("the_key")
-    if index is not None and field is None:
-        query = query.order_by(key.desc() if descending else key)
-    else:
-        query = _ordered(query, rollouts, None if field is None else rollouts.c[field], descending)
+        query = query.where(place < param("place") if descending else place > param("place"))
+        names.append("the_place")
+    query = _ordered(query, place, None if field is None else rollouts.c[field], descending)
     return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
 
 
@@ -171,6 +171,16 @@ ATTEMPTS_OF = Statement(
     .order_by(attempts.c.sequence_id),
     ("the_rollout",),
 )
+ATTEMPTS_PAGE = Statement(
+    select(*ATTEMPT)
+    .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
+    .where(rollouts.c.rollout_id == param("rollout"), attempts.c.sequence_id > param("skip"))
+    .order_by(attempts.c.sequence_id)
+    .limit(bindparam("many"))
+    .offset(_zero),
+    ("the_rollout", "the_skip", "many"),
+)
+"""Attempts are numbered from 1, without gaps."""
 LATEST_ATTEMPT = Statement(
     select(*ATTEMPT)
     .join_from(rollouts, attempts, attempts.c.rollout_key == rollouts.c.key)
@@ -230,7 +240,7 @@ def query_resources(exact: bool, part: bool, field: str | None = None, descendin
     column = None if field is None else resources.c[field]
     if field == "update_time":
         column = func.coalesce(resources.c.update_time, resources.c.create_time)
-    query = _ordered(query, resources, column, descending)
+    query = _ordered(query, resources.c.key, column, descending)
     return Statement(query.limit(bindparam("many")).offset(bindparam("skip")), (*names, "many", "skip"))
 
 

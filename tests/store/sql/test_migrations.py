@@ -1,0 +1,90 @@
+"""Databases of other versions: older ones are migrated whole or not at all, all others are refused with the way out."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import StoreError
+from agentlightning.store import LightningStore
+from agentlightning.store.sql.migrations import STEPS, Schema, Step, migrate
+from agentlightning.store.sql.sqlite.schema import SqliteSchema
+from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
+
+
+def store_in(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    migrate(SqliteSchema(connection, "store.db"))
+    return connection
+
+
+def bring_up(connection: sqlite3.Connection, latest: int, steps: Mapping[int, Step]) -> None:
+    migrate(SqliteSchema(connection, "store.db"), latest, steps)
+
+
+def shape(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY name").fetchall()
+
+
+def about(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    return connection.execute("SELECT name, value FROM about").fetchall()
+
+
+def test_every_version_has_its_step() -> None:
+    assert sorted(STEPS) == list(range(2, SCHEMA_VERSION + 1))
+
+
+def test_each_step_above_the_version_is_taken_in_order_and_once(tmp_path: Path) -> None:
+    connection = store_in(tmp_path / "store.db")
+    taken: list[int] = []
+
+    def step(number: int) -> Step:
+        return lambda schema: taken.append(number)
+
+    later = range(SCHEMA_VERSION + 1, SCHEMA_VERSION + 4)
+    for _ in range(2):
+        bring_up(connection, later[-1], {number: step(number) for number in later})
+    assert taken == list(later)
+    assert about(connection) == [("schema", str(later[-1]))]
+    connection.close()
+
+
+def test_a_step_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    connection = store_in(tmp_path / "store.db")
+    before = shape(connection)
+
+    def breaks(schema: Schema) -> None:
+        schema.execute("CREATE TABLE half (done TEXT)")
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        bring_up(connection, SCHEMA_VERSION + 1, {SCHEMA_VERSION + 1: breaks})
+    assert shape(connection) == before
+    assert about(connection) == [("schema", str(SCHEMA_VERSION))]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("schema", "99", "99"),
+        ("schema", "0", "0"),
+        ("schema", "new", "new"),
+        ("schema_version", "1", "not numbered"),  # development versions of 2.0
+        ("schema_version", "4", "not numbered"),
+    ],
+)
+def test_a_database_of_another_version_is_refused_untouched_with_the_way_out(
+    tmp_path: Path, name: str, value: str, said: str
+) -> None:
+    path = tmp_path / "store.db"
+    connection = store_in(path)
+    connection.execute("UPDATE about SET name = ?, value = ?", (name, value))
+    message = rf"store\.db was written by another version of agentlightning \(its schema is {said}, .*agl store export"
+    with pytest.raises(StoreError, match=message):
+        LightningStore(path)
+    assert about(connection) == [(name, value)]
+    connection.close()
