@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from agentlightning.attempt_variables import attempt_environment, worker_environment
+from agentlightning.attempt_variables import PATIENCE, attempt_environment, worker_environment
 from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, Failure, NotFoundError
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
@@ -32,8 +32,9 @@ class AttemptExecutor:
         secret: str,
         server_url: str | None,
         redirect: bool | None,
+        patience: float,
     ) -> None:
-        self.server_url, self.redirect = server_url, redirect
+        self.server_url, self.redirect, self._patience = server_url, redirect, patience
         self._store, self._pool, self._writer, self._retry = store, pool, writer, retry
         self._worker_id, self._secret = worker_id, secret
 
@@ -79,6 +80,7 @@ class AttemptExecutor:
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
         redirect = self.redirect or (self.redirect is None and proxy_url is not None)
         environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        environment[PATIENCE] = f"{self._patience:g}"
         if redirect:
             environment |= worker_environment(proxy_url or url, self._secret, self._worker_id)
         if redirect and llm is not None:

@@ -15,17 +15,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentlightning.attempt_variables import import_environment
-from agentlightning.errors import (
-    ConfigError,
-    NotFoundError,
-    StoreError,
-)
+from agentlightning.attempt_variables import PATIENCE_SECONDS, import_environment
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.observability.logs import about
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout
@@ -91,7 +88,8 @@ class Runner:
     The runner claims from `queues` only (None: from all) and ends after `max_rollouts`. One claim waits for up to
     `poll_seconds`. Every `heartbeat_seconds` it renews its lease and checks whether attempts were taken from it; after
     `lease_seconds` without a heartbeat, the store gives its rollouts to others (None: no lease; only the limits of
-    each rollout apply). Operations on a store that is full or unreachable are retried for `patience` seconds.
+    each rollout apply). Operations on a store, embedded or on a server, that is full, busy or unreachable are retried
+    for `patience` seconds; programs get it as AGL_PATIENCE, so that what they emit waits for the server as long.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Runner:
         lease_seconds: float | None = 30.0,
         heartbeat_seconds: float = 2.0,
         poll_seconds: float = 0.5,
-        patience: float = 30.0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.store = store
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -165,6 +163,7 @@ class Runner:
             secret=secret,
             server_url=server_url,
             redirect=redirect,
+            patience=patience,
         )
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
@@ -174,6 +173,8 @@ class Runner:
         self._claiming: asyncio.Task[None] | None = None
         self._pending_claim: asyncio.Future[list[AttemptedRollout]] | None = None
         """The claim that the store has not answered yet."""
+        self._claimed: list[AttemptedRollout] = []
+        """Claimed, and not started yet."""
         self._helpers: list[asyncio.Task[None]] = []
 
     @property
@@ -279,7 +280,8 @@ class Runner:
         until = None if seconds is None else time.monotonic() + seconds
         if self._claiming is not None:
             await self._wait_for([self._claiming], until)
-            self._claiming.cancel()  # not earlier: it may hold claimed rollouts that are not started or requeued yet
+            self._claiming.cancel()
+            await asyncio.wait({self._claiming})
         await self._wait_for([attempt.task for attempt in self._active.values()], until)
         left = list(self._active.values())
         for attempt in left:
@@ -288,7 +290,7 @@ class Runner:
         if left:
             await asyncio.wait([attempt.task for attempt in left])
         if self.error is None:
-            await self._deregister([attempt.claimed for attempt in left if attempt.task.cancelled()])
+            await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
 
     async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], until: float | None) -> None:
         """Wait for the tasks, at most until a monotonic time, `stop_at_once` or an error."""
@@ -312,26 +314,25 @@ class Runner:
 
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
         try:
-            await self._requeue(left)
+            reason = f"the runner {self.worker_id} was stopped"
+            await asyncio.gather(*(self._requeue(each, reason) for each in left))
             await self._writer.written()
             await self._retry(lambda: self._register(stopped=True))
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
-    async def _requeue(self, claimed: Sequence[AttemptedRollout]) -> None:
-        """Requeue those of the claimed rollouts that are still assigned to this runner."""
-        ours = {rollout.rollout_id: rollout.attempt.attempt_id for rollout in claimed}
-        if not ours:
-            return
-        reason = f"the runner {self.worker_id} was stopped"
-        unfinished = await self._retry(
-            lambda: self.store.query_rollouts(rollout_id_in=list(ours), status_in=("preparing", "running"))
-        )
-        for rollout in unfinished:
-            latest = await self._retry(lambda r=rollout: self.store.get_latest_attempt(r.rollout_id))
-            if latest is not None and latest.attempt_id == ours[rollout.rollout_id]:
-                await self._retry(lambda r=rollout: self.store.requeue_rollout(r.rollout_id, reason))
-                self._count("requeued")
+    async def _requeue(self, claimed: AttemptedRollout, reason: str) -> None:
+        """Requeue a rollout that is still assigned to this runner. The attempt does not count against its limit."""
+        ids, config = (claimed.rollout_id, claimed.attempt.attempt_id), claimed.config
+        with suppress(NotFoundError, ConflictError):  # deleted, finished or cancelled meanwhile
+            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
+            if latest is None or latest.attempt_id != ids[1] or latest.status not in ("preparing", "running"):
+                return
+            if config.max_attempts > 1:
+                more = config.model_copy(update={"max_attempts": config.max_attempts + 1})
+                await self._retry(lambda: self.store.update_rollout(ids[0], config=more))
+            await self._retry(lambda: self.store.requeue_rollout(ids[0], reason))
+            self._count("requeued")
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
@@ -371,11 +372,9 @@ class Runner:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
-            claimed = await self._claim_some(free)
-            if self._stopping:
-                await self._requeue(claimed)
-            elif claimed:
-                await self._launch(claimed)
+            self._claimed = await self._claim_some(free)
+            if self._claimed and not self._stopping:
+                await self._launch(self._claimed)
 
     def _free_slots(self) -> int:
         free = min(self._concurrency, self.pool.capacity) - len(self._active)
@@ -401,18 +400,19 @@ class Runner:
             self._remaining_claims -= len(claimed)
         return claimed
 
-    async def _launch(self, claimed: Sequence[AttemptedRollout]) -> None:
+    async def _launch(self, claimed: list[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
-        for rollout in claimed:
+        while claimed:
+            rollout = claimed[0]
             if rollout.resources_id not in versions:
                 versions[rollout.resources_id] = await self._retry(
                     lambda wanted=rollout.resources_id: self._resources(wanted)
                 )
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
-            self._active[attempt_id] = _ActiveAttempt(rollout, task)
+            self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
             task.add_done_callback(lambda _, attempt_id=attempt_id: self._on_attempt_done(attempt_id))
-        self._count("claimed", len(claimed))
+            self._count("claimed")
 
     def _on_attempt_done(self, attempt_id: str) -> None:
         self._active.pop(attempt_id, None)
