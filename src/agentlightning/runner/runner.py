@@ -29,6 +29,7 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.heartbeat import Heartbeat
+from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter
@@ -57,7 +58,8 @@ class RunnerStatistics:
     discarded: int = 0
     """Stopped or unreported, because the store had cancelled or reassigned the rollout."""
     requeued: int = 0
-    """Requeued when the runner stopped."""
+    """Requeued when the runner stopped, or because the attempt was lost to another one that shared its process, or
+    needs a process of its own."""
     crashes: int = 0
     """Agent processes that died."""
 
@@ -76,10 +78,12 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt has its own process, forked from one
-    that has imported the agent, and `hosts` is ignored. `env` maps environment variables to the fields of a dict task
-    that they hold; the fields in `hide` are given to the reward function only. `cwd` is the working directory of the
-    agent, `log` the file for its output.
+    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
+    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a warning,
+    once an agent or reward changes what its process shares: the working directory, signals, redirected output. An
+    attempt lost to another's crash is repeated in a process of its own. Neither counts against `max_attempts`. `env`
+    maps environment variables to the fields of a dict task that they hold; the fields in `hide` are given to the reward
+    function only. `cwd` is the working directory of the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources
@@ -175,6 +179,8 @@ class Runner:
         """The claim that the store has not answered yet."""
         self._claimed: list[AttemptedRollout] = []
         """Claimed, and not started yet."""
+        self._alone: set[str] = set()
+        """Rollouts whose next attempt has a process of its own."""
         self._helpers: list[asyncio.Task[None]] = []
 
     @property
@@ -430,14 +436,32 @@ class Runner:
 
     async def _attempt(self, claimed: AttemptedRollout, resources: NamedResources | None) -> None:
         with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
-            status, metadata = await self._executor.execute(claimed, resources)
+            rollout_id = claimed.rollout_id
+            try:
+                outcome = await self._executor.execute(claimed, resources, rollout_id in self._alone)
+            except LostAttemptError as lost:
+                outcome = lost
             attempt = self._active.get(claimed.attempt.attempt_id)
             if attempt is not None:
                 attempt.reporting = True
             await self._writer.written()
+            if isinstance(outcome, LostAttemptError):
+                return await self._repeat(claimed, outcome)
+            status, metadata = outcome
+            if status == "succeeded":
+                self._alone.discard(rollout_id)
             self._count(await self._executor.report(claimed, status, metadata))
             if status != "succeeded":
                 logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
+
+    async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
+        """Requeue a rollout whose attempt was lost for no fault of its own."""
+        if lost.alone:
+            self._alone.add(claimed.rollout_id)
+        if self._remaining_claims is not None:
+            self._remaining_claims += 1
+        logger.info("an attempt is repeated: %s", lost)
+        await self._requeue(claimed, str(lost))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
