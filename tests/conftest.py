@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -44,6 +46,39 @@ def _leaves_the_checkout_alone() -> Iterator[None]:
     assert _stored() == before, (
         f"this test, or one beside it, has written to {CHECKOUT_STORE}; give it a store or chdir"
     )
+
+
+TEST_PROCESS = "AGL_TEST_PROCESS"
+"""Variable by which the processes that the tests of one pytest process have started are found, whoever adopted them."""
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky.backend.resource_tracker")
+"""Processes that end with the one that started them."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leaves_no_process_behind() -> Iterator[None]:
+    """After all tests of this process: what they have started has ended, a moment later at the latest."""
+    os.environ[TEST_PROCESS] = mark = f"{os.getpid()}-{time.time_ns()}"
+    yield
+    deadline = time.monotonic() + 10
+    while (left := _processes_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"tests have left {len(left)} processes running: " + "; ".join(left)
+
+
+def _processes_marked(mark: str) -> list[str]:
+    """The live processes that carry the mark, or are children of this one."""
+    found: dict[int, str] = {}
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.pid in children or process.environ().get(TEST_PROCESS) == mark
+            command = " ".join(process.cmdline())
+            alive = process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+            if is_ours and alive and not any(name in command for name in _HELPERS):
+                found[process.pid] = f"{process.pid} (parent {process.ppid()}): {command[:200]}"
+        except (psutil.Error, OSError):
+            continue
+    return [found[pid] for pid in sorted(found)]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,11 @@ from agentlightning.attempt_address import (
     worker_path,
 )
 
+PATIENCE: Final = "AGL_PATIENCE"
+"""Variable with the seconds for which what a program emits waits for a server that does not answer."""
+PATIENCE_SECONDS: Final = 60.0
+"""The default of it, of runners and of clients of a server: all of them survive the same restart."""
+
 
 def in_process_environment(environment: Mapping[str, str], worker_id: str) -> dict[str, str]:
     """The variables of an attempt for an agent that shares its process with other attempts.

@@ -291,6 +291,58 @@ def test_a_forked_worker_records_in_the_session_of_its_parent_and_in_its_own(tmp
     assert found == {"parent": ("succeeded", 1), "alone": ("succeeded", 1)}
 
 
+WORKERS = """
+import multiprocessing, sys, warnings
+from concurrent.futures import ProcessPoolExecutor
+warnings.simplefilter("ignore")
+import agentlightning as agl
+
+def work(number):
+    for turn in range(3):
+        with agl.track_session([number, turn]):
+            agl.emit_reward(1.0)
+
+def processes(context):
+    workers = [context.Process(target=work, args=[number]) for number in range(2)]
+    [worker.start() for worker in workers]
+    [worker.join() for worker in workers]
+
+def pool(context):
+    with context.Pool(2) as workers:  # its workers end by SIGTERM
+        workers.map(work, range(2), chunksize=1)
+
+def executor(context):
+    with ProcessPoolExecutor(2, mp_context=context) as workers:
+        list(workers.map(work, range(2)))
+
+def loky(context):
+    import joblib
+    joblib.Parallel(n_jobs=2, backend="loky")(joblib.delayed(work)(number) for number in range(2))
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](multiprocessing.get_context(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "start",
+    [
+        *(f"processes {method}" for method in ("fork", "forkserver", "spawn")),
+        "pool fork",
+        "executor fork",
+        "loky spawn",
+    ],
+)
+def test_workers_whose_parent_has_recorded_nothing_lose_no_session(start: str, tmp_path: Path, recorded: Read) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    command = [sys.executable, "workers.py", *start.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(r.rollout.input for r in recorded()) == [[number, turn] for number in range(2) for turn in range(3)]
+    assert {(r.rollout.status, len(r.spans)) for r in recorded()} == {("succeeded", 1)}
+
+
 def test_a_session_that_goes_on_gives_signs_of_life(recorded: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.02)
     with agl.track_session():

@@ -8,19 +8,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from agentlightning.errors import AgentError, ConfigError, StoreAuthError, StoreServerError
+from agentlightning.errors import AgentError, ConfigError, StoreAuthError, StoreError, StoreServerError
 from agentlightning.observability.logs import JsonFormatter
-from agentlightning.rollouts import RolloutConfig
+from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.runner import runner
 from agentlightning.runner.heartbeat import Heartbeat
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.runner import Runner
+from agentlightning.span import EXCEPTION
+from agentlightning.store import LightningStore
+from agentlightning.store.http.client import LightningStoreClient
 
 pytestmark = pytest.mark.integration
 
@@ -277,3 +282,136 @@ async def test_a_drain_without_a_limit_waits_until_somebody_hurries(store: Any) 
     runner.stop_at_once()
     await asyncio.wait_for(stopping, 20)
     assert (await store.get_rollout_by_id(queued.rollout_id)).status == "requeuing"
+
+
+class Slow(Proxy):
+    """A store whose claims are answered late, and whose attempts are read slowly."""
+
+    async def dequeue_many_rollouts(self, *args: Any, **options: Any) -> Any:
+        claimed = await self._store.dequeue_many_rollouts(*args, **options)
+        await asyncio.shield(asyncio.sleep(0.2 if claimed else 0))
+        return claimed
+
+    async def get_attempt(self, attempt_id: str) -> Any:
+        await asyncio.sleep(0.2)
+        return await self._store.get_attempt(attempt_id)
+
+
+def has_claimed(store: Any) -> Any:
+    """Whether the store has answered a claim, whose caller may not know yet."""
+
+    async def asked() -> bool:
+        return any(rollout.status == "preparing" for rollout in await store.query_rollouts())
+
+    return asked
+
+
+async def statuses(store: Any) -> list[str]:
+    return [rollout.status for rollout in await store.query_rollouts()]
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_cancelled_claim_is_released_though_its_client_is_closed(store: Any, hub: Any, cancels: int) -> None:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(3)])
+    client = LightningStoreClient(hub.serve(Slow(store)))
+    claiming = asyncio.create_task(client.dequeue_many_rollouts(5, "w", 10))
+    await until(has_claimed(store))
+    for _ in range(cancels):
+        claiming.cancel()
+        await asyncio.sleep(0.01)
+    if cancels == 1:
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+    await client.close()
+    assert await statuses(store) == ["requeuing"] * 3
+
+
+@pytest.mark.parametrize("drain", [None, 0, 5.0])
+async def test_a_runner_that_stops_leaves_no_rollout_to_its_lease(store: Any, hub: Any, drain: float | None) -> None:
+    client = LightningStoreClient(hub.serve(Slow(store)))
+    runner = Runner(client, quick, **OPTIONS)
+    await runner.start()
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(40)])
+    await until(has_claimed(store))
+    await runner.stop(drain)
+    await client.close()
+    assert set(await statuses(store)) <= {"queuing", "requeuing", "succeeded"}
+
+
+async def test_what_was_claimed_but_not_started_is_queued_again_when_a_runner_stops(store: Any) -> None:
+    class Reading(Proxy):
+        async def get_latest_resources(self) -> None:
+            await asyncio.sleep(30)
+
+    runner = Runner(Reading(store), quick, **OPTIONS)  # type: ignore[arg-type]
+    await runner.start()
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(3)])
+    await until(has_claimed(store))
+    await runner.stop(0)
+    assert await statuses(store) == ["requeuing"] * 3
+
+
+async def test_an_attempt_that_a_runner_gives_back_does_not_count_against_its_limit(store: Any) -> None:
+    config = RolloutConfig(max_attempts=2)
+    queued = await store.enqueue_rollout("task", config=config)
+    for _ in range(3):
+        runner = Runner(store, endless, **OPTIONS)
+        await runner.start()
+        await until(lambda runner=runner: runner.statistics.running == 1)
+        await runner.stop(0)
+
+    async def fails(task: Any) -> None:
+        raise AgentError("by itself")
+
+    async with Runner(store, fails, **OPTIONS):
+        [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
+    attempts = await store.query_attempts(queued.rollout_id)
+    assert (ended.status, [attempt.status for attempt in attempts]) == ("failed", ["unresponsive"] * 3 + ["failed"] * 2)
+
+
+@pytest.mark.parametrize(
+    "method", ["update_worker", "dequeue_many_rollouts", "get_latest_resources", "add_many_spans", "update_attempt"]
+)
+async def test_an_embedded_store_that_is_busy_is_given_time(store: Any, method: str) -> None:
+    class Busy(Proxy):
+        left = 3
+
+        def __getattr__(self, name: str) -> Any:
+            if name != method or not self.left:
+                return super().__getattr__(name)
+            self.left -= 1
+
+            async def busy(*args: Any, **options: Any) -> None:
+                raise StoreError("the database is locked by another process")
+
+            return busy
+
+    async with Runner(Busy(store), refused, **OPTIONS):  # type: ignore[arg-type]
+        queued = await store.enqueue_rollout({})
+        [ended] = await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)
+    assert ended.status == "failed"
+    assert [span.name for span in await store.query_spans(ended.rollout_id)] == [EXCEPTION]
+
+
+async def refused(task: Any) -> None:
+    raise AgentError("no")
+
+
+async def test_a_locked_database_is_waited_for_as_long_as_patience_says(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.sqlite.backend.BUSY_SECONDS", 0.01)
+    store = LightningStore(tmp_path / "store.db")
+    runner = Runner(store, quick, patience=20, **OPTIONS)
+    hasty = Runner(store, quick, patience=0.01, **OPTIONS)
+    queued = await store.enqueue_rollout({})
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError):
+            await hasty.start()
+        starting = asyncio.create_task(runner.start())
+        await asyncio.sleep(0.3)
+        assert not starting.done()
+        other.execute("ROLLBACK")
+    await starting
+    assert [r.status for r in await store.wait_for_rollouts(rollout_ids=[queued.rollout_id], timeout=20)]
+    await runner.stop()
+    await store.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -77,13 +77,52 @@ def test_an_environment_without_an_attempt_is_in_no_scope(monkeypatch: pytest.Mo
     assert (scope.rollout_id, scope.attempt_id, scope.address, scope.key) == ("ro", "at", "https://h:1/base", "k")
 
 
-def test_a_server_that_is_gone_costs_a_warning_and_no_exception(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("agentlightning.tracing.posting_sink.RETRY_DELAYS_SECONDS", (0.0, 0.0))
-    sink = PostingSink("http://127.0.0.1:9", "k")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            sink.put((Span("ro", "at", "x", 1.0),))
-    [warned] = caplog.messages
-    assert "could not be sent to http://127.0.0.1:9" in warned
+async def test_what_is_emitted_while_the_server_is_away_arrives_when_it_is_back(store: Any) -> None:
+    started = await store.start_rollout("a task")
+    ids = started.rollout_id, started.attempt.attempt_id
+    with socket.socket() as holder:  # nobody else gets the port, and nobody listens there yet
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        own = attempt_environment(f"http://127.0.0.1:{port}", SECRET, *ids)
+        sink = PostingSink(f"http://127.0.0.1:{port}", own["AGL_KEY"], patience=60)
+        puts = [
+            asyncio.create_task(asyncio.to_thread(sink.put, (Span(*ids, name, 1.0, 1.0, span_id=f"{number:016x}"),)))
+            for number, name in enumerate((REWARD, MESSAGE, OPERATION), start=1)
+        ]
+        await asyncio.sleep(0.5)
+        assert not any(put.done() for put in puts)
+        async with Server(store, secret=SECRET, token="t", port=port):
+            await asyncio.gather(*puts)
+            sink._close()
+    assert {span.name for span in await store.query_spans(*ids)} == {REWARD, MESSAGE, OPERATION}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "agl.emit_reward(1.0)",
+        "try: agl.emit_reward(1.0)\nexcept Exception: pass",
+        "thread = threading.Thread(target=agl.emit_reward, args=(1.0,))\nthread.start()\nthread.join()",
+        "with agl.operation('step'): pass",
+        "agl.emit_prompt('a question', 'an answer')",
+    ],
+)
+def test_a_program_whose_spans_are_lost_fails_and_names_server_and_spans(program: str) -> None:
+    ids = "ro-1", "at-1"
+    environment = {**os.environ, **attempt_environment("http://127.0.0.1:9", SECRET, *ids), "AGL_PATIENCE": "0.05"}
+    code = f"import threading\nimport agentlightning as agl\n{program}\nprint('went on')"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1, ended.stdout
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "1 spans (" in last
+    assert "could not be sent to http://127.0.0.1:9 and are lost: ConnectionRefusedError" in last
+
+
+async def test_a_key_that_the_server_refuses_is_no_matter_of_waiting(server: Server) -> None:
+    environment = {**os.environ, **attempt_environment(server.url, "another secret", "ro-1", "at-1")}
+    command = [sys.executable, "-W", "ignore", "-c", "import agentlightning as agl; agl.emit_reward(1.0)"]
+    ended = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, timeout=60)
+    assert ended.returncode == 1
+    assert b"lost: HTTP 401" in ended.stderr

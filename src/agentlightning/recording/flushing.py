@@ -8,7 +8,8 @@ from agentlightning.tracing.status import RecordingStatus, counters
 
 def flush_recording(timeout: float = 10.0) -> bool:
     """Wait until what was recorded so far is in the store: then it survives any end of the process. False if that took
-    longer than `timeout` seconds. The end of the process waits for it by itself.
+    longer than `timeout` seconds. The end of the process waits for it by itself, and so does that of a worker of
+    `multiprocessing`; `os._exit` in a process made by `os.fork` does not.
 
         >>> with agl.track_session():
         ...     agl.emit_message("here")

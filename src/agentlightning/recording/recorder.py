@@ -124,8 +124,11 @@ class Recorder:
         return True
 
     def finish(self, session: SessionRecord, end: SessionEnd) -> None:
-        """Queue the end of a session; it is never dropped."""
+        """Queue the end of a session; it is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until
+        it is written: SIGTERM may end it at any time."""
         self._append((session, end))
+        if multiprocessing.current_process().daemon and not self.is_failing:
+            self.flush(PENDING_SECONDS)
 
     def _append(self, item: Item) -> None:
         self._queue.append(item)
@@ -414,6 +417,8 @@ def _install() -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     multiprocessing.util.register_after_fork(_installed, _in_worker)
+    if multiprocessing.parent_process() is not None:
+        _in_worker(None)
 
 
 _installed = threading.Event()
@@ -445,5 +450,5 @@ def _after_fork() -> None:
 
 
 def _in_worker(_: object) -> None:
-    """A worker of `multiprocessing` ends without `atexit`."""
+    """A worker of `multiprocessing` ends without `atexit`, whether its parent has recorded before or not."""
     multiprocessing.util.Finalize(_installed, _close_all, exitpriority=0)

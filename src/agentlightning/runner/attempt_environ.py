@@ -1,17 +1,22 @@
-"""Environment variables per attempt in a process that runs many attempts.
+"""Environment variables per attempt in a process that runs many attempts, and what such a process cannot keep apart.
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
 inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
 `subprocess` inherits them; threads and pools propagate them with the context (`hosts/context_propagation.py`).
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
+
+The working directory, signals and redirected standard streams are those of the whole process: the functions that change
+them ask `process_state.on_change` first, which raises where attempts share the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,6 +115,53 @@ def _text(value: Any) -> str:
 
 MAX_VARIABLE_BYTES = 100_000
 """Linux limits one variable to 128 KiB."""
+
+
+PROCESS_STATE: Final = (
+    *((os, name) for name in ("chdir", "fchdir")),
+    *((signal, name) for name in ("signal", "alarm", "setitimer")),
+    *((kind, "__enter__") for kind in (contextlib.redirect_stdout, contextlib.redirect_stderr)),
+)
+"""Functions that change what all attempts in a process share."""
+
+
+class ProcessState:
+    """Says who wants to change the state of this process. Without `on_change`, it may be changed."""
+
+    on_change: Callable[[str], None] | None = None
+    _home: str
+    _handlers: dict[int, Any]
+
+    def install(self) -> None:
+        """Before the agent is imported, so that it finds these functions by every name."""
+        for owner, name in PROCESS_STATE:
+            self._watch(owner, name, f"{owner.__name__}.{name}".removesuffix(".__enter__"))
+
+    def save(self) -> None:
+        """Remember directory and handlers of signals. On the main thread, as `restore`."""
+        self._home, self._handlers = os.getcwd(), {each: signal.getsignal(each) for each in signal.valid_signals()}
+
+    def restore(self) -> None:
+        """What one attempt has changed is not seen by the next one."""
+        os.chdir(self._home)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+    def _watch(self, owner: Any, name: str, shown: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self.on_change is not None:
+                self.on_change(shown)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+
+process_state = ProcessState()
 
 
 class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]

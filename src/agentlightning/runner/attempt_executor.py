@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from agentlightning.attempt_variables import attempt_environment, worker_environment
+from agentlightning.attempt_variables import PATIENCE, attempt_environment, worker_environment
 from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, Failure, NotFoundError
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
+from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.retry import StoreRetry
@@ -32,29 +33,33 @@ class AttemptExecutor:
         secret: str,
         server_url: str | None,
         redirect: bool | None,
+        patience: float,
     ) -> None:
-        self.server_url, self.redirect = server_url, redirect
+        self.server_url, self.redirect, self._patience = server_url, redirect, patience
         self._store, self._pool, self._writer, self._retry = store, pool, writer, retry
         self._worker_id, self._secret = worker_id, secret
 
     async def execute(
-        self, claimed: AttemptedRollout, resources: NamedResources | None
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool = False
     ) -> tuple[AttemptStatus, dict[str, Any]]:
         """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
-        had all the answers that it may have has not failed by itself: what it did until then is its rollout."""
-        status, metadata = await self._execute(claimed, resources)
+        had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
+        LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
+        status, metadata = await self._execute(claimed, resources, alone)
         if status == "failed" and await self._ended_at_turn_limit(claimed, resources or {}):
             return "succeeded", {**metadata, TURN_LIMIT_REACHED: True}
         return status, metadata
 
     async def _execute(
-        self, claimed: AttemptedRollout, resources: NamedResources | None
+        self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
     ) -> tuple[AttemptStatus, dict[str, Any]]:
         seconds = claimed.config.timeout_seconds
         try:
             if resources is None:
                 raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
-            done = await self._run(claimed, resources)
+            done = await self._run(claimed, resources, alone)
+        except LostAttemptError:
+            raise
         except TimeoutError:
             timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
             return "timeout", self._record_failure(claimed, timeout)
@@ -72,19 +77,20 @@ class AttemptExecutor:
         spans = await self._retry(lambda: self._store.query_spans(*ids))
         return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
 
-    async def _run(self, claimed: AttemptedRollout, resources: NamedResources) -> Done:
+    async def _run(self, claimed: AttemptedRollout, resources: NamedResources, alone: bool) -> Done:
         url = self.server_url or ""
         ids = claimed.rollout_id, claimed.attempt.attempt_id
         llm = first_llm(resources)
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
         redirect = self.redirect or (self.redirect is None and proxy_url is not None)
         environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        environment[PATIENCE] = f"{self._patience:g}"
         if redirect:
             environment |= worker_environment(proxy_url or url, self._secret, self._worker_id)
         if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
         timeout = claimed.config.timeout_seconds
-        return await self._pool.run(claimed, resources, url, environment, self._writer.put, timeout)
+        return await self._pool.run(claimed, resources, url, environment, self._writer.put, timeout, alone)
 
     def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
         """Record a failure that the agent's process could not record itself."""

@@ -1,4 +1,4 @@
-"""Retries of store operations while the store is full or its server is unreachable."""
+"""Retries of store operations while the store is full, busy or unreachable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from agentlightning.errors import StoreAuthError, StoreError, StoreFullError, StoreServerError
+from agentlightning.errors import StoreError, StoreFullError, StoreServerError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ WARN_EVERY_SECONDS = 30.0
 
 
 class StoreRetry:
-    """Runs operations, retrying each for up to `seconds` while the store is full or its server is unreachable.
+    """Runs operations, retrying each for up to `seconds` while the store is full, or it or its server is unreachable.
     Operations must be idempotent."""
 
     def __init__(self, seconds: float) -> None:
@@ -35,9 +35,10 @@ class StoreRetry:
         while True:
             try:
                 return await operation()
-            except StoreAuthError:
-                raise
-            except (StoreFullError, StoreServerError) as error:
+            except StoreError as error:
+                # Embedded stores raise a StoreError as such where their database is busy or cannot be reached.
+                if type(error) not in (StoreError, StoreFullError, StoreServerError):
+                    raise
                 if time.monotonic() + delay > deadline:
                     raise
                 self._warn(error)

@@ -15,23 +15,21 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentlightning.attempt_variables import import_environment
-from agentlightning.errors import (
-    ConfigError,
-    NotFoundError,
-    StoreError,
-)
+from agentlightning.attempt_variables import PATIENCE_SECONDS, import_environment
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.observability.logs import about
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.heartbeat import Heartbeat
+from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter
@@ -60,7 +58,8 @@ class RunnerStatistics:
     discarded: int = 0
     """Stopped or unreported, because the store had cancelled or reassigned the rollout."""
     requeued: int = 0
-    """Requeued when the runner stopped."""
+    """Requeued when the runner stopped, or because the attempt was lost to another one that shared its process, or
+    needs a process of its own."""
     crashes: int = 0
     """Agent processes that died."""
 
@@ -79,10 +78,12 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt has its own process, forked from one
-    that has imported the agent, and `hosts` is ignored. `env` maps environment variables to the fields of a dict task
-    that they hold; the fields in `hide` are given to the reward function only. `cwd` is the working directory of the
-    agent, `log` the file for its output.
+    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
+    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a warning,
+    once an agent or reward changes what its process shares: the working directory, signals, redirected output. An
+    attempt lost to another's crash is repeated in a process of its own. Neither counts against `max_attempts`. `env`
+    maps environment variables to the fields of a dict task that they hold; the fields in `hide` are given to the reward
+    function only. `cwd` is the working directory of the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources
@@ -91,7 +92,8 @@ class Runner:
     The runner claims from `queues` only (None: from all) and ends after `max_rollouts`. One claim waits for up to
     `poll_seconds`. Every `heartbeat_seconds` it renews its lease and checks whether attempts were taken from it; after
     `lease_seconds` without a heartbeat, the store gives its rollouts to others (None: no lease; only the limits of
-    each rollout apply). Operations on a store that is full or unreachable are retried for `patience` seconds.
+    each rollout apply). Operations on a store, embedded or on a server, that is full, busy or unreachable are retried
+    for `patience` seconds; programs get it as AGL_PATIENCE, so that what they emit waits for the server as long.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Runner:
         lease_seconds: float | None = 30.0,
         heartbeat_seconds: float = 2.0,
         poll_seconds: float = 0.5,
-        patience: float = 30.0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.store = store
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -165,6 +167,7 @@ class Runner:
             secret=secret,
             server_url=server_url,
             redirect=redirect,
+            patience=patience,
         )
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
@@ -174,6 +177,10 @@ class Runner:
         self._claiming: asyncio.Task[None] | None = None
         self._pending_claim: asyncio.Future[list[AttemptedRollout]] | None = None
         """The claim that the store has not answered yet."""
+        self._claimed: list[AttemptedRollout] = []
+        """Claimed, and not started yet."""
+        self._alone: set[str] = set()
+        """Rollouts whose next attempt has a process of its own."""
         self._helpers: list[asyncio.Task[None]] = []
 
     @property
@@ -279,7 +286,8 @@ class Runner:
         until = None if seconds is None else time.monotonic() + seconds
         if self._claiming is not None:
             await self._wait_for([self._claiming], until)
-            self._claiming.cancel()  # not earlier: it may hold claimed rollouts that are not started or requeued yet
+            self._claiming.cancel()
+            await asyncio.wait({self._claiming})
         await self._wait_for([attempt.task for attempt in self._active.values()], until)
         left = list(self._active.values())
         for attempt in left:
@@ -288,7 +296,7 @@ class Runner:
         if left:
             await asyncio.wait([attempt.task for attempt in left])
         if self.error is None:
-            await self._deregister([attempt.claimed for attempt in left if attempt.task.cancelled()])
+            await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
 
     async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], until: float | None) -> None:
         """Wait for the tasks, at most until a monotonic time, `stop_at_once` or an error."""
@@ -312,26 +320,25 @@ class Runner:
 
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
         try:
-            await self._requeue(left)
+            reason = f"the runner {self.worker_id} was stopped"
+            await asyncio.gather(*(self._requeue(each, reason) for each in left))
             await self._writer.written()
             await self._retry(lambda: self._register(stopped=True))
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
-    async def _requeue(self, claimed: Sequence[AttemptedRollout]) -> None:
-        """Requeue those of the claimed rollouts that are still assigned to this runner."""
-        ours = {rollout.rollout_id: rollout.attempt.attempt_id for rollout in claimed}
-        if not ours:
-            return
-        reason = f"the runner {self.worker_id} was stopped"
-        unfinished = await self._retry(
-            lambda: self.store.query_rollouts(rollout_id_in=list(ours), status_in=("preparing", "running"))
-        )
-        for rollout in unfinished:
-            latest = await self._retry(lambda r=rollout: self.store.get_latest_attempt(r.rollout_id))
-            if latest is not None and latest.attempt_id == ours[rollout.rollout_id]:
-                await self._retry(lambda r=rollout: self.store.requeue_rollout(r.rollout_id, reason))
-                self._count("requeued")
+    async def _requeue(self, claimed: AttemptedRollout, reason: str) -> None:
+        """Requeue a rollout that is still assigned to this runner. The attempt does not count against its limit."""
+        ids, config = (claimed.rollout_id, claimed.attempt.attempt_id), claimed.config
+        with suppress(NotFoundError, ConflictError):  # deleted, finished or cancelled meanwhile
+            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
+            if latest is None or latest.attempt_id != ids[1] or latest.status not in ("preparing", "running"):
+                return
+            if config.max_attempts > 1:
+                more = config.model_copy(update={"max_attempts": config.max_attempts + 1})
+                await self._retry(lambda: self.store.update_rollout(ids[0], config=more))
+            await self._retry(lambda: self.store.requeue_rollout(ids[0], reason))
+            self._count("requeued")
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
@@ -371,11 +378,9 @@ class Runner:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
-            claimed = await self._claim_some(free)
-            if self._stopping:
-                await self._requeue(claimed)
-            elif claimed:
-                await self._launch(claimed)
+            self._claimed = await self._claim_some(free)
+            if self._claimed and not self._stopping:
+                await self._launch(self._claimed)
 
     def _free_slots(self) -> int:
         free = min(self._concurrency, self.pool.capacity) - len(self._active)
@@ -401,18 +406,19 @@ class Runner:
             self._remaining_claims -= len(claimed)
         return claimed
 
-    async def _launch(self, claimed: Sequence[AttemptedRollout]) -> None:
+    async def _launch(self, claimed: list[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
-        for rollout in claimed:
+        while claimed:
+            rollout = claimed[0]
             if rollout.resources_id not in versions:
                 versions[rollout.resources_id] = await self._retry(
                     lambda wanted=rollout.resources_id: self._resources(wanted)
                 )
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
-            self._active[attempt_id] = _ActiveAttempt(rollout, task)
+            self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
             task.add_done_callback(lambda _, attempt_id=attempt_id: self._on_attempt_done(attempt_id))
-        self._count("claimed", len(claimed))
+            self._count("claimed")
 
     def _on_attempt_done(self, attempt_id: str) -> None:
         self._active.pop(attempt_id, None)
@@ -430,14 +436,32 @@ class Runner:
 
     async def _attempt(self, claimed: AttemptedRollout, resources: NamedResources | None) -> None:
         with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
-            status, metadata = await self._executor.execute(claimed, resources)
+            rollout_id = claimed.rollout_id
+            try:
+                outcome = await self._executor.execute(claimed, resources, rollout_id in self._alone)
+            except LostAttemptError as lost:
+                outcome = lost
             attempt = self._active.get(claimed.attempt.attempt_id)
             if attempt is not None:
                 attempt.reporting = True
             await self._writer.written()
+            if isinstance(outcome, LostAttemptError):
+                return await self._repeat(claimed, outcome)
+            status, metadata = outcome
+            if status == "succeeded":
+                self._alone.discard(rollout_id)
             self._count(await self._executor.report(claimed, status, metadata))
             if status != "succeeded":
                 logger.info("an attempt ended as %s: %s", status, metadata["error"]["message"])
+
+    async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
+        """Requeue a rollout whose attempt was lost for no fault of its own."""
+        if lost.alone:
+            self._alone.add(claimed.rollout_id)
+        if self._remaining_claims is not None:
+            self._remaining_claims += 1
+        logger.info("an attempt is repeated: %s", lost)
+        await self._requeue(claimed, str(lost))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 

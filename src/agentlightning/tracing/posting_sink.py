@@ -1,13 +1,18 @@
 """Posts spans to the server of their attempt over OTLP/HTTP, synchronously.
 
 Used by programs and processes outside of the runner's agent hosts. Spans are posted before `emit_*` returns: a reward
-is in the store before the program can make its next call, and nothing is lost when it exits.
+is in the store before the program can make its next call, and nothing is lost when it exits. While the server is away
+they wait for as long as the runner does. What cannot be delivered then makes the program fail: an attempt must not
+succeed without the reward that it was given.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,57 +20,63 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Final
 from urllib.parse import urlsplit
 
+from agentlightning.attempt_variables import PATIENCE, PATIENCE_SECONDS
+from agentlightning.errors import StoreServerError
 from agentlightning.span import Span
 
-logger = logging.getLogger(__name__)
-
 TIMEOUT_SECONDS: Final = 10.0
-RETRY_DELAYS_SECONDS: Final = (0.0, 0.1, 0.5, 2.0)
-"""Delay before each attempt to post. Spans are dropped if the server is unreachable for longer."""
+DELAYS_SECONDS: Final = (0.1, 0.5, 2.0)
+"""Pauses before a retry; the last one repeats."""
 
 
 class PostingSink:
-    """Posts spans to the server at `address` with the key of their attempt, in the thread that emits them. Spans
-    that the server rejects or cannot receive are dropped, with one warning."""
+    """Posts spans to the server at `address` with the key of their attempt, in the thread that emits them. Spans that
+    the server rejects, or cannot receive within `patience` seconds (AGL_PATIENCE, else 60), raise StoreServerError,
+    and the program ends with a non-zero exit code even if it goes on."""
 
-    def __init__(self, address: str, key: str) -> None:
+    def __init__(self, address: str, key: str, patience: float | None = None) -> None:
         self._address = address
         self._url = urlsplit(address)
         self._key = key
+        self._patience = _patience_seconds() if patience is None else patience
         self._lock = threading.Lock()
         self._connection: HTTPConnection | None = None
         self._process = os.getpid()
-        self._warned = False
 
     def put(self, spans: Sequence[Span]) -> None:
         from agentlightning.tracing.otlp import encode  # imports protobuf, which most programs never need
 
         body = encode.encode(spans).SerializeToString()
+        deadline = time.monotonic() + self._patience
         if os.getpid() != self._process:  # after a fork, lock and connection belong to the parent
             self._lock, self._connection, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
-            problem = self._post(body)
-        if problem and not self._warned:
-            self._warned = True
-            logger.warning("%d spans could not be sent to %s: %s", len(spans), self._address, problem)
+            problem = self._post(body, deadline)
+        if problem:
+            names = ", ".join(sorted({span.name for span in spans}))
+            lost = f"{len(spans)} spans ({names}) could not be sent to {self._address} and are lost: {problem}"
+            _lost.append(lost)
+            raise StoreServerError(lost)
 
-    def _post(self, body: bytes) -> str:
+    def _post(self, body: bytes, deadline: float) -> str:
         """Post with retries; a description of the last problem, or "" if the server accepted the spans."""
-        problem = ""
-        for pause in RETRY_DELAYS_SECONDS:
-            time.sleep(pause)
+        for attempt in itertools.count():
             try:
                 status, answer = self._send(body)
             except (OSError, HTTPException) as error:
                 self._close()
                 problem = f"{type(error).__name__}: {error}"
-                continue
-            if status < 400:
-                return ""
-            problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
-            if status not in (429, 502, 503, 504):
-                break
-        return problem
+            else:
+                if status < 400:
+                    return _rejection(answer)
+                problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
+                if status < 500 and status != 429:
+                    return problem
+            pause = DELAYS_SECONDS[min(attempt, len(DELAYS_SECONDS) - 1)]
+            if time.monotonic() + pause > deadline:
+                return f"{problem} (for {self._patience:g} s, see {PATIENCE})"
+            time.sleep(pause)
+        raise AssertionError("unreachable")
 
     def _send(self, body: bytes) -> tuple[int, bytes]:
         if self._connection is None:
@@ -80,3 +91,33 @@ class PostingSink:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _patience_seconds() -> float:
+    try:
+        return float(os.environ[PATIENCE])
+    except (KeyError, ValueError):
+        return PATIENCE_SECONDS
+
+
+def _rejection(answer: bytes) -> str:
+    """What the server says of spans that it did not take; "" if it took all."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    return f"{partial.rejected_spans} were rejected: {partial.error_message}" if partial.rejected_spans else ""
+
+
+_lost: list[str] = []
+"""What this program has emitted in vain."""
+
+
+@atexit.register
+def _fail_if_lost() -> None:
+    """A program that handles the exception of `emit_*` and goes on fails as well."""
+    if _lost:
+        print(f"error: {_lost[-1]}", file=sys.stderr)  # noqa: T201  the traceback that the runner stores ends with it
+        sys.stdout.flush()
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)

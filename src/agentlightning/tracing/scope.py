@@ -37,7 +37,7 @@ class SpanSink(Protocol):
 
     def put(self, spans: Sequence[Span]) -> None:
         """Take spans in order of emission. Called in the thread that ended them, often in an event loop: it must not
-        block for long and never raises."""
+        block for long. It raises only where a program must not go on without them."""
         ...
 
 

@@ -50,6 +50,10 @@ class AttemptLLM(LLM):
         return self.endpoint
 
 
+class OwnProcessNeededError(AgentError):
+    """An attempt touches what all attempts in its process share."""
+
+
 @dataclass(slots=True)
 class Invocation:
     """One attempt as the agent sees it, with its resources and environment."""
@@ -62,6 +66,14 @@ class Invocation:
     cancelled: bool = False
     program: Stoppable | None = None
     """The attempt's program, if it is a command."""
+    cancel: Callable[[], object] | None = None
+    """Cancels an async agent that has an event loop of its own."""
+    needs_process: str = ""
+    """What it has touched that all attempts in its process share."""
+
+    def check_process(self) -> None:
+        if self.needs_process:
+            raise OwnProcessNeededError(self.needs_process)
 
     def named_values(self) -> dict[str, Any]:
         """Values of the known parameters; those without a value are absent."""

@@ -1,8 +1,10 @@
 """An agent host: the process that runs attempts of a Python agent, or supervises those of a command.
 
 Forked by the fork server, it runs many attempts concurrently (async agents as tasks, sync agents and commands in
-threads). It sends emitted spans to the runner immediately, and the end of an attempt after all of its spans. This is
-the only place where an exception of an agent becomes a record. The host exits when the runner closes its socket.
+threads), or one at a time on its main thread, where it may change the working directory and handle signals. An attempt
+that does so beside others is interrupted, and the runner repeats it in a process of its own. A host sends emitted spans
+to the runner immediately, and the end of an attempt after all of its spans. This is the only place where an exception
+of an agent becomes a record. The host exits when the runner closes its socket.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, cast
 
 import orjson
@@ -26,7 +30,7 @@ from agentlightning.errors import Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import Agent, AgentClass
-from agentlightning.runner.agents.arguments import Invocation, bind_resources
+from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
 from agentlightning.runner.agents.command import CommandError, task_variable
 from agentlightning.runner.agents.loading import user_traceback
 from agentlightning.runner.agents.reward import Reward, RewardFunction, check_reward, looks_like_reward
@@ -48,7 +52,7 @@ from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_re
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
-from agentlightning.tracing.scope import current_scope, mark_owner, scope
+from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
@@ -68,9 +72,39 @@ class Setup:
     """Fields of a dict task that are hidden from the agent."""
 
 
-def serve(sock: socket.socket, setup: Setup) -> None:
+def serve(sock: socket.socket, setup: Setup, single: bool) -> None:
     """Run attempts until the runner disconnects. `attempt_environ` and the tracer are installed already."""
-    asyncio.run(Host(sock, setup).serve())
+    if not single:
+        asyncio.run(Host(sock, setup, ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")).serve())
+        return
+    attempt_environ.process_state.save()
+    main = MainThread()
+    threading.Thread(target=main.finish_with, args=(Host(sock, setup, main).serve,), daemon=True).start()
+    main.run()
+
+
+class MainThread:
+    """An executor that runs functions on the main thread, where signals and libraries that insist on it work."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future, context = Future[Any](), copy_context()
+        self._calls.put(lambda: future.set_result(context.run(function, *args)))
+        return future
+
+    def run(self) -> None:
+        """Run what is submitted, until `finish_with` ends."""
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def finish_with(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine in an event loop of the current thread."""
+        try:
+            asyncio.run(work())
+        finally:
+            self._calls.put(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +137,20 @@ class _RewardSink:
 class Host:
     """The single host of this process."""
 
-    def __init__(self, sock: socket.socket, setup: Setup) -> None:
+    def __init__(self, sock: socket.socket, setup: Setup, threads: ThreadPoolExecutor | MainThread) -> None:
         self._sock = sock
+        self._single = isinstance(threads, MainThread)
+        self._process = os.getpid()
         self._setup = setup
         self._frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
         self._running: dict[int, tuple[asyncio.Task[None], Invocation]] = {}
-        self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
+        self._threads = threads
         self._sending = threading.Lock()
         self._end = asyncio.Event()
 
     async def serve(self) -> None:
+        if not self._single:
+            attempt_environ.process_state.on_change = self._refuse_change
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock, self._receive)
         self._send(Ready(os.getpid()))
@@ -120,7 +158,8 @@ class Host:
         self._exit()
 
     def _exit(self) -> None:
-        """Kill the commands and exit without waiting for threads: the runner has disconnected."""
+        """Kill the commands and exit without waiting for threads: the runner has disconnected. What else was started
+        here, such as the workers of pools, goes with the process group (`fork_server.py`)."""
         for _, invocation in self._running.values():
             invocation.cancelled = True
             if invocation.program is not None:
@@ -162,6 +201,8 @@ class Host:
             task, invocation = self._running[message.job_id]
             invocation.cancelled = True
             self._send(Stopping(message.job_id))
+            if invocation.cancel is not None:
+                invocation.cancel()
             asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: a task that never ran cannot end
             if invocation.program is not None:
                 invocation.program.terminate()
@@ -184,10 +225,12 @@ class Host:
                     variables |= task_variable(invocation.task)
                 with attempt_environ.overlay({**variables, **_shared_environment(job)}):
                     output = await self._run(invocation)
+                invocation.check_process()
                 if self._setup.reward is not None:
                     given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
                     with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
                         reward = await self._run_reward(self._setup.reward, given, output)
+                    invocation.check_process()
                     if reward is not None:
                         emit_reward(reward)
                 else:
@@ -196,11 +239,25 @@ class Host:
             except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
                 error = error.with_traceback(None) if isinstance(error, CommandError) else user_traceback(error)
                 output, failure = None, Failure.of(error)
-                if not invocation.cancelled:
+                if not self._single:
+                    invocation.needs_process = invocation.needs_process or _wants_main_thread(error)
+                if not invocation.cancelled and not invocation.needs_process:
                     emit_exception(error)
             flush()
+        if self._single:
+            await self._in_thread(attempt_environ.process_state.restore)
         del self._running[job.job_id]
-        self._send(Done(job.job_id, failure, output))
+        self._send(Done(job.job_id, failure, output, invocation.needs_process))
+
+    def _refuse_change(self, what: str) -> None:
+        """Called before the state of this process changes. Raises where that is seen by other attempts."""
+        if os.getpid() != self._process:
+            return
+        inside = inherited_scope()
+        for _, invocation in list(self._running.values()):
+            if inside is None or invocation.rollout.attempt.attempt_id == inside.attempt_id:
+                invocation.needs_process = what
+        raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
 
     async def _run(self, invocation: Invocation) -> Any:
         """The agent's return value."""
@@ -208,6 +265,8 @@ class Host:
         return await (
             self._in_thread(agent.start, invocation)
             if agent.blocks(invocation)
+            else self._in_thread(_run_async, agent, invocation)
+            if self._single
             else _await_if_needed(agent.start(invocation))
         )
 
@@ -270,6 +329,29 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
         return function(*args), None
     except BaseException as error:  # noqa: BLE001  raised again by `_in_thread`
         return None, error
+
+
+def _run_async(agent: Agent, invocation: Invocation) -> Any:
+    """Run an async agent in an event loop of this thread."""
+
+    async def run() -> Any:
+        loop, task = asyncio.get_running_loop(), cast(asyncio.Task[Any], asyncio.current_task())
+        invocation.cancel = lambda: loop.is_closed() or loop.call_soon_threadsafe(task.cancel)
+        if invocation.cancelled:
+            raise asyncio.CancelledError
+        mark_owner()
+        return await _await_if_needed(agent.start(invocation))
+
+    return asyncio.run(run())
+
+
+def _wants_main_thread(error: BaseException | None) -> str:
+    """What an error says that a main thread would not have raised; "" for others."""
+    while error is not None:
+        if "main thread" in str(error) or "no current event loop in thread" in str(error):
+            return f"{type(error).__name__}: {error}"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 async def _await_if_needed(value: Any) -> Any:

@@ -3,14 +3,19 @@
 It reads a `Load` message from stdin, imports the agent, then serves the runner's requests over a socket. It stays
 single-threaded, so that a fork is safe and takes milliseconds, and imports nothing heavy that the agent does not
 import. When the runner disconnects, the hosts get SHUTDOWN_SECONDS to exit; then they are killed.
+
+What an agent starts, such as the workers of a pool, ends with its host: a host is the leader of a process group, which
+is ended after it. On Linux, processes that have left the group become children of the fork server and end with it.
 """
 
 from __future__ import annotations
 
 import array
+import ctypes
 import faulthandler
 import gc
 import logging
+import math
 import os
 import selectors
 import signal
@@ -21,6 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from types import FrameType
@@ -49,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0
 """Time that hosts get to exit after the runner has disconnected."""
+KILL_SECONDS = 1.0
+"""Time between SIGTERM and SIGKILL for what a host has left behind."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ def main() -> None:
     sys.path[:] = load.sys_path
     client_headers.install()
     context_propagation.install()
+    attempt_environ.process_state.install()
+    _adopt_orphans()
     try:
         setup = prepare(load)
     except AgentError as error:
@@ -111,6 +122,8 @@ class ForkServer:
         self._control = control
         self._setup = setup
         self._children: dict[int, _Child] = {}
+        self._ended_groups: dict[int, float] = {}
+        """Groups of hosts that have exited -> when what is left of them is killed."""
         self._fds: deque[int] = deque()
         self._frames: FrameDecoder[ToForkServer] = FrameDecoder(ToForkServer)
         self._wake, self._waker = socket.socketpair()
@@ -125,8 +138,9 @@ class ForkServer:
             selector.register(self._wake, selectors.EVENT_READ, self._reap)
             connected = True
             while connected:
-                for key, _ in selector.select():
+                for key, _ in selector.select(KILL_SECONDS if self._ended_groups else None):
                     connected = key.data() and connected
+                self._kill_groups(time.monotonic())
         self._shut_down()
 
     def _receive(self) -> bool:
@@ -145,32 +159,35 @@ class ForkServer:
 
     def _handle(self, message: ToForkServer) -> None:
         if isinstance(message, Fork):
-            self._fork(message.host_id, self._fds.popleft())
+            self._fork(message.host_id, self._fds.popleft(), message.single)
             return
         for pid, child in self._children.items():
             if child.host_id == message.host_id:
                 os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
-    def _fork(self, host_id: int, fd: int) -> None:
+    def _fork(self, host_id: int, fd: int, single: bool) -> None:
         report = tempfile.TemporaryFile()  # noqa: SIM115  closed when the host is reaped
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._become_host(socket.socket(fileno=fd), report)
+            self._become_host(socket.socket(fileno=fd), report, single)
+        with suppress(OSError):  # both do it, so that neither has to wait for the other
+            os.setpgid(pid, pid)
         os.close(fd)
         self._children[pid] = _Child(host_id, report)
 
-    def _become_host(self, sock: socket.socket, report: IO[bytes]) -> NoReturn:
+    def _become_host(self, sock: socket.socket, report: IO[bytes], single: bool) -> NoReturn:
         code = 1
         try:
+            os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (self._control, self._wake, self._waker):
                 end.close()
             faulthandler.enable(report, all_threads=False)
             _reseed()
-            serve(sock, self._setup)
+            serve(sock, self._setup, single)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:  # noqa: BLE001  a forked child must not return into the fork server's frames
@@ -187,11 +204,20 @@ class ForkServer:
                 pass
         except BlockingIOError:
             pass
-        for pid in list(self._children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                child = self._children.pop(ended[0], None)  # or an orphan
+                if child is not None:
+                    self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
+                    _signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
+                    self._report(child, os.waitstatus_to_exitcode(ended[1]))
         return True
+
+    def _kill_groups(self, now: float) -> None:
+        """Kill what is left of groups whose time is over."""
+        for group in [group for group, until in self._ended_groups.items() if until <= now]:
+            del self._ended_groups[group]
+            _signal_group(group, signal.SIGKILL)
 
     def _report(self, child: _Child, status: int) -> None:
         text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
@@ -204,7 +230,33 @@ class ForkServer:
             time.sleep(0.01)
             self._reap()
         for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+            _signal_group(pid, signal.SIGKILL)
+        self._kill_groups(math.inf)
+        while (orphans := _child_pids()) and time.monotonic() < deadline + SHUTDOWN_SECONDS:
+            for pid in orphans:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(0.01)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _adopt_orphans() -> None:
+    """On Linux, have the descendants whose parents have exited as children."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _child_pids() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
 
 
 def _on_sigchld(number: int, frame: FrameType | None) -> None:

@@ -113,11 +113,11 @@ class ForkServerProcess:
             if self._on_lost is not None:
                 self._on_lost()
 
-    def fork(self, host_id: int) -> socket.socket:
+    def fork(self, host_id: int, single: bool = False) -> socket.socket:
         """Request a host and return our end of its socket. The host takes jobs once it has sent `Ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Fork(host_id), theirs)
+            self._send(Fork(host_id, single), theirs)
         ours.setblocking(False)
         return ours
 

@@ -45,6 +45,15 @@ class NotStartedError(AgentError):
     """The process exited before it started the attempt; another host can run it."""
 
 
+class LostAttemptError(AgentError):
+    """The attempt was lost for no fault that is known to be its own: it is to be repeated, and if `alone`, in a process
+    of its own, which then tells whose fault it was."""
+
+    def __init__(self, message: str, alone: bool) -> None:
+        super().__init__(message)
+        self.alone = alone
+
+
 @dataclass(slots=True)
 class RunningJob:
     """An attempt that is running on a host."""
@@ -72,8 +81,12 @@ class RunningJob:
 class HostConnection(asyncio.Protocol):
     """One host, from its fork request until it exits."""
 
-    def __init__(self, host_id: int, on_change: Callable[[], None]) -> None:
+    def __init__(self, host_id: int, on_change: Callable[[], None], single: bool = False) -> None:
         self.host_id = host_id
+        self.single = single
+        """For one attempt at a time."""
+        self.once = False
+        """For one attempt in all."""
         self.running: dict[int, RunningJob] = {}
         self.stopping: set[int] = set()
         """Stopped jobs that have not ended yet."""
@@ -85,6 +98,8 @@ class HostConnection(asyncio.Protocol):
         self.used = False
         """Whether it was ever given an attempt."""
         self.retired = False
+        self.blocked = False
+        """It is killed because an attempt, which was stopped, blocks its event loop."""
         self.broken = False
         """It sent invalid data and has to be killed."""
         self.exited: Exited | None = None
@@ -92,6 +107,8 @@ class HostConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
         self._outbox: list[bytes] = []
+        self._suspects = 0
+        """How many attempts it had started that had not ended when it exited."""
 
     @property
     def load(self) -> int:
@@ -99,7 +116,8 @@ class HostConnection(asyncio.Protocol):
 
     @property
     def takes_work(self) -> bool:
-        return self.ready and not self.retired and not self.broken and not self.unacknowledged and self.exited is None
+        unusable = self.single or self.retired or self.broken or self.unacknowledged or self.exited is not None
+        return self.ready and not unusable
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -182,6 +200,7 @@ class HostConnection(asyncio.Protocol):
     def on_exit(self, exited: Exited) -> None:
         """The process has exited: fail its jobs after the messages it had sent are read."""
         self.exited = exited
+        self._suspects = len(self.stopping) + sum(job.started for job in self.running.values())
         self.stopping.clear()
         if self._transport is None:
             self.fail_running(exited)
@@ -193,4 +212,14 @@ class HostConnection(asyncio.Protocol):
         self.close()
         for job in list(self.running.values()):
             if not job.done.done():
-                job.done.set_exception(AgentCrashedError(exited, self.killed) if job.started else NotStartedError())
+                job.done.set_exception(self._error_of(job, exited))
+
+    def _error_of(self, job: RunningJob, exited: Exited) -> AgentError:
+        """Whose fault an exit was is known only where one attempt ran, or one has blocked the event loop."""
+        if not job.started:
+            return NotStartedError()
+        crash = AgentCrashedError(exited, self.killed)
+        if self.blocked:
+            return LostAttemptError(str(crash), alone=False)
+        others = self._suspects - 1
+        return crash if others < 1 else LostAttemptError(f"{crash}, which {others} other attempts shared", alone=True)

@@ -3,13 +3,16 @@
 `spawn()` starts the fork server and returns immediately, so that the agent is imported while the caller does other
 work; it needs no event loop. `run` executes one attempt on the least busy host. A host with an attempt that does not
 end when stopped gets no new work; it is killed after its other attempts have ended, or immediately if its event loop
-is blocked. When a host dies, its attempts fail. Both kinds are replaced immediately.
+is blocked. When a host dies, the attempt that it ran fails; of several, nobody knows whose fault it was, and each is
+repeated in a process of its own. Once an attempt touches what its process shares with others, such as the working
+directory, every attempt gets a process to itself while it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +26,10 @@ from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_sp
 from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.agent_log import CHECK_SECONDS, AgentLog
 from agentlightning.runner.hosts.fork_server_process import ForkServerProcess
-from agentlightning.runner.hosts.host_connection import HostConnection, NotStartedError, OnSpans
+from agentlightning.runner.hosts.host_connection import HostConnection, LostAttemptError, NotStartedError, OnSpans
 from agentlightning.runner.hosts.messages import Done, Exited, Job, Load, Loaded, LoadFailed
+
+logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 600.0
 """Time limit for importing the agent."""
@@ -42,10 +47,11 @@ class HostPool:
     """Processes that run one agent.
 
     `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each attempt has its own process,
-    which exits with it. `env` maps environment variables to the fields of a dict task that they hold; the fields in
-    `hide` are given to the reward function only, not to the agent. `cwd` is the working directory of the agent, `log`
-    the file that its stdout and stderr are appended to (default: this process's stderr). A stopped attempt has `grace`
-    seconds to end. `on_change` is called when capacity may have changed, `on_broken` when no host can be started.
+    whose main thread runs it and which exits with it. `env` maps environment variables to the fields of a dict task
+    that they hold; the fields in `hide` are given to the reward function only, not to the agent. `cwd` is the working
+    directory of the agent, `log` the file that its stdout and stderr are appended to (default: this process's stderr).
+    A stopped attempt has `grace` seconds to end. `on_change` is called when capacity may have changed, `on_broken` when
+    no host can be started.
     """
 
     def __init__(
@@ -65,14 +71,17 @@ class HostPool:
         on_broken: Callable[[AgentError], None] | None = None,
     ) -> None:
         if fresh:
-            hosts = concurrency
+            hosts = 1
         if not 1 <= hosts <= concurrency:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
         self.agent = agent_spec(agent)
-        self.size = hosts
+        self.size = 0 if fresh else hosts
+        self.concurrency = concurrency
         self.slots = math.ceil(concurrency / hosts)
         self.grace = grace
         self.fresh = fresh
+        self.separate = False
+        """Each attempt has a process to itself, because one of them has needed it."""
         self.crashes = 0
         """Number of hosts that exited unexpectedly."""
         self._on_change, self._on_broken = on_change, on_broken
@@ -83,7 +92,7 @@ class HostPool:
         )
         self._loaded: asyncio.Future[None] | None = None
         self._hosts: dict[int, HostConnection] = {}
-        self._forking: set[asyncio.Task[None]] = set()
+        self._forking: set[asyncio.Task[HostConnection]] = set()
         self._host_ids, self._job_ids = itertools.count(1), itertools.count(1)
         self._changed = asyncio.Event()
         self._failed_starts = 0
@@ -110,7 +119,7 @@ class HostPool:
                 await self._loaded
                 for _ in range(self.size):
                     await self._fork()
-                while not self.capacity:
+                while self.capacity <= 0:
                     await self._changed.wait()
                     if self._broken is not None:
                         raise self._broken
@@ -131,7 +140,10 @@ class HostPool:
     @property
     def capacity(self) -> int:
         """Number of attempts that can run at once at the moment."""
-        return sum(max(0, self.slots - len(host.stopping)) for host in self._hosts.values() if host.takes_work)
+        hosts = self._hosts.values()
+        if self.fresh or self.separate:
+            return self.concurrency - sum(len(host.stopping) for host in hosts)
+        return sum(max(0, self.slots - len(host.stopping)) for host in hosts if host.takes_work)
 
     async def run(
         self,
@@ -141,16 +153,40 @@ class HostPool:
         environment: Mapping[str, str],
         on_spans: OnSpans,
         timeout: float | None = None,
+        alone: bool = False,
     ) -> Done:
-        """Run one attempt until it ends. Raises TimeoutError after `timeout` seconds and AgentCrashedError when its
-        process exits. Cancelling stops the attempt."""
+        """Run one attempt until it ends, in a process of its own if `alone`. Raises TimeoutError after `timeout`
+        seconds, AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it
+        needs a process of its own. Cancelling stops the attempt."""
         dumped = named_resources.dump_python(resources, mode="json")
         while True:
             job = Job(next(self._job_ids), rollout, dumped, server_url, dict(environment))
+            once = alone or self.fresh
+            host = await (self._single(once) if once or self.separate else self._least_busy())
             try:
-                return await self._run_on(await self._least_busy(), job, on_spans, timeout)
+                done = await self._run_on(host, job, on_spans, timeout)
             except NotStartedError:
+                if self._broken is not None:
+                    raise self._broken from None
                 continue
+            if not done.needs_process:
+                return done
+            self._separate(done.needs_process)
+            raise LostAttemptError(f"the agent needs a process of its own ({done.needs_process})", alone=True)
+
+    def _separate(self, what: str) -> None:
+        """From now on, each attempt has a process of its own, though another one may use it afterwards."""
+        if self.fresh or self.separate:
+            return
+        logger.warning(
+            "agent %s changes what all attempts in its process share (%s): from now on, each attempt runs in a process"
+            " of its own, and those that this interrupts are repeated; fresh_process=True (--fresh-process) starts so",
+            *(self.agent, what),
+        )
+        self.separate = True
+        for host in list(self._hosts.values()):
+            host.retired = host.retired or not host.single
+            self._kill_if_idle(host)
 
     async def _run_on(self, host: HostConnection, job: Job, on_spans: OnSpans, timeout: float | None) -> Done:
         done = host.start(job, on_spans)
@@ -163,15 +199,13 @@ class HostPool:
         finally:
             del host.running[job.job_id]
             self._kill_if_idle(host)
-            self._retire_if_used(host)
+            self._close_if_used(host)
 
-    def _retire_if_used(self, host: HostConnection) -> None:
-        """With a fresh process per attempt: retire the process of an attempt that has ended."""
-        if not self.fresh or not host.used or host.load or host.retired or host.exited is not None or self._closing:
-            return
-        host.retired = True
-        self._replace()
-        host.close()
+    def _close_if_used(self, host: HostConnection) -> None:
+        """Close the process of a single attempt that has ended."""
+        if host.once and host.used and not (host.load or host.retired or host.exited or self._closing):
+            host.retired = True
+            host.close()
 
     async def _least_busy(self) -> HostConnection:
         while True:
@@ -192,8 +226,9 @@ class HostPool:
             return
         host.retired = True
         if host.unacknowledged:
+            host.blocked = True
             host.killed = "was killed: another attempt blocked its event loop and did not end at its timeout"
-        self._replace()
+        self._replace(host)
         self._kill_if_idle(host)
 
     def _kill_if_idle(self, host: HostConnection) -> None:
@@ -203,27 +238,41 @@ class HostPool:
 
     # -- hosts -------------------------------------------------------------------------------------------------------
 
-    def _replace(self) -> None:
+    def _replace(self, host: HostConnection) -> None:
+        """Fork another shared host; single ones are forked when they are needed."""
+        if host.single or self.separate:
+            return
         task = asyncio.get_running_loop().create_task(self._fork())
         self._forking.add(task)
         task.add_done_callback(self._forked)
 
-    def _forked(self, task: asyncio.Task[None]) -> None:
+    def _forked(self, task: asyncio.Task[HostConnection]) -> None:
         self._forking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._mark_broken(f"no process can be started for agent {self.agent}: {error}")
 
-    async def _fork(self) -> None:
-        host = HostConnection(next(self._host_ids), self._notify_change)
+    async def _single(self, once: bool) -> HostConnection:
+        """A host for one attempt: an idle one, if it is not to be for this one only."""
+        for host in self._hosts.values() if not once else ():
+            gone = host.once or host.retired or host.broken or host.exited is not None
+            if host.single and host.used and not host.load and not gone:
+                return host
+        host = await self._fork(single=True)
+        host.once = once
+        return host
+
+    async def _fork(self, single: bool = False) -> HostConnection:
+        host = HostConnection(next(self._host_ids), self._notify_change, single)
         self._hosts[host.host_id] = host
-        sock = self._fork_server.fork(host.host_id)
+        sock = self._fork_server.fork(host.host_id, single)
         await asyncio.get_running_loop().create_unix_connection(lambda: host, sock=sock)
+        return host
 
     def _notify_change(self) -> None:
         for host in [host for host in self._hosts.values() if host.broken and host.exited is None]:
             self._fork_server.kill(host.host_id)
-        for host in [host for host in self._hosts.values() if self.fresh and host.used]:
-            self._retire_if_used(host)
+        for host in list(self._hosts.values()):
+            self._close_if_used(host)
         self._changed.set()
         self._changed.clear()
         if self._on_change is not None:
@@ -241,12 +290,13 @@ class HostPool:
     def _on_exit(self, exited: Exited) -> None:
         host = self._hosts.pop(exited.host_id)
         host.on_exit(exited)
+        self._notify_change()
         if self._closing or host.retired:
             return
         self.crashes += 1
         self._failed_starts = 0 if host.ready else self._failed_starts + 1
         if self._failed_starts < MAX_FAILED_STARTS:
-            self._replace()
+            self._replace(host)
         else:
             how = describe_exit(exited.status)
             self._mark_broken(

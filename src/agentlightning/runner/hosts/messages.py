@@ -55,6 +55,8 @@ class Fork(Message, frozen=True):
     """Fork a host. Its end of a socket pair is passed with the message."""
 
     host_id: int
+    single: bool = False
+    """For one attempt at a time, which runs on the main thread."""
 
 
 class Kill(Message, frozen=True):
@@ -141,6 +143,8 @@ class Done(Message, frozen=True):
     failure: Failure | None = None
     output: Any = None
     """The agent's return value as shortened JSON; None if it was the reward."""
+    needs_process: str = ""
+    """What the attempt touched that all attempts in its process share: its result means nothing."""
 
 
 ToForkServer = Fork | Kill

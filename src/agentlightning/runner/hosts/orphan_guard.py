@@ -8,6 +8,7 @@ first. Run by its path, without the package: standard library only.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import subprocess
@@ -16,45 +17,71 @@ import threading
 from contextlib import suppress
 from functools import cache
 
+logger = logging.getLogger(__name__)
+
 
 class Guard:
-    """The guard of this process' commands."""
+    """The guard of this process' commands. One that dies, as by the kernel when memory is short, is replaced."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._groups = set[int]()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
     def start(self) -> None:
         """Have the guard running. Before the first command, so that no time is lost once there is one."""
-        self._tell("")
+        with self._lock, suppress(OSError):  # without a guard, commands run as well
+            if self._owner != os.getpid():
+                self._owner, self._groups = os.getpid(), set()
+                self._spawn()
+                threading.Thread(target=self._replace, name="agl-guard", daemon=True).start()
 
     def add(self, group: int) -> None:
         """Kill the process group if this process goes first."""
-        self._tell(f"+{group}\n")
+        with self._lock:
+            self._groups.add(group)
+            self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """The group has ended. Call it before its leader is waited for: its id may be reused afterwards."""
-        self._tell(f"-{group}\n")
+        with self._lock:
+            self._groups.discard(group)
+            self._tell(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
-        with self._lock, suppress(OSError):  # without a guard, commands run as well
-            if self._process is None or self._owner != os.getpid():
-                self._owner = os.getpid()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    bufsize=0,
-                    start_new_session=True,
-                )
-                atexit.register(_end, self._process)
-            if self._process.stdin is not None:
-                self._process.stdin.write(line.encode())
+    def _spawn(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        atexit.register(_end, self._process)
+        self._tell("".join(f"+{group}\n" for group in self._groups))
+
+    def _tell(self, lines: str) -> None:
+        with suppress(OSError):  # it has died: the next one gets all groups
+            if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
+                self._process.stdin.write(lines.encode())
+
+    def _replace(self) -> None:
+        """Start another guard whenever one has died, until the end of this process closes its input."""
+        while (process := self._process) is not None:
+            process.wait()
+            with self._lock, suppress(OSError):
+                if process.stdin is None or process.stdin.closed:
+                    return
+                process.stdin.close()
+                logger.warning("the process that guards the commands of this one has died; another one replaces it")
+                self._process = None
+                self._spawn()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
+    if process.stdin.closed:
+        return  # it was replaced
     process.stdin.close()
     with suppress(subprocess.TimeoutExpired):  # A process that was forked from this one has the pipe, too.
         process.wait(1)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from agentlightning.attempt_variables import PATIENCE_SECONDS
 from agentlightning.errors import StoreError
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rollout
 from agentlightning.span import Span
@@ -23,6 +24,8 @@ from agentlightning.store.ids import claimed_id, new_hex, new_id
 
 WAIT_SECONDS: Final = 25.0
 """A call that waits is repeated after this time, so that nothing on the way takes the connection for dead."""
+RELEASE_SECONDS: Final = 5.0
+"""How long a cancelled claim, and `close`, wait until what was claimed is queued again."""
 ROLLOUTS_PER_READ: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
 
@@ -44,11 +47,17 @@ class LightningStoreClient(ForwardingStore):
     """
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0, patience: float = 60.0
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout: float = 60.0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         url = str(store_url(url))
         token = (os.environ.get("AGL_TOKEN") or None) if token is None else token
         self._transport = ClientTransport(ClientSettings.validated(url, token, timeout, patience))
+        self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def token(self) -> str | None:
@@ -67,6 +76,9 @@ class LightningStoreClient(ForwardingStore):
         return _open, (settings.url, settings.token, settings.timeout, settings.retry_seconds)
 
     async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        if releases := [task for task in self._releases if task.get_loop() is loop]:
+            await asyncio.wait(releases, timeout=RELEASE_SECONDS)
         await self._transport.close()
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
@@ -99,7 +111,7 @@ class LightningStoreClient(ForwardingStore):
     ) -> list[AttemptedRollout]:
         claim_id = new_id("cl") if claim_id is None else claim_id
         arguments = {"limit": limit, "worker_id": worker_id, "queues": queues, "claim_id": claim_id}
-        transport, clock = self._transport.for_running_loop(), asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         deadline = clock() + (timeout or 0.0)
         # The first call does not wait, so that it can share a request with other calls.
         claiming = asyncio.ensure_future(self._call("dequeue_many_rollouts", arguments))
@@ -108,7 +120,10 @@ class LightningStoreClient(ForwardingStore):
             while not claimed and (left := deadline - clock()) > 0:
                 claimed = await self._call_and_wait("dequeue_many_rollouts", min(left, WAIT_SECONDS), arguments)
         except asyncio.CancelledError:
-            transport.start(self._release_claim(claiming, claim_id, limit))
+            release = asyncio.ensure_future(self._release_claim(claiming, claim_id, limit))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+            await asyncio.wait({release}, timeout=RELEASE_SECONDS)  # its caller may end the event loop next
             raise
         return claimed
 
@@ -116,12 +131,9 @@ class LightningStoreClient(ForwardingStore):
         """Requeue what was claimed for a caller that was cancelled."""
         try:
             await claiming
-            for index in range(limit):
-                attempt = await self.get_attempt(claimed_id(claim_id, index))
-                if attempt is None:
-                    return
-                if attempt.status == "preparing":
-                    await self.requeue_rollout(attempt.rollout_id, "its claim was cancelled")
+            attempts = await asyncio.gather(*(self.get_attempt(claimed_id(claim_id, each)) for each in range(limit)))
+            unseen = [each.rollout_id for each in attempts if each is not None and each.status == "preparing"]
+            await asyncio.gather(*(self.requeue_rollout(each, "its claim was cancelled") for each in unseen))
         except StoreError:
             return  # the timeouts of the rollout, or of its worker, requeue it
 
