@@ -5,9 +5,11 @@ An algorithm publishes a new version with `store.add_resources`; later rollouts 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from string import Formatter
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -92,23 +94,58 @@ class PromptTemplate(BaseModel):
     template: str
     """The text."""
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
-    """How placeholders are written: f-string, {word}; jinja, {{ word }}; plain, there are none."""
+    """How placeholders are written: f-string, {word}, where a text with other braces (JSON) keeps those; jinja,
+    {{ word }}; plain, there are none."""
 
     def format(self, **values: Any) -> str:
-        """Fill in the placeholders. Raises KeyError or jinja2.UndefinedError for a missing value, and ConfigError for a
-        placeholder that accesses private attributes (`{task.__class__}`): prompts may be written by a model, and are
-        not trusted."""
+        """Fill in the placeholders. Raises ConfigError (f-string) or jinja2.UndefinedError for a missing value, and
+        ConfigError for a placeholder that accesses private attributes (`{task.__class__}`): prompts may be written by
+        a model, and are not trusted."""
         if self.engine == "plain":
             return self.template
         from jinja2.exceptions import SecurityError
-        from jinja2.sandbox import SandboxedFormatter
 
         try:
             if self.engine == "f-string":
-                return SandboxedFormatter(_sandbox()).vformat(self.template, (), values)
+                return _formatter().vformat(self.template, (), values)
             return _sandbox().from_string(self.template).render(**values)
         except SecurityError as error:
             raise ConfigError(f"the prompt template {self.template[:80]!r} is not allowed: {error}") from error
+        except KeyError as error:
+            raise ConfigError(
+                f"the prompt template {self.template[:80]!r} has the placeholder {{{error.args[0]}}}, and the values "
+                f"are {', '.join(values) or 'none'}; give it one, or write braces that are text as {{{{ and }}}}"
+            ) from error
+
+
+_PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+|\[[^][{}]+\])*)(?:!([rsa]))?(?::([^{}]*))?\}")
+
+
+def f_string_fields(text: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    """The fields of a text as `string.Formatter.parse` gives them. Where its braces are not all those of an f-string,
+    only {word} is a field, and every other brace is text."""
+    try:
+        fields = list(Formatter().parse(text))
+        if all(name is None or name[:1].isidentifier() for _, name, _, _ in fields):
+            return fields
+    except ValueError:  # A single brace.
+        pass
+    found: list[tuple[str, str | None, str | None, str | None]] = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(text):
+        found.append((text[end : match.start()], match[1], match[3] or "", match[2]))
+        end = match.end()
+    return [*found, (text[end:], None, None, None)]
+
+
+@cache
+def _formatter() -> Formatter:
+    from jinja2.sandbox import SandboxedFormatter
+
+    class PromptFormatter(SandboxedFormatter):
+        parse = staticmethod(f_string_fields)
+
+    return PromptFormatter(_sandbox())
 
 
 @cache

@@ -247,7 +247,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         steps, found, target = self.total_steps, self._demonstrations, self.config.target_agent
         into = partial(to_examples, target=target, chat=learner.chat, context_length=learner.context_length)
         examples, left_out = await asyncio.to_thread(into, found.training)
-        held_back, _ = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
+        held_back, unmeasured = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
+        left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
         validation = Validation([token_tree([each]) for each in held_back], learner)
         losses: list[float] = []
         tokens = 0

@@ -67,9 +67,9 @@ def to_examples(
     """The records as trajectories whose sampled tokens are to be imitated, and sessions that cannot be, by reason.
     Raises DatasetError where none can."""
     own = [each for each in records if not isinstance(each, Session)]
-    found = to_trajectories(own, chat, context_length) if own else []
-    tokenizer = Tokenizer(chat, context_length, None, target)
     rejected: list[Rejection] = []
+    found = to_trajectories(own, chat, context_length, rejected)
+    tokenizer = Tokenizer(chat, context_length, None, target)
     for session in (each for each in records if isinstance(each, Session)):
         made = tokenizer(session)
         if isinstance(made, Rejection):

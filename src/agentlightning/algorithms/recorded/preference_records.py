@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.algorithms.recorded.conversations import message_transitions
-from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, TOO_LONG
+from agentlightning.algorithms.recorded.conversations import message_transitions, too_long
+from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
@@ -157,8 +157,7 @@ def to_preferences(
         calls = [call for each in pair for call in each.transitions]
         longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in calls)
         if longest > context_length:
-            message = f"it has {longest} tokens, the model holds {context_length}"
-            rejected.append(Rejection(record.where, TOO_LONG, message))
+            rejected.append(too_long(record.where, longest, context_length))
         elif not any(is_target(call.agent, target) for call in calls):
             rejected.append(Rejection(record.where, NO_TARGET_CALLS, f"no answer is of an agent {target!r}"))
         else:

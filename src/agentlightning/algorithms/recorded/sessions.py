@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.algorithms.recorded.conversations import render_turn
+from agentlightning.algorithms.recorded.conversations import TOO_LONG, render_turn
 from agentlightning.algorithms.recorded.messages import chat_messages, parsed
 from agentlightning.assemble import calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
@@ -38,7 +38,6 @@ MEASURED: Final = frozenset({"val", "test"})
 NO_CALLS: Final = "no_calls"
 NO_MESSAGES: Final = "no_messages"
 NO_TARGET_CALLS: Final = "no_target_calls"
-TOO_LONG: Final = "too_long"
 NO_LOGPROBS: Final = "no_logprobs"
 
 
