@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.algorithms.recorded.conversations import message_transitions, too_long
 from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS
 from agentlightning.chat.base import ChatFormat, Message
@@ -22,6 +20,7 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.json_values import loads
 
 FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -73,7 +72,7 @@ def _values(source: Any) -> Iterator[tuple[Any, str]]:
                 continue
             where, found = f"{path}, line {number}", True
             try:
-                yield orjson.loads(content), where
+                yield loads(content), where
             except ValueError as error:
                 raise DatasetError(f"{where} is not JSON ({error}); each line is one JSON object: {FORM}") from error
     if not found:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import orjson
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
@@ -30,6 +29,7 @@ from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
+from agentlightning.util.json_values import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class ForwardingService:
             translated = self._translator.translate("messages", route, caller, {"max_tokens": 1} | data, "")
             await (await self._token_counter.count(route.servers, translated.data)).send(writer)
             return
-        body = orjson.dumps(data | {"model": route.send_model})
+        body = dumps(data | {"model": route.send_model})
         affinity = "/".join(caller.attempt or ())
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model

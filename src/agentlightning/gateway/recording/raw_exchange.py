@@ -10,7 +10,6 @@ import logging
 from typing import Any, Final, cast
 
 import msgspec
-import orjson
 from msgspec import Struct
 
 from agentlightning import span as names
@@ -106,7 +105,7 @@ def read(record: bytes) -> list[Span]:
 
 def _spans(exchange: RawExchange) -> list[Span]:
     route = ModelRoute(exchange.model, send_model=exchange.sent_model)
-    data = orjson.loads(exchange.request)
+    data = loads(exchange.request)
     forward = ForwardedExchange(
         exchange.path, route, exchange.caller, data, {}, exchange.trace_id, exchange.forced, exchange.started
     )

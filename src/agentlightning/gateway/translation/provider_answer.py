@@ -41,6 +41,7 @@ from agentlightning.gateway.dialects.provider_events import (
     ToolCallDone,
     ToolCallFragment,
 )
+from agentlightning.util.json_values import dumps, loads
 
 _LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
 """How a JSON value may end."""
@@ -72,7 +73,7 @@ class _PartialToolCall:
         if last and last[-1] not in _LAST_CHARACTERS:  # Most deltas end in the middle of a value.
             return False
         try:
-            orjson.loads(self.arguments)
+            loads(self.arguments)
         except orjson.JSONDecodeError:
             return False
         return True
@@ -202,7 +203,7 @@ class ProviderAnswer:
         arguments = fragment.arguments
         if arguments is None or arguments == "":
             return
-        text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
         if not call.is_ended:
             call.deltas.append(text)
         elif text.strip():

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
-import orjson
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError, StoreError
 from agentlightning.span import SUPERSEDED, Span
@@ -29,6 +28,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import METHODS
 from agentlightning.store.journal.segments import Segments
 from agentlightning.store.sql.spans.attempt_spans import PackedSpans, pack_spans
+from agentlightning.util.json_values import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class JournaledStore(LightningStoreBase):
     def append(self, spans: Sequence[Span]) -> Awaitable[None] | None:
         """Append spans: None if that is done, else to be awaited. Raises StoreError if the disk or the store refuses
         them: while the store cannot be written, neither can the journal."""
-        return self._append(_PendingRecord(orjson.dumps(spans), spans))
+        return self._append(_PendingRecord(dumps(spans), spans))
 
     def append_record(self, record: bytes) -> Awaitable[None] | None:
         """`append` for bytes that `decode` turns into spans. They must not begin with `[`."""

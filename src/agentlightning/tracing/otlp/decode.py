@@ -25,6 +25,7 @@ from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
 from agentlightning.tracing.sanitize import number
+from agentlightning.util.json_values import dumps, loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
@@ -206,7 +207,7 @@ def decode_json(body: bytes, now: float) -> Request:
     """`decode_protobuf` for OTLP's JSON: hexadecimal ids, names in lowerCamelCase (snake_case is accepted too). Unknown
     fields are ignored. Raises OtlpError that names the invalid field."""
     try:
-        message = orjson.loads(body)
+        message = loads(body)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
     request = Request()
@@ -403,7 +404,7 @@ def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, nam
 
 def _shorten(value: Any) -> str:
     try:
-        text = orjson.dumps(value).decode()
+        text = dumps(value).decode()
     except orjson.JSONEncodeError:
         return "nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

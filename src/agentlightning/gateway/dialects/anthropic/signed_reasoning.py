@@ -13,7 +13,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-import orjson
+from agentlightning.util.json_values import dumps, loads
 
 Block = dict[str, Any]
 
@@ -31,7 +31,7 @@ def needs_echo(block: Mapping[str, Any]) -> bool:
 
 def encode_signed_reasoning(block: Block) -> str:
     """A reasoning block as the `encrypted_content` of a reasoning item. It hides nothing from the caller."""
-    return _MARK + base64.urlsafe_b64encode(orjson.dumps(block)).decode()
+    return _MARK + base64.urlsafe_b64encode(dumps(block)).decode()
 
 
 def decode_signed_reasoning(content: Any) -> list[Block]:
@@ -39,7 +39,7 @@ def decode_signed_reasoning(content: Any) -> list[Block]:
     if not isinstance(content, str) or not content.startswith(_MARK):
         return []
     try:
-        block = orjson.loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
+        block = loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
     except (binascii.Error, ValueError):
         return []
     if not isinstance(block, dict) or cast("Block", block).get("type") not in _KINDS:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
@@ -42,6 +40,7 @@ from agentlightning.gateway.dialects.validation import (
     unknown_fields,
 )
 from agentlightning.gateway.errors import bad_request
+from agentlightning.util.json_values import dumps
 
 _KNOWN: Final = frozenset(
     {
@@ -195,7 +194,7 @@ class ChatReplyWriter:
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
         reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
-        return orjson.dumps(reply | self._prompt(answers))
+        return dumps(reply | self._prompt(answers))
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.dialects.base import Request
@@ -20,6 +18,7 @@ from agentlightning.gateway.dialects.sampling import MESSAGES_PARAMS, RESPONSES_
 from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.util.json_values import dumps
 
 Json = dict[str, Any]
 TurnLookup = Callable[[bytes], list[Json]]
@@ -153,7 +152,7 @@ def _message_of(written: Sequence[Json]) -> Message:
             case "message":
                 texts += [inner.get("text", inner.get("refusal")) or "" for inner in part["content"]]
             case "tool_use":
-                arguments = orjson.dumps(part["input"]).decode()
+                arguments = dumps(part["input"]).decode()
                 calls.append({"id": part["id"], "function": {"name": part["name"], "arguments": arguments}})
             case "function_call":
                 arguments = part["arguments"] or "{}"
