@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.util.kept_sets import KeptSets
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "EngineUnavailableError",
     "FinishReason",
     "OnTokens",
+    "PromptTokensError",
     "Sample",
     "SamplingParams",
     "TopLogprobs",
@@ -173,6 +174,10 @@ class Sample:
     kept_sets: KeptSets | None = None
     """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
     than the engine records."""
+
+
+class PromptTokensError(ConfigError):
+    """A prompt has ids of tokens that the model does not have."""
 
 
 class EngineUnavailableError(PolicyError):

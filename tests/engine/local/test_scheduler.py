@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache
-from agentlightning.engine.local.kv_cache import probe_layout
+from agentlightning.engine.local.kv_cache import probe_layout, vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.models import Architecture, model_tokenizer, tiny_model
@@ -370,18 +370,64 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
         engine.step()
 
 
+EVERY = tuple(range(vocab_size(tiny_model())))
+GOOD = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+
+
+def finished(engine: ContinuousBatcher, *requests: Request) -> list[list[int]]:
+    while not all(request.done for request in requests):
+        engine.step()
+    return [request.sampled for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(max_tokens=3, min_tokens=1, stop_token_ids=EVERY), "min_tokens, stop_token_ids"),
+        (SamplingParams(max_tokens=3, min_tokens=2, stop_token_ids=EVERY, top_p=0.5), "top_p, min_tokens"),
+        (SamplingParams(max_tokens=3, min_tokens=1, stop_token_ids=EVERY, temperature=0), "temperature, min_tokens"),
+    ],
+)
+def test_a_row_without_a_token_to_sample_fails_alone_and_names_its_parameters(
+    params: SamplingParams, words: str
+) -> None:
+    (expected,) = finished(engine := generator(tiny_model()), engine.submit([5, 6, 7], GOOD))
+    first, bad, last = (engine.submit([5, 6, 7], each) for each in (GOOD, params, GOOD))
+    assert finished(engine, first, bad, last) == [expected, [], expected]
+    assert isinstance(bad.error, ConfigError)
+    assert words in str(bad.error)
+
+
+def test_a_prompt_for_which_the_model_gives_no_number_fails_alone() -> None:
+    model = tiny_model()
+    (expected,) = finished(engine := generator(model), engine.submit([5, 6, 7], GOOD))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = float("nan")
+    first, bad, last = (engine.submit(prompt, GOOD) for prompt in ([5, 6, 7], [33, 5], [5, 6, 7]))
+    assert finished(engine, first, bad, last) == [expected, [], expected]
+    assert isinstance(bad.error, PolicyError)
+    assert finished(engine, engine.submit([5, 6, 7], GOOD)) == [expected], "its slot holds nothing of it"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "words"),
     [
         ([], SamplingParams(), PolicyError, "no tokens"),
         ([1] * 256, SamplingParams(), ContextLengthError, "256 tokens"),
-        ([1, 9999], SamplingParams(), PolicyError, "9999"),
-        ([1, -1], SamplingParams(), PolicyError, "-1"),
+        ([1, 9999], SamplingParams(), ConfigError, "9999"),
+        ([1, -1], SamplingParams(), ConfigError, "-1"),
+        ([1, 2**70], SamplingParams(), ConfigError, "knows 0 to"),
         ([1], SamplingParams(temperature=-1.0), ConfigError, "temperature=-1"),
         ([1], SamplingParams(temperature=float("nan")), ConfigError, "temperature=nan"),
         ([1], SamplingParams(top_p=0.0), ConfigError, "top_p=0"),
         ([1], SamplingParams(top_k=-2), ConfigError, "top_k=-2"),
         ([1], SamplingParams(max_tokens=0), ConfigError, "max_tokens=0"),
+        ([1], SamplingParams(top_k=2**63), ConfigError, "top_k=9223372036854775808"),
+        ([1], SamplingParams(repetition_penalty=1e-300), ConfigError, "repetition_penalty=1e-300"),
+        ([1], SamplingParams(presence_penalty=float("inf")), ConfigError, "presence_penalty=inf"),
+        ([1], SamplingParams(frequency_penalty=1e38), ConfigError, "frequency_penalty=1e"),
+        ([1], SamplingParams(logit_bias=((1, float("nan")),)), ConfigError, "logit_bias=nan"),
+        ([1], SamplingParams(seed=2**64), ConfigError, "seed=18446744073709551616"),
         ([1], SamplingParams(stop=("",)), ConfigError, "empty string"),
         ([1], SamplingParams(json_schema="{}", grammar="start: "), ConfigError, "json_schema and grammar are both set"),
         ([1], SamplingParams(grammar="start: "), ConfigError, "this grammar cannot be enforced"),

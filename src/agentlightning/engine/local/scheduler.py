@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams, room_for_answer
+from agentlightning.engine.base import TERMINATION_PARAMS, PromptTokensError, SamplingParams, room_for_answer
 from agentlightning.engine.local import cascade_attention, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
@@ -141,7 +141,7 @@ class ContinuousBatcher:
                 raise ConfigError(f"this {kind} cannot be enforced here; leave it out, and check the answers")
         room_for_answer(prompt, self.context_length)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise ConfigError(
+            raise PromptTokensError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
                 f"{self._vocab_size - 1}; encode it with this model's own tokenizer"
             )
@@ -548,21 +548,24 @@ class ContinuousBatcher:
         length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
         padding = getattr(self.model.config, "pad_token_id", None)  # Some models skip it when they count positions.
         ids = [token for token in range(3, self._vocab_size) if token != padding]
-        rows = [(ids * length)[: max(2, count)] for count in (3, length)]
-        self._cache.reserve(2, length + 1, 0)
+        rows = [(ids * length)[: max(2, count)] for count in (length, 3)][: self._cache.max_slots]
+        none, lengths = [None] * len(rows), [len(row) - 1 for row in rows]
+        self._cache.reserve(len(rows), length + 1, 0)
         try:
-            self._forward([None, None], [row[:1] for row in rows], 0, [0, 0])
+            self._forward(none, [row[:1] for row in rows], 0, [0] * len(rows))
             for slot, row in enumerate(rows):
                 if rest := row[1:-1]:
                     self._forward([None], [rest], slot, [1])
             with self._cache.padded(0 if alone else max(0, min(self.context_length, MOST_PADDED) - length)):
-                found = self._decode_step([None, None], [row[-1:] for row in rows], [len(row) - 1 for row in rows])
+                found = self._decode_step(none, [row[-1:] for row in rows], lengths)
         except FORWARD_ERRORS as error:
             return math.inf, f"{type(error).__name__}: {error}"
         finally:
             self._cache.release()
         plain = [self.model(input_ids=torch.tensor([row], device=found.device), use_cache=False).logits for row in rows]
         expected = torch.stack([logits[0, -1] for logits in plain]).float()
+        if not expected.isfinite().all():  # Broken weights, or tokens that the model never gives: no way differs.
+            return 0.0, ""
         spread = (expected.amax(-1) - expected.amin(-1)).clamp(min=1e-30)
         worst = ((found.float() - expected).abs().amax(-1) / spread).max().item()
         return math.inf if math.isnan(worst) else worst, f"logits off by {worst:.2g} of their spread"

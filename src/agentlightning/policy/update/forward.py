@@ -77,7 +77,7 @@ class Forward:
     ) -> None:
         """`traits`: those of the same model in another process, where this one cannot be run yet. Raises ConfigError
         for a model that cannot have gradient checkpointing."""
-        self.model = model
+        self.model = model.eval()
         self.cache_argument = cache_argument(model)
         self.dtype = model.dtype
         """What it computes in."""
@@ -129,7 +129,7 @@ class Forward:
         trains_zero_advantage: bool = False,
     ) -> list[MicroBatch]:
         """The micro-batches of `samples`. Raises ConfigError where sharing="shared" and the model cannot share."""
-        if sharing in ("auto", "shared") and not self.traits.shares:
+        if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):
             if sharing == "shared":
                 raise ConfigError(
                     f'sharing="shared" needs a plain key-value cache, which {type(self.model).__name__} does not use '
@@ -142,7 +142,7 @@ class Forward:
             cost=self.cost,
             sharing=sharing,
             trains_zero_advantage=trains_zero_advantage,
-            join=self.traits.joins,
+            join=self.traits.joins and can_mask(self.model),
         )
 
     def aligned(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
