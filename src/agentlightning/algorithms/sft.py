@@ -139,7 +139,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     model: a policy; a directory or hub name that transformers loads; a transformers model, or `(model, tokenizer)` as
         Unsloth's `FastLanguageModel` returns them, which are trained in place; None: the trainer's.
-    dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON or Parquet file, of
+    dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON, CSV or Parquet file, of
         `{"messages": [...]}` with `tools` where tools are used, messages in the OpenAI format; or plain lists of
         messages. Trajectories may be among them: their sampled tokens are imitated. Or
         `store.get_successful_trajectories()`.
