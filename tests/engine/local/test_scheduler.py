@@ -5,12 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache
@@ -368,6 +379,52 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
     engine.submit([5, 6], SamplingParams(max_tokens=3))
     with pytest.raises(PolicyError, match="earlier checkpoint"):
         engine.step()
+
+
+def other_attention(kind: str) -> PreTrainedModel:
+    """Models that do not take what `ContinuousBatcher` gives rows of different lengths that share a pass."""
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    eos: dict[str, Any] = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": None}
+    if kind == "gpt-neo":
+        config = GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+            window_size=16, max_position_embeddings=256, **eos,
+        )  # fmt: skip
+        return GPTNeoForCausalLM(config)
+    if kind == "bloom":
+        config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, **eos)
+        config.max_position_embeddings = 256
+        return BloomForCausalLM(config)
+    if kind == "falcon-alibi":
+        return FalconForCausalLM(FalconConfig(**shape, alibi=True, max_position_embeddings=256, **eos))
+    return RobertaForCausalLM(
+        RobertaConfig(
+            **shape, intermediate_size=48, max_position_embeddings=260, is_decoder=True, **eos | {"pad_token_id": 1}
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt-neo", "bloom", "falcon-alibi", "roberta"])
+def test_a_model_whose_rows_cannot_share_a_pass_samples_them_one_by_one(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = other_attention(kind).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    engine = ContinuousBatcher(model, eos_token_ids=frozenset(), decode=decode, context_length=250)
+    assert "samples one row after the other" in caplog.text
+    prompts = [[3 + (7 * n) % 60 for n in range(length)] for length in (3, 20, 70)]
+    assert_faithful(model, answers(engine, prompts, SamplingParams(max_tokens=10, seed=1)))
+
+
+def test_models_that_can_share_a_pass_do(caplog: pytest.LogCaptureFixture) -> None:
+    for architecture in ARCHITECTURES:
+        generator(tiny_model(architecture))
+    assert "one row after the other" not in caplog.text
 
 
 EVERY = tuple(range(vocab_size(tiny_model())))
