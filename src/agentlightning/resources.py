@@ -143,7 +143,8 @@ def _formatter() -> Formatter:
     from jinja2.sandbox import SandboxedFormatter
 
     class PromptFormatter(SandboxedFormatter):
-        parse = staticmethod(f_string_fields)
+        def parse(self, format_string: str) -> Any:
+            return f_string_fields(format_string)
 
     return PromptFormatter(_sandbox())
 

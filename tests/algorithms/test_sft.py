@@ -58,21 +58,11 @@ def question(text: str, answer: str = "yes") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
 
 
-@pytest.mark.parametrize(
-    ("long", "validation", "left_out"),
-    [
-        ([0], None, {"too_long": 1}),
-        ([1, 2], None, {"too_long": 2}),
-        ([2], [0, 1], {"too_long": 1, "validation_too_long": 1}),
-    ],
-)
-def test_a_conversation_that_the_model_cannot_hold_is_dropped_and_counted(
-    chat: HFChatFormat, long: list[int], validation: list[int] | None, left_out: dict[str, int]
-) -> None:
+@pytest.mark.parametrize("long", [[0], [1, 2], [0, 1, 3], []])
+def test_a_conversation_that_the_model_cannot_hold_is_dropped_and_counted(chat: HFChatFormat, long: list[int]) -> None:
     data = [question("Is it? " * (600 if number in long else 1)) for number in range(4)]
-    measured = validation and [question("Is it? " * (600 if each else 1)) for each in validation]
-    result = SFTAlgorithm(RecordingPolicy(chat), data, validation=measured, steps=1).train()
-    assert (result.conversations, result.left_out) == (4 - len(long), left_out)
+    result = SFTAlgorithm(RecordingPolicy(chat), data, steps=1).train()
+    assert (result.conversations, result.left_out) == (4 - len(long), {"too_long": len(long)} if long else {})
 
 
 def test_nothing_that_the_model_can_hold_is_an_error_that_names_the_first(chat: HFChatFormat) -> None:

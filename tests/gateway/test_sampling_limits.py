@@ -79,7 +79,7 @@ PROMPTS = ("[-1]", "[100000]", "[2147483648]", f"[{2**70}]", "[true]", "[5, 1.5]
 
 async def test_ids_of_no_token_are_a_400(serve_tiny: Any) -> None:
     service = await serve_tiny()
-    http, url = await service.http(), f"{service.url}/v1"
+    http, url = await service.http(), f"{service.server.url}/v1"
 
     async def refused(path: str, body: str | dict[str, Any]) -> dict[str, Any]:
         text = body if isinstance(body, str) else json.dumps({"model": "scripted", "max_tokens": 1, **body})

@@ -90,9 +90,13 @@ class OutputHead:
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
         hidden: list[Tensor] = []
         layer: Any = self._model.get_output_embeddings()
+
+        def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            """What training takes: something may happen to it between decoder and output layer."""
+            hidden.append(args[0][0])
+
         try:
-            taking = layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0][0]))
-            with taking:  # What training takes: something may happen to it between decoder and output layer.
+            with layer.register_forward_pre_hook(take):
                 expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
             output = type(decoder(input_ids=ids_1C, use_cache=False))
             self.traits = HeadTraits(separable=True, linear=False, output=output)
