@@ -80,10 +80,11 @@ PROMPTS = ("[-1]", "[100000]", "[2147483648]", f"[{2**70}]", "[true]", "[5, 1.5]
 async def test_ids_of_no_token_are_a_400(serve_tiny: Any) -> None:
     service = await serve_tiny()
     http, url = await service.http(), f"{service.server.url}/v1"
+    headers = {"content-type": "application/json", "authorization": f"Bearer {service.key}"}
 
     async def refused(path: str, body: str | dict[str, Any]) -> dict[str, Any]:
         text = body if isinstance(body, str) else json.dumps({"model": "scripted", "max_tokens": 1, **body})
-        response = await http.post(url + path, content=text, headers={"content-type": "application/json"})
+        response = await http.post(url + path, content=text, headers=headers)
         assert response.status_code == 400, response.text
         return response.json()["error"]
 
@@ -93,5 +94,7 @@ async def test_ids_of_no_token_are_a_400(serve_tiny: Any) -> None:
     for field in ({"logit_bias": {"100000": 1}}, {"stop_token_ids": [100000]}, {"stop_token_ids": [-1]}):
         for path, body in (("/chat/completions", BODIES["chat"]), ("/completions", BODIES["completions"])):
             assert next(iter(field)) in (await refused(path, body | field))["message"]
-    good = await http.post(f"{url}/completions", json={"model": "scripted", "max_tokens": 1, "prompt": [5, 6]})
+    good = await http.post(
+        f"{url}/completions", json={"model": "scripted", "max_tokens": 1, "prompt": [5, 6]}, headers=headers
+    )
     assert good.status_code == 200, good.text
