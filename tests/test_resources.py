@@ -12,6 +12,7 @@ import httpx
 import pytest
 from jinja2 import UndefinedError
 
+from agentlightning.algorithms.apo.text.placeholders import placeholders
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout
@@ -67,6 +68,28 @@ class Task:
     question = "why"
 
 
+@pytest.mark.parametrize(
+    ("template", "filled"),
+    [
+        ('Answer {q} as {"city": "x"}', 'Answer Rome as {"city": "x"}'),
+        ('{"a": {"b": {q}}}', '{"a": {"b": Rome}}'),
+        ("an empty {} and {q}", "an empty {} and Rome"),
+        ("a set {1, 2} { {q:>6}", "a set {1, 2} {   Rome"),
+        ("\\boxed{42} of {q}", "\\boxed{42} of Rome"),
+        ("{{{q}}} of {{q}}", "{Rome} of {q}"),
+    ],
+)
+def test_braces_that_are_no_placeholder_are_text(template: str, filled: str) -> None:
+    prompt = PromptTemplate(template=template)
+    assert prompt.format(q="Rome") == filled
+    assert placeholders(prompt) == {"q"}
+
+
+def test_a_missing_value_is_named_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"placeholder \{answer\}, and the values are q; .* as \{\{ and \}\}"):
+        PromptTemplate(template="Reply with {answer: 42}").format(q=1)
+
+
 @pytest.mark.parametrize("engine", ["f-string", "jinja"])
 @pytest.mark.parametrize("reach", ["t.__init__.__globals__", "t.__class__", "f.__globals__"])
 def test_a_prompt_reads_what_it_is_given_and_nothing_behind_it(engine: Any, reach: str) -> None:
@@ -77,7 +100,7 @@ def test_a_prompt_reads_what_it_is_given_and_nothing_behind_it(engine: Any, reac
     blank = "{%s}" if engine == "f-string" else "{{%s}}"
     with pytest.raises(ConfigError, match="unsafe"):
         PromptTemplate(template=blank % reach, engine=engine).format(t=Task(), f=function)
-    with pytest.raises((KeyError, UndefinedError)):
+    with pytest.raises((ConfigError, UndefinedError), match="missing"):
         PromptTemplate(template=blank % "missing", engine=engine).format()
 
 

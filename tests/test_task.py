@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
 from agentlightning.task import Dataset, TaskSampler, load_dataset, overlaps, split, task_key
@@ -108,17 +110,16 @@ def test_a_saved_huggingface_dataset_is_read(tmp_path: Path) -> None:
     assert load_dataset(saved) == rows
     assert load_dataset(tmp_path / "one") == rows
     assert load_dataset(f"datasets:{tmp_path / 'two' / 'train'}") == rows
-    with pytest.raises(DatasetError, match=r"several splits \(train, test\); name one, as in .*two/train"):
-        load_dataset(tmp_path / "two")
+    assert load_dataset(tmp_path / "two") == rows
     with pytest.raises(DatasetError, match="not one written by"):
         load_dataset(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere.jsonl", "dataset not found: '.*nowhere.jsonl'"), ("t.csv", r"not from '\.csv'")]
+    ("name", "message"), [("nowhere.jsonl", "dataset not found: '.*nowhere.jsonl'"), ("t.xlsx", r"not from '\.xlsx'")]
 )
 def test_a_path_that_cannot_be_read_says_why(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "t.csv").write_text("a,b")
+    (tmp_path / "t.xlsx").write_text("a,b")
     with pytest.raises(DatasetError, match=message):
         load_dataset(tmp_path / name)
 
@@ -264,3 +265,79 @@ def test_datasets_that_share_tasks_are_named_with_their_rows():
     many = overlaps({"train": list(range(20)), "test": list(range(20))})[0]
     assert str(many).endswith("8 (= 8) and 12 more")
     assert overlaps({"train": [1], "test": [2]}) == []
+
+
+# -- what users bring ------------------------------------------------------------------------------------------------
+
+LARGE = 2**70
+
+
+class Model(BaseModel):
+    q: str
+    n: int = LARGE
+
+
+@dataclass
+class Record:
+    q: str
+    n: int = LARGE
+    inner: Model | None = None
+
+
+class DatasetDict(dict[str, Any]):
+    """As `datasets.DatasetDict`, which is known by its package."""
+
+
+DatasetDict.__module__ = "datasets.dataset_dict"
+
+
+@pytest.mark.parametrize("value", [LARGE, -LARGE, 2**64, -(2**63) - 1, 10**300])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.json"])
+def test_an_integer_of_any_size_is_read_as_it_is(tmp_path: Path, name: str, value: int) -> None:
+    task = {"answer": value, "nested": [{"deep": value}]}
+    text = json.dumps(task if name.endswith("l") else [task])
+    (tmp_path / name).write_text(text)
+    assert load_dataset(tmp_path / name) == load_dataset([task]) == [task]
+    assert task_key(task) != task_key({"answer": value + 1, "nested": [{"deep": value}]})
+
+
+def test_models_and_dataclasses_are_tasks() -> None:
+    assert load_dataset([Model(q="a")]) == [{"q": "a", "n": LARGE}]
+    assert load_dataset((Record("a", inner=Model(q="b", n=1)),)) == [
+        {"q": "a", "n": LARGE, "inner": {"q": "b", "n": 1}}
+    ]
+    with pytest.raises(DatasetError, match="task 1 cannot be written as JSON"):
+        load_dataset([{"f": print}])
+
+
+def test_a_csv_file_has_a_task_in_each_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('\ufeffq,answer\n"a, ""b""\nc",1\nd,\n', encoding="utf-8")
+    assert load_dataset(path) == [{"q": 'a, "b"\nc', "answer": "1"}, {"q": "d", "answer": ""}]
+    for content, words in (
+        ("q,answer\na\n", "line 2"),
+        ("q\na,b\n", "line 2"),
+        ('q\n"a\n', "CSV"),
+        ("q\n", "no tasks"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DatasetError, match=words):
+            load_dataset(path)
+
+
+def test_of_several_splits_train_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_dataset(DatasetDict(test=[{"a": 2}])) == [{"a": 2}]
+    assert load_dataset(DatasetDict(train=[{"a": 1}], test=[{"a": 2}])) == [{"a": 1}]
+    assert "holds the splits train, test; train is taken" in caplog.text
+    with pytest.raises(DatasetError, match=r"several splits \(a, b\)"):
+        load_dataset(DatasetDict(a=[{"a": 1}], b=[{"a": 2}]))
+
+
+def test_columns_give_a_row_no_fields_of_other_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls = [{"expression": "6 * 7"}, {"city": "Rome", "days": [{"from": 1}, {"to": 2}]}, {}]
+    rows = [{"q": str(n), "note": None, "tools": [{"name": "t", "arguments": c}]} for n, c in enumerate(calls)]
+    rows[0]["note"] = "of a column"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    assert load_dataset(tmp_path / "t.parquet") == rows
+    assert load_dataset(DatasetDict(train=pyarrow.Table.from_pylist(rows).to_pylist())) == rows
+    assert "nulls within its values are left out (city, days, expression, from, to)" in caplog.text

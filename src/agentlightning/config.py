@@ -34,7 +34,7 @@ class DataConfig(Section):
     """
 
     train: str | None = None
-    """Tasks to learn from: a JSONL, JSON or Parquet file, a saved `datasets` directory, or the address of an
+    """Tasks to learn from: a JSONL, JSON, CSV or Parquet file, a saved `datasets` directory, or the address of an
     environment, as in reasoning_gym:chain_sum?size=500&seed=1."""
     validation: str | None = None
     """Tasks that choose the best checkpoint; without a file, a share of the training tasks."""

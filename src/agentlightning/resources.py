@@ -5,15 +5,18 @@ An algorithm publishes a new version with `store.add_resources`; later rollouts 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import cache
+from string import Formatter
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.util.templates import TemplateLimitError, format_string, render
+from agentlightning.util.templates import TemplateLimitError, check_length, render, sandbox
 
 
 class LLM(BaseModel):
@@ -89,20 +92,59 @@ class PromptTemplate(BaseModel):
     template: str
     """The text."""
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
-    """How placeholders are written: f-string, {word}; jinja, {{ word }}; plain, there are none."""
+    """How placeholders are written: f-string, {word}, where a text with other braces (JSON) keeps those; jinja,
+    {{ word }}; plain, there are none."""
 
     def format(self, **values: Any) -> str:
-        """Fill in the placeholders. Raises KeyError or jinja2.UndefinedError for a missing value, and ConfigError for a
-        placeholder that accesses private attributes (`{task.__class__}`), changes a value, or does not end: prompts may
-        be written by a model, and are not trusted. They see copies of the values."""
+        """Fill in the placeholders. Raises ConfigError (f-string) or jinja2.UndefinedError for a missing value, and
+        ConfigError for a placeholder that accesses private attributes (`{task.__class__}`), changes a value, or does
+        not end: prompts may be written by a model, and are not trusted. They see copies of the values."""
         if self.engine == "plain":
             return self.template
         from jinja2.exceptions import SecurityError
 
         try:
-            return (format_string if self.engine == "f-string" else render)(self.template, values)
+            if self.engine == "f-string":
+                return check_length(_formatter().vformat(self.template, (), values))
+            return render(self.template, values)
         except (SecurityError, TemplateLimitError, RecursionError) as error:
             raise ConfigError(f"the prompt template {self.template[:80]!r} is not allowed: {error}") from error
+        except KeyError as error:
+            raise ConfigError(
+                f"the prompt template {self.template[:80]!r} has the placeholder {{{error.args[0]}}}, and the values "
+                f"are {', '.join(values) or 'none'}; give it one, or write braces that are text as {{{{ and }}}}"
+            ) from error
+
+
+_PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+|\[[^][{}]+\])*)(?:!([rsa]))?(?::([^{}]*))?\}")
+
+
+def f_string_fields(text: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    """The fields of a text as `string.Formatter.parse` gives them. Where its braces are not all those of an f-string,
+    only {word} is a field, and every other brace is text."""
+    try:
+        fields = list(Formatter().parse(text))
+        if all(name is None or name[:1].isidentifier() for _, name, _, _ in fields):
+            return fields
+    except ValueError:  # A single brace.
+        pass
+    found: list[tuple[str, str | None, str | None, str | None]] = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(text):
+        found.append((text[end : match.start()], match[1], match[3] or "", match[2]))
+        end = match.end()
+    return [*found, (text[end:], None, None, None)]
+
+
+@cache
+def _formatter() -> Formatter:
+    from jinja2.sandbox import SandboxedFormatter
+
+    class PromptFormatter(SandboxedFormatter):
+        def parse(self, format_string: str) -> Any:
+            return f_string_fields(format_string)
+
+    return PromptFormatter(sandbox())
 
 
 Resource = Annotated[LLM | ProxyLLM | PromptTemplate, Field(discriminator="resource_type")]

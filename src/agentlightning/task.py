@@ -1,4 +1,4 @@
-"""Tasks: loading them from lists, JSONL, JSON, Parquet and Hugging Face `datasets`; splits and sampling.
+"""Tasks: loading them from lists, JSONL, JSON, CSV, Parquet and Hugging Face `datasets`; splits and sampling.
 
 A task is one input of an agent: any JSON value. Tasks are converted to plain JSON data when loaded, so that they are
 the same before and after they have passed through the store. Nothing is downloaded.
@@ -6,11 +6,13 @@ the same before and after they have passed through the store. Nothing is downloa
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 import orjson
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
+from agentlightning.util.json_values import dumps, loads
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -79,10 +84,12 @@ class Dataset(Protocol[T_co]):
 def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
     """Load tasks from a list, any object with a length and indexed items, or a file, as plain JSON data.
 
-    The suffix determines the format of a file: `.jsonl` (one JSON value per line, empty lines are skipped), `.json`
-    (an array), `.parquet` (one task per row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face
-    `datasets`. `KIND:NAME?size=500&seed=1` with a kind of ENVIRONMENTS is that many tasks of an environment. Raises
-    DatasetError with the file and line of the problem, or if there are no tasks.
+    Items may be pydantic models and dataclasses. The suffix determines the format of a file: `.jsonl` (one JSON value
+    per line, empty lines are skipped), `.json` (an array), `.csv` (a header, then one task per row; values are text),
+    `.parquet` (one task per row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face `datasets`; of
+    several splits, `train` is taken. In rows of Parquet and `datasets`, a null within a value is left out: columns give
+    one to each row that lacks a field of another. `KIND:NAME?size=500&seed=1` with a kind of ENVIRONMENTS is that many
+    tasks of an environment. Raises DatasetError with the file and line of the problem, or if there are no tasks.
     """
     if isinstance(spec, str | Path):
         tasks, where = _load_path(str(spec)), str(spec)
@@ -101,7 +108,7 @@ def _load_path(spec: str) -> list[Any]:
     if not path.exists():
         raise DatasetError(f"dataset not found: {str(path)!r}; pass the path of an existing file")
     if spec.startswith(SAVED_DATASET) or path.is_dir():
-        return _plain(_saved_dataset(path), str(path))
+        return _plain(_rows(_saved_dataset(path), str(path)), str(path))
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DatasetError(
@@ -118,6 +125,8 @@ def _load_environment(address: str) -> list[Any]:
 
 
 def _items(spec: Sequence[Any] | Dataset[Any]) -> Iterable[Any]:
+    if type(spec).__module__.partition(".")[0] == "datasets":
+        return _rows(spec, f"the given {type(spec).__name__}")
     if isinstance(spec, dict):
         raise DatasetError("a dict is one task; put it into a list")
     if type(spec).__module__.partition(".")[0] == "pandas":
@@ -136,12 +145,61 @@ def _plain(tasks: Iterable[Any], where: str) -> list[Any]:
     plain: list[Any] = []
     for number, task in enumerate(tasks, 1):
         try:
-            plain.append(orjson.loads(orjson.dumps(task, option=orjson.OPT_SERIALIZE_NUMPY)))
+            plain.append(loads(dumps(task, _fields, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS)))
         except TypeError as error:
             raise DatasetError(
                 f"{where}, task {number} cannot be written as JSON: {error}; use plain values"
             ) from error
     return plain
+
+
+def _fields(value: Any) -> Any:
+    """The fields of a pydantic model or a dataclass."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def _rows(dataset: Any, where: str) -> list[Any]:
+    """The rows of a Hugging Face dataset, or of a table, without the nulls that its columns gave them."""
+    if isinstance(dataset, dict):
+        splits = cast("dict[str, Any]", dataset)
+        if len(splits) > 1 and "train" not in splits:
+            names = ", ".join(splits)
+            raise DatasetError(f"{where} holds several splits ({names}); name one, as in {where}/{next(iter(splits))}")
+        if len(splits) > 1:
+            logger.warning("%s holds the splits %s; train is taken", where, ", ".join(splits))
+        dataset = splits.get("train") if len(splits) > 1 else next(iter(splits.values()), [])
+    left_out: list[str] = []
+    rows = [{name: _without_nulls(value, left_out) for name, value in row.items()} for row in dataset]
+    if left_out:
+        names = ", ".join(sorted(set(left_out))[:SHOWN_ROWS])
+        logger.warning("%s: %d nulls within its values are left out (%s)", where, len(left_out), names)
+    return rows
+
+
+def _without_nulls(value: Any, left_out: list[str]) -> Any:
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        left_out += [name for name, each in items if each is None]
+        return {name: _without_nulls(each, left_out) for name, each in items if each is not None}
+    return [_without_nulls(each, left_out) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _csv(path: Path) -> list[Any]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            rows = [(reader.line_num, row) for row in reader]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DatasetError(f"{path}, line {reader.line_num + 1} is not CSV in UTF-8: {error}") from error
+    for line, row in rows:
+        if None in row or None in row.values():
+            raise DatasetError(f"{path}, line {line} has another number of values than the header; quote commas")
+    return [row for _, row in rows]
 
 
 def _jsonl(path: Path) -> list[Any]:
@@ -173,7 +231,7 @@ def _json_value(content: bytes, where: str, remedy: str) -> Any:
             f"{where} is not UTF-8: byte {content[error.start]:#04x} in {shown!r}; save it as UTF-8"
         ) from error
     try:
-        return orjson.loads(text)
+        return loads(text)
     except orjson.JSONDecodeError as error:
         shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
         raise DatasetError(f"{where} is not JSON ({error.msg}, column {error.colno}): {shown!r}; {remedy}") from error
@@ -189,7 +247,7 @@ def _parquet(path: Path) -> list[Any]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise DatasetError(f"{path} is not a Parquet file: {error}") from error
-    return _plain(rows, str(path))
+    return _plain(_rows(rows, str(path)), str(path))
 
 
 def _saved_dataset(path: Path) -> Iterable[Any]:
@@ -201,9 +259,6 @@ def _saved_dataset(path: Path) -> Iterable[Any]:
         found: Any = datasets.load_from_disk(str(path))
     except FileNotFoundError as error:
         raise DatasetError(f"{path} is a directory, but not one written by datasets' save_to_disk") from error
-    if isinstance(found, dict):
-        names = ", ".join(map(str, found))
-        raise DatasetError(f"{path} holds several splits ({names}); name one, as in {path / next(iter(found))}")
     return found
 
 
@@ -211,6 +266,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json_array,
+    ".csv": _csv,
     ".parquet": _parquet,
 }
 
@@ -220,7 +276,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 def task_key(task: Any) -> str:
     """Digest of a task's content (32 hexadecimal digits), independent of the order of keys."""
-    canonical = orjson.dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    canonical = dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     return hashlib.sha256(canonical).hexdigest()[:32]
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import orjson
 
 from agentlightning.errors import PolicyError
+from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.kept_sets import KeptSets
 
 if TYPE_CHECKING:
@@ -171,14 +172,14 @@ def _without_ids(value: Any) -> Any:
 def _parsed(text: str) -> Any:
     """JSON, with the NaN and the lone surrogates that the standard library accepts."""
     try:
-        return orjson.loads(text)
+        return loads(text)
     except ValueError:
         return json.loads(text)
 
 
 def _digest(value: Any) -> str:
     try:
-        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        text = dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # A lone surrogate, or an integer of more than 64 bits.
         text = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()

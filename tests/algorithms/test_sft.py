@@ -58,6 +58,18 @@ def question(text: str, answer: str = "yes") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
 
 
+@pytest.mark.parametrize("long", [[0], [1, 2], [0, 1, 3], []])
+def test_a_conversation_that_the_model_cannot_hold_is_dropped_and_counted(chat: HFChatFormat, long: list[int]) -> None:
+    data = [question("Is it? " * (600 if number in long else 1)) for number in range(4)]
+    result = SFTAlgorithm(RecordingPolicy(chat), data, steps=1).train()
+    assert (result.conversations, result.left_out) == (4 - len(long), {"too_long": len(long)} if long else {})
+
+
+def test_nothing_that_the_model_can_hold_is_an_error_that_names_the_first(chat: HFChatFormat) -> None:
+    with pytest.raises(DatasetError, match=r"none of 2 .* conversation 1 has \d+ tokens, the model holds 512"):
+        SFTAlgorithm(RecordingPolicy(chat), [question("Is it? " * 600)] * 2, steps=1).train()
+
+
 def test_only_what_the_assistant_wrote_is_trained_with_its_end_of_turn(chat: HFChatFormat) -> None:
     demonstration = demonstrations(1)[0]
     sample = to_sample(to_trajectories([demonstration], chat, 512))

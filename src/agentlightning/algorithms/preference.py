@@ -118,7 +118,7 @@ class DPOSettings(TypedDict, total=False):
 class DPO(Algorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
-    data: in place of sessions: a JSONL, JSON or Parquet file, a list or a Hugging Face dataset of `{"prompt": ...,
+    data: in place of sessions: a JSONL, JSON, CSV or Parquet file, a list or a Hugging Face dataset of `{"prompt": ...,
         "chosen": ..., "rejected": ...}`, messages or texts, with `tools` where tools are used: the format of TRL, and
         of `agl export --to dpo-jsonl`.
     settings: the fields of `DPOConfig`, over those of `config`. Raises ConfigError for settings that cannot work.

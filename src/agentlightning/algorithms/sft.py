@@ -144,7 +144,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     model: a policy; a directory or hub name that transformers loads; a transformers model, or `(model, tokenizer)` as
         Unsloth's `FastLanguageModel` returns them, which are trained in place; None: the trainer's.
-    dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON or Parquet file, of
+    dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON, CSV or Parquet file, of
         `{"messages": [...]}` with `tools` where tools are used, messages in the OpenAI format; or plain lists of
         messages. Trajectories may be among them: their sampled tokens are imitated. Or
         `store.get_successful_trajectories()`.
@@ -255,7 +255,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             to_examples, target=target, chat=learner.chat, context_length=learner.context_length, notes=notes
         )
         examples, left_out = await asyncio.to_thread(into, found.training)
-        held_back, _ = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
+        held_back, unmeasured = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
+        left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
         validation = Validation([token_tree([each]) for each in held_back], learner)
         losses: list[float] = []
         tokens = 0

@@ -19,9 +19,8 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.chat.base import Message
+from agentlightning.util.json_values import dumps
 
 Encode = Callable[[str], list[int]]
 
@@ -64,7 +63,7 @@ class TokenEscaper:
 
     def _may_contain_marker(self, value: Any) -> bool:
         try:
-            data = orjson.dumps(value)
+            data = dumps(value)
         except TypeError:  # Lone surrogates, say.
             return True
         return any(prefix.encode() in data for prefix in self._prefixes)

@@ -11,7 +11,7 @@ Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name,
 Reward = Annotated[
     str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
 ]
-Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON or Parquet file, or an environment.")]
+Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")]
 Environment = Annotated[
     str | None,
     typer.Option("--env", help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),

@@ -25,6 +25,7 @@ from agentlightning.errors import (
     ResumeError,
     ServerError,
 )
+from agentlightning.util.json_values import dumps
 
 INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
 EXTRAS: Final = {
@@ -50,14 +51,14 @@ class Output:
 
     def finish(self, record: dict[str, Any], text: Callable[[Console], None]) -> None:
         if self.as_json:
-            sys.stdout.write(orjson.dumps(record).decode() + "\n")
+            sys.stdout.write(dumps(record).decode() + "\n")
         else:
             text(self.console)
 
     def fail(self, kind: str, message: str, status: int) -> typer.Exit:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", markup=False)
         if self.as_json:
-            sys.stdout.write(orjson.dumps({"error": {"type": kind, "message": message}}).decode() + "\n")
+            sys.stdout.write(dumps({"error": {"type": kind, "message": message}}).decode() + "\n")
         return typer.Exit(status)
 
 

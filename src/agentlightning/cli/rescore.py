@@ -12,6 +12,7 @@ import typer
 from agentlightning.cli import store as stores
 from agentlightning.cli.options import Json, Reward, Store, Token
 from agentlightning.cli.output import Output
+from agentlightning.util.json_values import loads
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def _task(text: str | None) -> Any:
     from agentlightning.errors import ConfigError
 
     try:
-        return None if text is None else orjson.loads(text)
+        return None if text is None else loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"--task {text!r} is not JSON ({error}); for text, write --task '\"...\"'") from error
 

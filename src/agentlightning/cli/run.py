@@ -35,6 +35,7 @@ from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, ConfigError
+from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
@@ -170,7 +171,7 @@ def _task(text: str | None, file: Path | None) -> Any:
     if text is None:
         return None
     try:
-        return orjson.loads(text)
+        return loads(text)
     except orjson.JSONDecodeError:
         return text
 
@@ -363,7 +364,7 @@ async def _record_reward(
             return AgentError(str(failure))
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
             return AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}")
-    event = orjson.dumps({"event_type": "reward", "data": {"value": value}})
+    event = dumps({"event_type": "reward", "data": {"value": value}})
     await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
     return None
 
@@ -383,7 +384,7 @@ def _environment(
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
     if options.task is not None:
-        environment["AGL_TASK"] = orjson.dumps(options.task).decode()
+        environment["AGL_TASK"] = dumps(options.task).decode()
     return environment
 
 

@@ -5,25 +5,28 @@ The gateway needs only `Engine`. Text, templates and tool calls are the business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.errors import ContextLengthError, PolicyError
+from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.util.kept_sets import KeptSets
 
 __all__ = [
     "DISTRIBUTION_PARAMS",
+    "RANGES",
     "TERMINATION_PARAMS",
     "ConstraintKind",
     "Engine",
     "EngineUnavailableError",
     "FinishReason",
     "OnTokens",
+    "PromptTokensError",
     "Sample",
     "SamplingParams",
     "TopLogprobs",
+    "out_of_range",
     "room_for_answer",
 ]
 
@@ -48,6 +51,34 @@ DISTRIBUTION_PARAMS: Final = (
 supports them, and no loss can correct for them."""
 TERMINATION_PARAMS: Final = ("stop_token_ids", "ignore_eos")
 """Fields that decide when an answer ends. Not every engine supports them."""
+
+_MOST: Final = 2**31 - 1
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, _MOST),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "logit_bias": (-100.0, 100.0),
+    "max_tokens": (1, _MOST),
+    "min_tokens": (0, _MOST),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""The lowest and highest value of numeric fields of `SamplingParams`; whole numbers where the bounds are. Within them
+float32 holds what becomes of a logit, so that finite logits give a distribution."""
+
+
+def out_of_range(name: str, value: object) -> str | None:
+    """What to use in place of a value that is not in RANGES; None for one that is."""
+    low, high = RANGES[name]
+    whole, open_low = isinstance(low, int), name == "top_p"
+    kinds = int if whole else (int, float)
+    if isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high and (value or not open_low):
+        return None
+    bounds = f"{low} to {high}" if whole else f"{low:g} to {high:g}"
+    return f"use a {'whole ' if whole else ''}number {'above' if open_low else 'from'} {bounds}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +174,10 @@ class Sample:
     kept_sets: KeptSets | None = None
     """The tokens that top_k and top_p kept at the position of each; None where they were not requested, or one has more
     than the engine records."""
+
+
+class PromptTokensError(ConfigError):
+    """A prompt has ids of tokens that the model does not have."""
 
 
 class EngineUnavailableError(PolicyError):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.json_values import dumps
 
 VERSION = 1
 Members: TypeAlias = dict[str, dict[str, tuple[int, ...]]]
@@ -39,7 +39,7 @@ def write_record(path: Path, fields: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_bytes(orjson.dumps(record) + b"\n")
+        unfinished.write_bytes(dumps(record) + b"\n")
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(f"the evaluation cannot be written to {path}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentlightning.engine.base import EngineUnavailableError
+from agentlightning.engine.base import EngineUnavailableError, PromptTokensError
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
@@ -79,7 +79,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), code="context_length_exceeded", param="messages")
     if isinstance(error, ConfigError):
-        return ApiError(400, str(error), param="messages")
+        return ApiError(400, str(error), param="prompt" if isinstance(error, PromptTokensError) else "messages")
     if isinstance(error, STORE_UNAVAILABLE):
         return ApiError(503, f"the answer could not be recorded: {error}", code="store_unavailable")
     if isinstance(error, StoreError):

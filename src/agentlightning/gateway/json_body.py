@@ -12,6 +12,8 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
+from agentlightning.util.json_values import loads
+
 MAX_CHUNK_BYTES: Final = 256 * 1024
 """Largest part that is parsed at once."""
 
@@ -22,7 +24,7 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 def parse(body: bytes) -> Any:
     """Raises orjson.JSONDecodeError."""
     if len(body) <= MAX_CHUNK_BYTES:
-        return orjson.loads(body)
+        return loads(body)
     try:
         return _parse(memoryview(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # UnicodeDecodeError: of a key
@@ -40,11 +42,11 @@ def parse_object(body: bytes) -> dict[str, Any] | None:
 
 def _parse(data: memoryview) -> Any:
     if len(data) <= MAX_CHUNK_BYTES:
-        return orjson.loads(data)
+        return loads(data)
     match bytes(data[:64]).lstrip()[:1]:
         case b"{":
             return {name: _parse(memoryview(value)) for name, value in _object.decode(data).items()}
         case b"[":
             return [_parse(memoryview(value)) for value in _array.decode(data)]
         case _:
-            return orjson.loads(data)
+            return loads(data)

@@ -24,6 +24,7 @@ from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
 from agentlightning.util.api_key import api_key
+from agentlightning.util.json_values import dumps, loads
 
 _MARKS: Final = {"superseded": names.SUPERSEDED, "late": names.LATE}
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
@@ -65,8 +66,8 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
 def read_event(body: bytes, rollout_id: str, attempt_id: str) -> Span:
     """The span for a posted event. Raises EventError, or RewardError if the reward is invalid."""
     try:
-        event = orjson.loads(body)
-        orjson.dumps(event)  # deeply nested JSON can be parsed, but not written
+        event = loads(body)
+        dumps(event)  # deeply nested JSON can be parsed, but not written
     except orjson.JSONDecodeError as error:
         raise EventError(f"the event is not JSON ({error}); NaN and Infinity are not JSON either") from None
     except orjson.JSONEncodeError as error:
@@ -87,7 +88,7 @@ def _name_and_attributes(kind: str, data: Any) -> tuple[str, dict[str, Any]]:
     if kind != "message":
         return kind, attributes
     body = attributes.get("message", attributes.get("content", attributes.get("body")))
-    text = body if isinstance(body, str) else orjson.dumps(data).decode()
+    text = body if isinstance(body, str) else dumps(data).decode()
     return names.MESSAGE, attributes | {names.MESSAGE_BODY: text}
 
 
@@ -100,7 +101,7 @@ def _reward(value: Any) -> dict[str, Any]:
 def _checked(name: str, value: Any) -> float:
     reward = None if isinstance(value, bool) else usable_reward(value)
     if reward is None:
-        shown = orjson.dumps(value).decode()[:80]
+        shown = dumps(value).decode()[:80]
         raise RewardError(
             f"the reward {name}={shown} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; send one, or no reward"
         )
@@ -129,4 +130,4 @@ def _error_response(error: AgentLightningError) -> Response:
 
 
 def _json_response(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(dumps(content), media_type="application/json")

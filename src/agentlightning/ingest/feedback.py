@@ -25,6 +25,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH, encode
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 from agentlightning.store.http.server.asgi import authorize
+from agentlightning.util.json_values import loads
 
 MAX_BYTES: Final = 64 * 1024
 FIELDS: Final = frozenset({"score", "label", "comment", "source"})
@@ -87,7 +88,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
 def read_feedback(body: bytes) -> tuple[Feedback, str | None]:
     """The feedback in a JSON body, and its source. Raises RequestError, ConfigError or RewardError."""
     try:
-        given: Any = orjson.loads(body)
+        given: Any = loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the feedback is not JSON ({error})") from None
     if not isinstance(given, dict):

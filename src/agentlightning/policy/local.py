@@ -33,6 +33,7 @@ from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import write_adapter
+from agentlightning.models.refusal import refusing
 from agentlightning.policy.adapters.checkpoint import with_adapters_of
 from agentlightning.policy.adapters.views import AgentViews
 from agentlightning.policy.base import Columns, ScoreColumn
@@ -101,7 +102,8 @@ class LocalPolicy:
                 f"the tokenizer of {config.model} knows {len(tokenizer)} tokens, its model only {vocab_size(model)}; "
                 "they belong to different models"
             )
-        policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
+        with refusing(model):
+            policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
         if adapters is not None:
             policy._weights.read_weights(adapters)()
             policy._reads_adapters = True

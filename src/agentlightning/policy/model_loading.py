@@ -51,6 +51,11 @@ def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreT
             f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
             "directory written by save_pretrained, or a name on the hub that this machine can reach"
         ) from error
+    text: Any = model.config.get_text_config(decoder=True)
+    if getattr(
+        text, "output_router_logits", False
+    ):  # For a loss that is not computed here, from a mask of another kind.
+        text.output_router_logits = False
     return tokenizer, model
 
 

@@ -43,6 +43,7 @@ from agentlightning.tracing.scope import Lifetime, Scope, current_scope, enter_s
 from agentlightning.tracing.status import counters
 from agentlightning.tracing.tracer import record
 from agentlightning.tracing.values import json_text
+from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bits
 
 P = ParamSpec("P")
@@ -312,9 +313,9 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     try:
-        return orjson.loads(orjson.dumps(value))
+        return loads(dumps(value))
     except (orjson.JSONEncodeError, RecursionError):
-        return orjson.loads(json_text(value).encode(errors="replace"))
+        return loads(json_text(value).encode(errors="replace"))
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import orjson
 from agentlightning.errors import MissingRewardError, RewardServiceError
 from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
 from agentlightning.trajectory import Reward
+from agentlightning.util.json_values import dumps, loads
 
 Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
 
@@ -76,7 +77,7 @@ class RemoteReward(Portable):
 
     async def __call__(self, task: Any, output: Any, rollout: Any = None) -> Reward:
         item = {"task": task, "output": output}
-        key = hashlib.blake2b(orjson.dumps(item, default=repr, option=_ANY), digest_size=16).digest()
+        key = hashlib.blake2b(dumps(item, default=repr, option=_ANY), digest_size=16).digest()
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
@@ -135,7 +136,7 @@ class RemoteReward(Portable):
                 answer.set_result(reward)
 
     async def _rewards(self, items: list[dict[str, Any]]) -> list[Any]:
-        body = orjson.loads(orjson.dumps({"items": items}, default=repr, option=_ANY))
+        body = loads(dumps({"items": items}, default=repr, option=_ANY))
         found = await post_json(
             self.url,
             body,

@@ -23,9 +23,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.errors import AgentError, ConfigError
+from agentlightning.util.json_values import dumps
 
 _current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
 """The overlay of the current attempt; a value of None marks a deleted variable."""
@@ -110,7 +109,7 @@ def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+    return value if isinstance(value, str) else dumps(value, default=repr).decode()
 
 
 MAX_VARIABLE_BYTES = 100_000

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, ROLLOUT_TRANSITIONS
+from agentlightning.util.json_values import dumps
 
 MAX_TEXT: Final = 512
 NO_LIMIT: Final = 2**62
@@ -26,7 +25,7 @@ _url_part = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 def to_json(value: Any, what: str) -> str:
     """`value` as JSON; `what` names it in the error. Refuses NaN and infinity, which orjson writes as null."""
     try:
-        text = orjson.dumps(value).decode()
+        text = dumps(value).decode()
     except TypeError as error:
         raise ConfigError(
             f"{what} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"

@@ -21,6 +21,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.span import SpanEvent
 from agentlightning.tracing import genai_messages
+from agentlightning.util.json_values import dumps, loads
 
 TOOL_DESCRIPTION: Final = "gen_ai.tool.description"
 TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
@@ -267,7 +268,7 @@ def _finite(value: Any) -> float | None:
 def parsed(text: Any) -> Any:
     """The value of a JSON text; None if it is invalid."""
     try:
-        return orjson.loads(text)
+        return loads(text)
     except (orjson.JSONDecodeError, TypeError):
         return None
 
@@ -352,7 +353,7 @@ def _write_json(key: str, attributes: Attributes) -> None:
 def _put_json(target: str, value: Any, attributes: Attributes) -> None:
     """Set an attribute to JSON text; values nested too deeply are skipped."""
     with suppress(orjson.JSONEncodeError):
-        attributes[target] = orjson.dumps(value, default=str).decode()
+        attributes[target] = dumps(value, default=str).decode()
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------

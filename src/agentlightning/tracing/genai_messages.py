@@ -11,6 +11,8 @@ from typing import Any, Final, cast
 
 import orjson
 
+from agentlightning.util.json_values import loads
+
 Message = dict[str, Any]
 
 WRAPPERS: Final = ("message", "prompt", "completion", "message_content", "tool")
@@ -195,6 +197,6 @@ def parse_json(value: Any) -> Any:
     if not isinstance(value, str) or value[:1] not in ("{", "["):
         return value
     try:
-        return orjson.loads(value)
+        return loads(value)
     except orjson.JSONDecodeError:
         return value

@@ -38,14 +38,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     except Exception as error:
         raise ConfigError(f"the values of a Jinja prompt cannot be copied ({error}); give it plain data") from error
     with bounded():
-        return check_length(_sandbox().from_string(template).render(**own))
-
-
-def format_string(template: str, values: Mapping[str, Any]) -> str:
-    """Fill in an f-string template, without access to private attributes."""
-    from jinja2.sandbox import SandboxedFormatter
-
-    return check_length(SandboxedFormatter(_sandbox()).vformat(template, (), values))
+        return check_length(sandbox().from_string(template).render(**own))
 
 
 def check_length(text: str) -> str:
@@ -76,7 +69,8 @@ def bounded() -> Generator[None]:
 
 
 @cache
-def _sandbox() -> Any:
+def sandbox() -> Any:
+    """The environment in which templates are rendered."""
     from jinja2.exceptions import SecurityError
     from jinja2.runtime import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -5,16 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local import cascade_attention, kv_cache
-from agentlightning.engine.local.kv_cache import probe_layout
+from agentlightning.engine.local.kv_cache import probe_layout, vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.models import Architecture, model_tokenizer, tiny_model
@@ -370,18 +381,110 @@ def test_weights_that_are_not_finite_are_reported_with_the_way_out() -> None:
         engine.step()
 
 
+def other_attention(kind: str) -> PreTrainedModel:
+    """Models that do not take what `ContinuousBatcher` gives rows of different lengths that share a pass."""
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    eos: dict[str, Any] = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": None}
+    if kind == "gpt-neo":
+        config = GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+            window_size=16, max_position_embeddings=256, **eos,
+        )  # fmt: skip
+        return GPTNeoForCausalLM(config)
+    if kind == "bloom":
+        config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, **eos)
+        config.max_position_embeddings = 256
+        return BloomForCausalLM(config)
+    if kind == "falcon-alibi":
+        return FalconForCausalLM(FalconConfig(**shape, alibi=True, max_position_embeddings=256, **eos))
+    return RobertaForCausalLM(
+        RobertaConfig(
+            **shape, intermediate_size=48, max_position_embeddings=260, is_decoder=True, **eos | {"pad_token_id": 1}
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt-neo", "bloom", "falcon-alibi", "roberta"])
+def test_a_model_whose_rows_cannot_share_a_pass_samples_them_one_by_one(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = other_attention(kind).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    engine = ContinuousBatcher(model, eos_token_ids=frozenset(), decode=decode, context_length=250)
+    assert "samples one row after the other" in caplog.text
+    prompts = [[3 + (7 * n) % 60 for n in range(length)] for length in (3, 20, 70)]
+    assert_faithful(model, answers(engine, prompts, SamplingParams(max_tokens=10, seed=1)))
+
+
+def test_models_that_can_share_a_pass_do(caplog: pytest.LogCaptureFixture) -> None:
+    for architecture in ARCHITECTURES:
+        generator(tiny_model(architecture))
+    assert "one row after the other" not in caplog.text
+
+
+EVERY = tuple(range(vocab_size(tiny_model())))
+GOOD = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+
+
+def finished(engine: ContinuousBatcher, *requests: Request) -> list[list[int]]:
+    while not all(request.done for request in requests):
+        engine.step()
+    return [request.sampled for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(max_tokens=3, min_tokens=1, stop_token_ids=EVERY), "min_tokens, stop_token_ids"),
+        (SamplingParams(max_tokens=3, min_tokens=2, stop_token_ids=EVERY, top_p=0.5), "top_p, min_tokens"),
+        (SamplingParams(max_tokens=3, min_tokens=1, stop_token_ids=EVERY, temperature=0), "temperature, min_tokens"),
+    ],
+)
+def test_a_row_without_a_token_to_sample_fails_alone_and_names_its_parameters(
+    params: SamplingParams, words: str
+) -> None:
+    (expected,) = finished(engine := generator(tiny_model()), engine.submit([5, 6, 7], GOOD))
+    first, bad, last = (engine.submit([5, 6, 7], each) for each in (GOOD, params, GOOD))
+    assert finished(engine, first, bad, last) == [expected, [], expected]
+    assert isinstance(bad.error, ConfigError)
+    assert words in str(bad.error)
+
+
+def test_a_prompt_for_which_the_model_gives_no_number_fails_alone() -> None:
+    model = tiny_model()
+    (expected,) = finished(engine := generator(model), engine.submit([5, 6, 7], GOOD))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = float("nan")
+    first, bad, last = (engine.submit(prompt, GOOD) for prompt in ([5, 6, 7], [33, 5], [5, 6, 7]))
+    assert finished(engine, first, bad, last) == [expected, [], expected]
+    assert isinstance(bad.error, PolicyError)
+    assert finished(engine, engine.submit([5, 6, 7], GOOD)) == [expected], "its slot holds nothing of it"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "words"),
     [
         ([], SamplingParams(), PolicyError, "no tokens"),
         ([1] * 256, SamplingParams(), ContextLengthError, "256 tokens"),
-        ([1, 9999], SamplingParams(), PolicyError, "9999"),
-        ([1, -1], SamplingParams(), PolicyError, "-1"),
+        ([1, 9999], SamplingParams(), ConfigError, "9999"),
+        ([1, -1], SamplingParams(), ConfigError, "-1"),
+        ([1, 2**70], SamplingParams(), ConfigError, "knows 0 to"),
         ([1], SamplingParams(temperature=-1.0), ConfigError, "temperature=-1"),
         ([1], SamplingParams(temperature=float("nan")), ConfigError, "temperature=nan"),
         ([1], SamplingParams(top_p=0.0), ConfigError, "top_p=0"),
         ([1], SamplingParams(top_k=-2), ConfigError, "top_k=-2"),
         ([1], SamplingParams(max_tokens=0), ConfigError, "max_tokens=0"),
+        ([1], SamplingParams(top_k=2**63), ConfigError, "top_k=9223372036854775808"),
+        ([1], SamplingParams(repetition_penalty=1e-300), ConfigError, "repetition_penalty=1e-300"),
+        ([1], SamplingParams(presence_penalty=float("inf")), ConfigError, "presence_penalty=inf"),
+        ([1], SamplingParams(frequency_penalty=1e38), ConfigError, "frequency_penalty=1e"),
+        ([1], SamplingParams(logit_bias=((1, float("nan")),)), ConfigError, "logit_bias=nan"),
+        ([1], SamplingParams(seed=2**64), ConfigError, "seed=18446744073709551616"),
         ([1], SamplingParams(stop=("",)), ConfigError, "empty string"),
         ([1], SamplingParams(json_schema="{}", grammar="start: "), ConfigError, "json_schema and grammar are both set"),
         ([1], SamplingParams(grammar="start: "), ConfigError, "this grammar cannot be enforced"),

@@ -466,3 +466,29 @@ async def test_calls_of_an_attempt_that_was_superseded_are_refused_soon(ask, tmp
         with pytest.raises(openai.ConflictError, match="taken the place"):
             await client.chat.completions.create(model="theirs", messages=HI)
     await bare.close()
+
+
+LARGE = 2**70
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": LARGE, "enum": [LARGE, -LARGE]}}}
+FUNCTION = {"name": "count", "description": "d", "parameters": SCHEMA}
+REQUESTS = {
+    "/v1/chat/completions": {"messages": HI, "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", "strict": False, **FUNCTION}]},
+    "/v1/messages": {"messages": HI, "max_tokens": 9, "tools": [{"name": "count", "input_schema": SCHEMA}]},
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("dialect", ["openai", "anthropic"])
+async def test_integers_of_any_size_reach_the_provider_and_the_span(ask, dialect, path):
+    answer = messages_answer([{"type": "text", "text": "Hello."}]) if dialect == "anthropic" else chat_answer("Hello.")
+    own = {"paths": ["chat/completions"]} if dialect == "openai" else {}
+    service, provider = await ask(dialect, [Reply(answer)], **own)
+    http = await service.http()
+    headers = {"authorization": f"Bearer {service.key}", "content-type": "application/json"}
+    body = json.dumps({"model": "theirs", **REQUESTS[path]})
+    response = await http.post(service.server.url + path, content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    (seen,) = provider.seen
+    assert json.dumps(SCHEMA["properties"]["n"]["enum"]).replace(" ", "") in seen.body.decode().replace(" ", "")
+    assert str(LARGE) in (await one_span(service)).attributes[names.TOOL_DEFINITIONS]

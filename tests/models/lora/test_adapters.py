@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.lora import Adapters, read_weights, set_weights
-from agentlightning.models.lora.files import WEIGHTS, read_adapter_config, write_adapter
+from agentlightning.models.lora.files import WEIGHTS, read_adapter_config, saved_targets, write_adapter
 from agentlightning.testing.models import tiny_checkpoint, tiny_model
 
 IDS = torch.arange(4, 16).view(2, 6)
@@ -127,3 +140,59 @@ def test_the_same_seed_gives_the_same_adapter_and_names_give_different_ones() ->
     first, second = (adapters_of(tiny_model(), writer=None, editor=None) for _ in range(2))
     assert torch.equal(first.by_name["writer"].down[0], second.by_name["writer"].down[0])
     assert not torch.equal(first.by_name["writer"].down[0][:2], first.by_name["editor"].down[0][:2])
+
+
+def mixture(kind: str) -> PreTrainedModel:
+    """A tiny mixture with shared experts, or a model whose layers are called like other modules."""
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 8}
+    if kind == "qwen2_moe":
+        return Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**shape, **experts, num_experts=4, shared_expert_intermediate_size=16, num_key_value_heads=2)
+        )
+    if kind == "glm4_moe":
+        one = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+        return Glm4MoeForCausalLM(Glm4MoeConfig(**shape, **experts, **one, num_key_value_heads=2))
+    if kind == "ernie4_5_moe":
+        one = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**shape, **experts, **one, num_key_value_heads=2))
+    return CTRLLMHeadModel(CTRLConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, dff=32))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "glm4_moe", "ernie4_5_moe", "ctrl"])
+def test_peft_loads_all_layers_of_a_mixture_with_shared_experts(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mixture(kind).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    adapters = Adapters(model)
+    adapter = adapters.add("writer", r=2, alpha=8.0)
+    with torch.no_grad():
+        for up in adapter.up:
+            up.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    assert ("leaves out 2 layers narrower than r=2: shared_expert_gate" in caplog.text) == (kind == "qwen2_moe")
+    write_adapter(tmp_path / "adapter", adapter, str(tmp_path / "base"))
+    with adapters.use("writer"):
+        expected = logits(model, IDS)
+    assert not torch.allclose(expected, logits(model, IDS), atol=1e-2)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"), IDS), expected)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # Of peft and transformers, about one another.
+        loaded = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+        )
+    torch.testing.assert_close(logits(loaded.eval(), IDS), expected)
+    fresh = Adapters(model).add(
+        "again", r=2, alpha=8.0, targets=saved_targets(read_adapter_config(tmp_path / "adapter"))
+    )
+    assert fresh.layers == adapter.layers
+
+
+def test_a_rank_beyond_most_layers_names_what_they_hold() -> None:
+    with pytest.raises(ConfigError, match=r"r=20 .*use at most 16"):
+        Adapters(mixture("qwen2_moe")).add("writer", r=20, alpha=8.0)
+    with pytest.raises(ConfigError, match=r"shared_expert_gate, which is 1 x 32.*leave such layers out of targets"):
+        Adapters(mixture("qwen2_moe")).add("writer", r=2, alpha=8.0, targets=("shared_expert_gate", "q_proj"))

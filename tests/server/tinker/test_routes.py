@@ -17,7 +17,7 @@ from agentlightning.server.app import Server
 from agentlightning.server.tinker import messages
 from agentlightning.server.tinker.routes import tinker_routes
 from agentlightning.server.tinker.service import TinkerService
-from agentlightning.server.tinker.wire import CreateSession
+from agentlightning.server.tinker.wire import CreateSampler, CreateSession, SampleRequest
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.models import tiny_checkpoint
 
@@ -278,3 +278,40 @@ async def test_weights_for_training_are_not_downloaded(client: Client) -> None:
     refused = await client.http.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
     assert refused.status_code == 400
     assert "save_weights_external" in refused.json()["error"]
+
+
+async def test_what_cannot_be_sampled_is_refused_at_the_edge(client: Client) -> None:
+    await client.begin()
+    sampler = await client.sampler()
+
+    async def refused(tokens: Any = None, **request: Any) -> str:
+        body = _prompt() | {"sampling_session_id": sampler, **request}
+        if tokens is not None:
+            body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        return (await client.post("/asample", 400, **body))["error"]
+
+    for tokens in ([-1], [client.host.vocab_size], [2**70], [True], [1.5], [5] * client.host.context_length):
+        assert await refused(tokens)
+        assert await refused(tokens, prompt_logprobs=True)
+    for name, value in {"temperature": 101, "top_k": 2**63, "top_p": 0, "seed": 2**63, "max_tokens": 2**31}.items():
+        assert name in await refused(sampling_params={"max_tokens": 1, name: value})
+    assert "num_samples" in await refused(num_samples=1025)
+
+
+async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: Path, tmp_path: Path) -> None:
+    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu", max_batch_size=8))
+    service = TinkerService({"tiny": host}, tmp_path)
+    try:
+        ids: list[str] = []
+        for number, samples in enumerate((512, 1, 2)):
+            session = service.create_session(CreateSession())["session_id"]
+            made = CreateSampler(session_id=session, sampling_session_seq_id=0, base_model="tiny")
+            sampler = (await service.create_sampler(made))["sampling_session_id"]
+            body = _prompt() | {"sampling_session_id": sampler, "num_samples": samples}
+            body["sampling_params"] = {"max_tokens": 4 if number else 64, "stop": []}
+            ids.append((await service.sample(SampleRequest.model_validate(body)))[0])
+        for short in ids[1:]:
+            assert await service.requests.fetch(short, 60) is not None
+        assert await service.requests.fetch(ids[0], 0) is None, "the others came first"
+    finally:
+        await service.close()

@@ -11,6 +11,7 @@ from agentlightning import span as names
 from agentlightning.algorithms.training import RolloutReport
 from agentlightning.assemble import calls, steps
 from agentlightning.span import Span
+from agentlightning.util.json_values import dumps, loads
 
 
 def transcript(task: Any, report: RolloutReport) -> str:
@@ -54,7 +55,7 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 def _messages(recorded: object) -> Iterator[str]:
     try:
-        found: Any = orjson.loads(recorded) if isinstance(recorded, str) else recorded
+        found: Any = loads(recorded) if isinstance(recorded, str) else recorded
     except ValueError:
         return
     for message in cast("list[Any]", found) if isinstance(found, list) else []:
@@ -76,6 +77,6 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except TypeError:
         return str(value)

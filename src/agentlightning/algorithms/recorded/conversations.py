@@ -18,10 +18,12 @@ from typing import Any, Final, cast
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
+from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory, Transition
 
+TOO_LONG: Final = "too_long"
 NOTES: Final = {
     "end_of_turn_added": "answers whose end the chat template does not mark end with the end-of-sequence token",
     "thoughts_added": "answers whose thoughts the chat template strips have them as the model writes them",
@@ -50,26 +52,40 @@ def load_conversations(dataset: Any) -> Sequence[Any]:
 
 
 def to_trajectories(
-    records: Sequence[Any], chat: ChatFormat, context_length: int, counts: Counter[str] | None = None
+    records: Sequence[Any],
+    chat: ChatFormat,
+    context_length: int,
+    counts: Counter[str] | None = None,
+    rejected: list[Rejection] | None = None,
 ) -> list[Trajectory]:
-    """Each record as a trajectory whose sampled tokens are the assistant's. A DatasetError counts records from 1;
-    `counts` gets the deviations from the template (`NOTES`)."""
+    """Each record as a trajectory whose sampled tokens are the assistant's, without those that the model cannot hold,
+    which are added to `rejected`. A DatasetError counts records from 1; `counts` gets the deviations from the template
+    (`NOTES`)."""
     renderer = AnswerRenderer(chat, Counter() if counts is None else counts)
-    return [_trajectory(record, number, renderer, context_length) for number, record in enumerate(records, 1)]
+    found: list[Trajectory] = []
+    for number, record in enumerate(records, 1):
+        made = _trajectory(record, f"conversation {number}", renderer)
+        longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in made.transitions)
+        if longest <= context_length:
+            found.append(made)
+        elif rejected is not None:
+            rejected.append(too_long(made.rollout_id, longest, context_length))
+    return found
 
 
-def _trajectory(record: Any, number: int, renderer: AnswerRenderer, context_length: int) -> Trajectory:
-    name = f"conversation {number}"
+def too_long(name: str, tokens: int, context_length: int) -> Rejection:
+    """A conversation that is dropped and counted."""
+    return Rejection(name, TOO_LONG, f"{name} has {tokens} tokens, the model holds {context_length}")
+
+
+def _trajectory(record: Any, name: str, renderer: AnswerRenderer) -> Trajectory:
     if isinstance(record, Trajectory):
         transitions = record.transitions
     else:
         messages, tools = _conversation(record, name)
         transitions = tuple(renderer.transitions(messages, tools, name))
-    longest = max((len(call.prompt_token_ids) + len(call.response_token_ids) for call in transitions), default=0)
-    if longest == 0:
+    if not any(call.prompt_token_ids or call.response_token_ids for call in transitions):
         raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
-    if longest > context_length:
-        raise DatasetError(f"{name} has {longest} tokens, the model holds {context_length}; shorten or remove it")
     return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(_renamed(call, name) for call in transitions))
 
 

@@ -67,9 +67,9 @@ def to_examples(
     """The records as trajectories whose sampled tokens are to be imitated, and sessions that cannot be, by reason.
     `notes` gets what deviates from the chat template (`conversations.NOTES`). Raises DatasetError where none can."""
     own = [each for each in records if not isinstance(each, Session)]
-    found = to_trajectories(own, chat, context_length, notes) if own else []
-    tokenizer = Tokenizer(chat, context_length, None, target, notes)
     rejected: list[Rejection] = []
+    found = to_trajectories(own, chat, context_length, notes, rejected)
+    tokenizer = Tokenizer(chat, context_length, None, target, notes)
     for session in (each for each in records if isinstance(each, Session)):
         made = tokenizer(session)
         if isinstance(made, Rejection):

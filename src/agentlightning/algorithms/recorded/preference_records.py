@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-import orjson
-
-from agentlightning.algorithms.recorded.conversations import AnswerRenderer
-from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, TOO_LONG
+from agentlightning.algorithms.recorded.conversations import AnswerRenderer, too_long
+from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target
@@ -24,6 +22,7 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.json_values import loads
 
 FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -75,7 +74,7 @@ def _values(source: Any) -> Iterator[tuple[Any, str]]:
                 continue
             where, found = f"{path}, line {number}", True
             try:
-                yield orjson.loads(content), where
+                yield loads(content), where
             except ValueError as error:
                 raise DatasetError(f"{where} is not JSON ({error}); each line is one JSON object: {FORM}") from error
     if not found:
@@ -160,8 +159,7 @@ def to_preferences(
         calls = [call for each in pair for call in each.transitions]
         longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in calls)
         if longest > context_length:
-            message = f"it has {longest} tokens, the model holds {context_length}"
-            rejected.append(Rejection(record.where, TOO_LONG, message))
+            rejected.append(too_long(record.where, longest, context_length))
         elif not any(is_target(call.agent, target) for call in calls):
             rejected.append(Rejection(record.where, NO_TARGET_CALLS, f"no answer is of an agent {target!r}"))
         else:

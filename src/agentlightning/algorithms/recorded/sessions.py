@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.algorithms.recorded.conversations import AnswerRenderer
+from agentlightning.algorithms.recorded.conversations import TOO_LONG, AnswerRenderer
 from agentlightning.assemble import calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, parsed
@@ -38,7 +38,6 @@ MEASURED: Final = frozenset({"val", "test"})
 NO_CALLS: Final = "no_calls"
 NO_MESSAGES: Final = "no_messages"
 NO_TARGET_CALLS: Final = "no_target_calls"
-TOO_LONG: Final = "too_long"
 NO_LOGPROBS: Final = "no_logprobs"
 
 

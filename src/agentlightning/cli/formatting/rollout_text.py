@@ -11,6 +11,7 @@ from agentlightning import span as names
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.printable import printable
 
 WIDTH: Final = 160
@@ -72,7 +73,7 @@ def _call(span: Span, number: str) -> Iterator[str]:
 
 def _messages(text: Any) -> list[dict[str, Any]]:
     try:
-        messages = orjson.loads(text) if isinstance(text, str) else text
+        messages = loads(text) if isinstance(text, str) else text
     except orjson.JSONDecodeError:
         return []
     return [message for message in cast("list[Any]", messages or []) if isinstance(message, dict)]
@@ -93,6 +94,6 @@ def _message(message: dict[str, Any]) -> Iterator[str]:
 
 def _short(value: Any) -> str:
     """The value on one line."""
-    text = value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+    text = value if isinstance(value, str) else dumps(value, default=repr).decode()
     line = " ".join(text.split())
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."

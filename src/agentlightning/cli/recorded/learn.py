@@ -28,7 +28,7 @@ Target = Annotated[str | None, typer.Option(help="Only calls of agents whose who
 EvalAgent = Annotated[
     str | None, typer.Option(help="module:name of an agent to measure on --held-out before and after.")
 ]
-HeldOut = Annotated[str | None, typer.Option(help="Tasks to measure on: a JSONL, JSON or Parquet file.")]
+HeldOut = Annotated[str | None, typer.Option(help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")]
 Resume = Annotated[
     Path | None, typer.Option(help="Continue the run in this directory, with the settings and the data it has.")
 ]
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 def sft(
     settings: Settings = None,
     model: Model = None,
-    dataset: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON or Parquet file.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
     store: StoreFile = None,
     validation: Annotated[str | None, typer.Option(help="Conversations to measure the loss on.")] = None,
     threshold: Annotated[float, typer.Option(help="With --store: sessions with at least this reward.")] = 0.5,
@@ -104,7 +104,7 @@ def dpo(
     settings: Settings = None,
     model: Model = None,
     data: Annotated[
-        str | None, typer.Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON or Parquet file.")
+        str | None, typer.Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.")
     ] = None,
     store: StoreFile = None,
     target_agent: Target = None,

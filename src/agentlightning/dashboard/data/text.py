@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.util.json_values import loads
+
 SHORT: Final = 240
 """Characters of a value in a table."""
 LONG: Final = 100_000
@@ -37,7 +39,7 @@ def json_of(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return orjson.loads(text)
+        return loads(text)
     except orjson.JSONDecodeError:
         return text
 

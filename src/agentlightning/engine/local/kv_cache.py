@@ -8,12 +8,13 @@ calls `update` of the layers below, through transformers' own `Cache`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
@@ -101,6 +102,8 @@ class StepWindow:
     """The slots are empty: the new tokens attend only to one another."""
     targets: tuple[Tensor, ...]
     """For each pool: flat indices over [slots, heads, capacity] for the new tokens. Empty if fresh."""
+    past: int = 0
+    """Cached tokens of a row that is computed alone, which the model asks for. 0: mask and positions are given."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ class State:
 
     pools: list[Tensor] = field(default_factory=list[Tensor])
     window: StepWindow | None = None
+    padding: int = 0
+    """Positions of zeros that are read after the span, as if a longer row were in the batch."""
 
 
 class KVCacheLayer(CacheLayerMixin):
@@ -138,14 +143,14 @@ class KVCacheLayer(CacheLayerMixin):
             return states
         flat = data.view(-1, data.shape[-1])
         flat.index_copy_(0, window.targets[pool], states.reshape(-1, data.shape[-1]))
-        return data[window.slots, :, : window.span]
+        rows = data[window.slots, :, : window.span]
+        return nn.functional.pad(rows, (0, 0, 0, self._state.padding)) if self._state.padding else rows
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """0: read only in a fresh forward pass; otherwise mask and positions are given."""
-        return 0
+        return 0 if self._state.window is None else self._state.window.past
 
     def get_max_length(self) -> int:
         return -1
@@ -207,8 +212,18 @@ class KVCache(Cache):
 
     # -- one forward pass ----------------------------------------------------------------------------------------------
 
-    def open_window(self, start: int, pasts: Sequence[int], width: int) -> None:
-        """The next forward pass computes `width` tokens for each row in slots `start`.., after `pasts` cached ones."""
+    @contextmanager
+    def padded(self, positions: int) -> Generator[None]:
+        """Within, as many positions more are read, all of them masked."""
+        self._state.padding = positions
+        try:
+            yield
+        finally:
+            self._state.padding = 0
+
+    def open_window(self, start: int, pasts: Sequence[int], width: int, *, alone: bool = False) -> None:
+        """The next forward pass computes `width` tokens for each row in slots `start`.., after `pasts` cached ones.
+        `alone`: the model makes the mask and the positions of the one row itself."""
         stop = start + len(pasts)
         fresh = not any(pasts)
         targets: tuple[Tensor, ...] = ()
@@ -220,7 +235,8 @@ class KVCache(Cache):
                 ((slot * heads + self._range(heads).view(1, -1, 1)) * self.capacity + first + offset).view(-1)
                 for _, heads, _ in self.layout.pools
             )
-        self._state.window = StepWindow(slice(start, stop), max(pasts) + width, width, fresh, targets)
+        past = pasts[0] if alone else 0
+        self._state.window = StepWindow(slice(start, stop), max(pasts) + width, width, fresh, targets, past)
 
     def _range(self, stop: int) -> Tensor:
         return torch.arange(stop, device=self.device)
@@ -228,7 +244,7 @@ class KVCache(Cache):
     def masks(self, positions_NQ: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive attention masks [N, 1, Q, span] for the open window: one, or one for each kind of layer."""
         assert self._state.window is not None
-        keys_T = self._range(self._state.window.span)
+        keys_T = self._range(self._state.window.span + self._state.padding)
         causal_NQT = keys_T <= positions_NQ.unsqueeze(-1)
         masks: dict[str, Tensor] = {}
         for kind, window in dict(zip(self.layout.kinds, self.layout.windows, strict=True)).items():
@@ -253,6 +269,11 @@ class KVCache(Cache):
         """Put the first `count` tokens of `segment` at position `start` of a row."""
         for pool, part in zip(self._state.pools, segment, strict=True):
             pool[:, slot, :, start : start + count] = part[:, :, :count]
+
+    def clear(self, slot: int) -> None:
+        """Forget the keys and values of a row."""
+        for pool in self._state.pools:
+            pool[:, slot].zero_()
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot to another."""

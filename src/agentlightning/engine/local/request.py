@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.engine.local.guided_decoding import Matcher
 from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.errors import AgentLightningError
 from agentlightning.util.kept_sets import KeptSets
 
 
@@ -32,6 +33,8 @@ class Request:
     kept: list[bytes] | None = None
     """For each sampled token the ids (int32) that top_k and top_p kept, empty where that is all; None: not recorded."""
     finish_reason: FinishReason | None = None
+    error: AgentLightningError | None = None
+    """Why no further token can be sampled."""
     policy_version: int = 0
     """Version of the weights that sampled the last token."""
     version_changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -52,6 +55,10 @@ class Request:
     @property
     def sampled(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def kept_sets(self) -> KeptSets | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentlightning.engine.base import SamplingParams
+from agentlightning.engine.base import RANGES, SamplingParams, out_of_range
 from agentlightning.errors import ConfigError
 
 BELOW_ONE = 1.0 - 2.0**-52
@@ -67,20 +67,11 @@ class SampledTokens:
 
 def validate(params: SamplingParams) -> None:
     """Raises ConfigError, naming the value, if `params` describe no distribution."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise ConfigError(f"temperature={params.temperature} is not a number of at least 0; use 0 for greedy")
-    if not 0 < params.top_p <= 1:
-        raise ConfigError(f"top_p={params.top_p} is outside (0, 1]; use 1 for no limit")
-    if params.top_k < 0:
-        raise ConfigError(f"top_k={params.top_k} is negative; use 0 for no limit")
-    if not 0 <= params.min_p <= 1:
-        raise ConfigError(f"min_p={params.min_p} is outside [0, 1]; use 0 for no limit")
-    if not 0 < params.repetition_penalty < math.inf:
-        raise ConfigError(f"repetition_penalty={params.repetition_penalty} is not above 0; use 1 for none")
-    if params.min_tokens < 0:
-        raise ConfigError(f"min_tokens={params.min_tokens} is negative; use 0 for none")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise ConfigError(f"max_tokens={params.max_tokens} leaves nothing to sample; use at least 1, or None")
+    biases = (("logit_bias", bias) for _, bias in params.logit_bias)
+    values = ((name, getattr(params, name)) for name in RANGES.keys() - {"logit_bias"})
+    for name, value in (*values, *biases):
+        if value is not None and (remedy := out_of_range(name, value)):
+            raise ConfigError(f"{name}={value} describes no distribution; {remedy}")
     if params.json_schema is not None and params.grammar is not None:
         raise ConfigError("json_schema and grammar are both set; use one of them")
     if any(not stop for stop in params.stop):

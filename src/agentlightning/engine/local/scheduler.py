@@ -13,6 +13,7 @@ save that prefill, and record log-probabilities that no weights give.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import deque
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.base import SamplingParams, room_for_answer
+from agentlightning.engine.base import TERMINATION_PARAMS, PromptTokensError, SamplingParams, room_for_answer
 from agentlightning.engine.local import cascade_attention, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
@@ -35,7 +36,10 @@ from agentlightning.engine.stop_strings import StopScanner
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.cache_argument import cache_argument
 from agentlightning.models.lora import Adapters
+from agentlightning.models.refusal import FORWARD_ERRORS
 from agentlightning.util.common_prefix import common_prefix_length
+
+logger = logging.getLogger(__name__)
 
 GROWTH_TOKENS = 256
 """Room reserved ahead for an answer, so that the slots are seldom reallocated while it grows."""
@@ -45,6 +49,17 @@ IDLE_PREFILL_FACTOR = 4
 """Multiplies a step's prefill budget while no row is ready, since nobody is then delayed."""
 MAX_PADDING_RATIO = 1.3
 """Rows are prefilled together while padding enlarges the forward pass by at most this factor."""
+PROBED = 12
+"""Tokens of a row by which a model is tried, beside those of its shortest window."""
+MOST_PADDED = 8192
+"""Positions read in that trial: windows up to this size are found."""
+AGREEMENT = 3e-4
+"""Largest difference of logits, as a share of their spread, that is rounding in float32."""
+MOST_ROUNDING = 0.2
+"""The same in bfloat16, where it varies."""
+BROKEN_WEIGHTS = (
+    "its weights no longer hold finite numbers; go back to an earlier checkpoint and lower the learning rate"
+)
 
 
 class ContinuousBatcher:
@@ -95,12 +110,15 @@ class ContinuousBatcher:
         """Parameters of `_rows`; None after `_rows` changed."""
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
-        self._use_cascade = cascade_attention.supported(model)
         self._kv_cache_usage = 0.0
+        self._use_cascade = False
+        self._alone = False
+        """Each row has a forward pass of its own, in which the model makes its mask and positions itself."""
         model.eval()
-        layout = probe_layout(model)
         self._cache_argument = cache_argument(model)
+        layout = probe_layout(model)
         self._cache = KVCache(layout, model.device, max_slots=max_batch_size, limit_bytes=kv_cache_bytes)
+        self._choose_passes()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -123,7 +141,7 @@ class ContinuousBatcher:
                 raise ConfigError(f"this {kind} cannot be enforced here; leave it out, and check the answers")
         room_for_answer(prompt, self.context_length)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise PolicyError(
+            raise PromptTokensError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to "
                 f"{self._vocab_size - 1}; encode it with this model's own tokenizer"
             )
@@ -202,8 +220,8 @@ class ContinuousBatcher:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Sample one token for each ready row; returns these requests. A finished one has its `finish_reason` set.
-        Raises PolicyError where the model's output is not a distribution."""
+        """Sample one token for each ready row; returns these requests. A finished one has its `finish_reason` or its
+        `error` set. Raises PolicyError where the model's output is a distribution for no row."""
         if self.model.training:
             self.model.eval()
         self._prefill()
@@ -288,7 +306,12 @@ class ContinuousBatcher:
         width = min(rows[-1].prefill_remaining, max(1, budget // len(rows)))
         pasts = [request.cached for request in rows]
         self._cache.reserve(self._slots_in_use, max(pasts) + width, self._slots_in_use)
-        self._forward(rows, [self._padded_chunk(request, width) for request in rows], self._prefill_slot, pasts)
+        self._forward(
+            [request.adapter for request in rows],
+            [self._padded_chunk(request, width) for request in rows],
+            self._prefill_slot,
+            pasts,
+        )
         for request in rows:
             request.cached += min(width, request.prefill_remaining)
         self._promote([request for request in rows if not request.prefill_remaining])
@@ -337,19 +360,21 @@ class ContinuousBatcher:
         if self._batch_params is None:
             self._batch_params = sampler.batch_params([request.params for request in rows], self.model.device)
             self._shared_prefix = self._find_shared_prefix()
-        cascade = self._use_cascade
-        with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
-            logits = self._forward(rows, [row.tokens[-1:] for row in rows], 0, [row.cached for row in rows])
+        tokens, pasts = [row.tokens[-1:] for row in rows], [row.cached for row in rows]
+        logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
         sampled = self._sample_tokens(rows, logits, self._batch_params)
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
+        if not all(map(math.isfinite, pairs[1])):
+            self._mark_failed(rows, logits, pairs[1])
         for request, token, logprob in zip(rows, *pairs, strict=True):
-            self._append_token(request, int(token), logprob)
+            if request.error is None:
+                self._append_token(request, int(token), logprob)
         _record_top_logprobs(rows, sampled)
         if sampled.kept is not None:
             recording = [rows[index] for index in self._batch_params.recording]
             _record_kept(recording, sampled.kept, self._max_kept_tokens)
-        self._free_rows([request for request in rows if request.finish_reason is not None])
+        self._free_rows([request for request in rows if request.done])
         return rows
 
     @staticmethod
@@ -384,12 +409,27 @@ class ContinuousBatcher:
             layers = self._cache.gather([rows[0] for rows in groups.rows], groups.length)
         return cascade_attention.SharedPrefix(groups, layers, *cascade_attention.index_rows(groups, self.model.device))
 
+    def _mark_failed(self, rows: list[Request], logits: Tensor, logprobs: list[float]) -> None:
+        """Give an error to each request whose next token has no distribution. Raises PolicyError where the model itself
+        gives none to any row."""
+        broken = (logits.isnan().any(-1) | logits.isinf().all(-1)).tolist()
+        if all(broken):
+            raise PolicyError(f"the model gave no next token a probability: {BROKEN_WEIGHTS}")
+        for index, (request, logprob) in enumerate(zip(rows, logprobs, strict=True)):
+            if broken[index]:
+                adapter = "" if request.adapter is None else f" with the adapter {request.adapter!r}"
+                request.error = PolicyError(
+                    f"the model{adapter} gave no token after this prompt a probability: {BROKEN_WEIGHTS}"
+                )
+                self._cache.clear(index)  # What a mask hides still counts, as 0 times itself.
+                request.cached = 0
+            elif not math.isfinite(logprob):
+                limits, params, default = ("temperature", "top_p", "top_k"), request.params, SamplingParams()
+                names = [name for name in limits if getattr(params, name) != getattr(default, name)]
+                names += [*params.distribution_params, *(name for name in TERMINATION_PARAMS if getattr(params, name))]
+                request.error = ConfigError(f"no token can be sampled with this {', '.join(names)}; loosen it")
+
     def _append_token(self, request: Request, token: int, logprob: float) -> None:
-        if not math.isfinite(logprob):
-            raise PolicyError(
-                f"the model gave token {token} the log-probability {logprob}: its weights no longer hold finite "
-                "numbers; go back to an earlier checkpoint and lower the learning rate"
-            )
         request.cached = len(request.tokens)
         request.tokens.append(token)
         request.logprobs.append(logprob)
@@ -443,23 +483,92 @@ class ContinuousBatcher:
 
     # -- the model -------------------------------------------------------------------------------------------------
 
-    def _forward(self, rows: Sequence[Request], tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
-        """Logits [N, V] after the last of `tokens` [N, Q], computed for `rows` in slots `start`.., after `pasts` cached
-        tokens."""
+    def _decode_step(self, adapters: Sequence[str | None], tokens: list[list[int]], pasts: list[int]) -> Tensor:
+        """`_forward` of one token for each row."""
+        cascade = self._use_cascade
+        with cascade_attention.use_cascade_attention(self.model, self._shared_prefix) if cascade else nullcontext():
+            return self._forward(adapters, tokens, 0, pasts)
+
+    def _forward(self, adapters: Sequence[str | None], tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
+        """Logits [N, V] after the last of `tokens` [N, Q], computed with an adapter for each of the rows in slots
+        `start`.., after `pasts` cached tokens."""
+        if not self._alone:
+            return self._pass(adapters, tokens, start, pasts)
+        each = enumerate(zip(adapters, tokens, pasts, strict=True), start)
+        return torch.cat([self._pass([adapter], [own], slot, [past]) for slot, (adapter, own, past) in each])
+
+    def _pass(self, adapters: Sequence[str | None], tokens: list[list[int]], start: int, pasts: list[int]) -> Tensor:
+        """`_forward` in one pass."""
         device, width = self.model.device, len(tokens[0])
-        self._cache.open_window(start, pasts, width)
+        self._cache.open_window(start, pasts, width, alone=self._alone)
         ids_NQ = torch.tensor(tokens, device=device)
-        positions_NQ = torch.tensor(pasts, device=device).unsqueeze(1) + torch.arange(width, device=device)
-        with nullcontext() if self._adapters is None else self._adapters.use_rows([row.adapter for row in rows]):
-            output = self.model(
-                input_ids=ids_NQ,
-                attention_mask=self._cache.masks(positions_NQ) if any(pasts) else None,
-                position_ids=positions_NQ.clamp_(max=self.context_length - 1),
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self._cache},
-            )
+        if self._alone:
+            inputs = {"attention_mask": torch.ones(1, pasts[0] + width, dtype=torch.long, device=device)}
+        else:
+            positions_NQ = torch.tensor(pasts, device=device).unsqueeze(1) + torch.arange(width, device=device)
+            inputs: dict[str, Any] = {
+                "attention_mask": self._cache.masks(positions_NQ) if any(pasts) else None,
+                "position_ids": positions_NQ.clamp_(max=self.context_length - 1),
+            }
+        with nullcontext() if self._adapters is None else self._adapters.use_rows(adapters):
+            cache = {self._cache_argument: self._cache}
+            output = self.model(input_ids=ids_NQ, use_cache=True, logits_to_keep=1, **inputs, **cache)
         return cast(Tensor, output.logits)[:, -1]
+
+    @torch.inference_mode()
+    def _choose_passes(self) -> None:
+        """Try whether rows of different lengths can share a pass: some models cut the mask they are given at a window
+        of their own, count positions otherwise, or take no such mask. Theirs have a pass each. Raises RuntimeError
+        where that differs from a pass without a cache, too."""
+        noise, failure = self._difference(alone=True)
+        reason = "its configuration has a window that its layers do not name"
+        if self._cache.layout.has_sliding_window or not self._hidden_window():
+            for cascade in (True, False) if cascade_attention.supported(self.model) else (False,):
+                worst, reason = self._difference(cascade=cascade)
+                if worst <= max(AGREEMENT, 4 * noise if math.isfinite(noise) else 0.0):
+                    return
+        if noise > (AGREEMENT if self.model.dtype == torch.float32 else MOST_ROUNDING):
+            raise RuntimeError(f"with cached keys: {failure}")
+        self._alone, self._use_cascade = True, False
+        logger.warning(
+            "%s samples one row after the other, which is slow for many: rows that share a pass would not be sampled "
+            "from its own distribution (%s)", type(self.model).__name__, reason,
+        )  # fmt: skip
+
+    def _hidden_window(self) -> bool:
+        config: Any = self.model.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        return isinstance(window, int) and 0 < window < self.context_length
+
+    def _difference(self, *, alone: bool = False, cascade: bool = False) -> tuple[float, str]:
+        """How far the logits of two rows of different lengths, as if beside a far longer one, are from those without a
+        cache, as a share of their spread; and why."""
+        self._alone, self._use_cascade = alone, cascade
+        windows = [window for window in self._cache.layout.windows if window is not None]
+        length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
+        padding = getattr(self.model.config, "pad_token_id", None)  # Some models skip it when they count positions.
+        ids = [token for token in range(3, self._vocab_size) if token != padding]
+        rows = [(ids * length)[: max(2, count)] for count in (length, 3)][: self._cache.max_slots]
+        none, lengths = [None] * len(rows), [len(row) - 1 for row in rows]
+        self._cache.reserve(len(rows), length + 1, 0)
+        try:
+            self._forward(none, [row[:1] for row in rows], 0, [0] * len(rows))
+            for slot, row in enumerate(rows):
+                if rest := row[1:-1]:
+                    self._forward([None], [rest], slot, [1])
+            with self._cache.padded(0 if alone else max(0, min(self.context_length, MOST_PADDED) - length)):
+                found = self._decode_step(none, [row[-1:] for row in rows], lengths)
+        except FORWARD_ERRORS as error:
+            return math.inf, f"{type(error).__name__}: {error}"
+        finally:
+            self._cache.release()
+        plain = [self.model(input_ids=torch.tensor([row], device=found.device), use_cache=False).logits for row in rows]
+        expected = torch.stack([logits[0, -1] for logits in plain]).float()
+        if not expected.isfinite().all():  # Broken weights, or tokens that the model never gives: no way differs.
+            return 0.0, ""
+        spread = (expected.amax(-1) - expected.amin(-1)).clamp(min=1e-30)
+        worst = ((found.float() - expected).abs().amax(-1) / spread).max().item()
+        return math.inf if math.isnan(worst) else worst, f"logits off by {worst:.2g} of their spread"
 
 
 def _record_top_logprobs(rows: Sequence[Request], sampled: sampler.SampledTokens) -> None:

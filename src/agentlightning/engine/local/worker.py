@@ -161,9 +161,10 @@ class EngineWorker:
 
     def _event(self, request: Request) -> Event | None:
         waiter = self._waiters[request]
-        done = request.finish_reason is not None
-        if done:
+        if done := request.done:
             del self._waiters[request]
+        if request.error is not None:
+            return Event(waiter, error=request.error, final=True)
         if not done and waiter.on_tokens is None:
             return None
         logprobs = ((request.logprobs[-1],), request.top_logprobs[-1:]) if request.params.stream_logprobs else ()

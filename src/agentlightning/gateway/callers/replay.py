@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.engine.base import FinishReason, Sample
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.util.json_values import loads
 from agentlightning.util.kept_sets import KeptSets
 
 
@@ -82,6 +81,6 @@ async def load_replay(store: LightningStoreBase, branch: Mapping[str, Any]) -> R
 
 
 def _call_ids(attributes: Mapping[str, Any]) -> tuple[str, ...]:
-    messages: Any = orjson.loads(attributes[names.OUTPUT_MESSAGES])
+    messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
     parts = [part for message in messages for part in message["parts"]]
     return tuple(part["id"] for part in parts if part["type"] == "tool_call")

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from agentlightning.chat.base import Message
+from agentlightning.util.json_values import dumps, loads
 
 
 def same_meaning(message: Message) -> bytes:
@@ -20,7 +21,7 @@ def same_meaning(message: Message) -> bytes:
     role = message["role"]
     calls = [_call_meaning(call) for call in message.get("tool_calls") or ()]
     name = None if role == "assistant" else message.get("name")
-    return orjson.dumps([role, _content_meaning(message.get("content")), calls, message.get("tool_call_id"), name])
+    return dumps([role, _content_meaning(message.get("content")), calls, message.get("tool_call_id"), name])
 
 
 def _content_meaning(content: Any) -> Any:
@@ -45,7 +46,7 @@ def _call_meaning(call: dict[str, Any]) -> list[Any]:
 def normalized_arguments(arguments: str) -> str:
     """Arguments as canonical JSON with sorted keys; unchanged if they are not JSON."""
     try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
+        return dumps(loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
     except orjson.JSONDecodeError:
         return arguments
 
@@ -68,7 +69,7 @@ def turn_key(previous: Message | None, turn: Message) -> bytes:
     or else its text and the message before it. Earlier history may be cut or changed meanwhile."""
     calls: Sequence[Mapping[str, Any]] = turn.get("tool_calls") or ()
     if calls:
-        meaning = orjson.dumps([call.get("id") for call in calls])
+        meaning = dumps([call.get("id") for call in calls])
     else:
         meaning = (same_meaning(previous) if previous else b"") + b"\n" + same_meaning(turn)
     return hashlib.blake2b(meaning, digest_size=16).digest()

@@ -28,6 +28,7 @@ import orjson
 
 from agentlightning.gateway.dialects.output import AnswerView
 from agentlightning.gateway.errors import bad_request
+from agentlightning.util.json_values import dumps, loads
 
 Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
@@ -108,10 +109,10 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
         raise bad_request(where.partition(".")[0], f"{where} must be a JSON schema, which is an object")
     try:
         # Unsorted: a constrained answer has its keys in this order.
-        written = orjson.dumps(schema).decode()
+        written = dumps(schema).decode()
         if len(written) > MAX_SCHEMA_BYTES:
             raise ValueError(f"it has {len(written)} bytes, and at most {MAX_SCHEMA_BYTES} can be compiled")
-        valid = _validator(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
+        valid = _validator(dumps(schema, option=orjson.OPT_SORT_KEYS)).is_valid
     except (ValueError, TypeError, jsonschema_rs.ReferencingError) as error:
         reason = str(error).partition("\n")[0]
         raise bad_request(where.partition(".")[0], f"{where} is no JSON schema that can be checked: {reason}") from None
@@ -126,7 +127,7 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
 @lru_cache(maxsize=512)
 def _validator(schema: bytes) -> jsonschema_rs.Validator:
     """Cached, since agents send the same schema with every call. References to other documents are never fetched."""
-    return jsonschema_rs.validator_for(orjson.loads(schema), offline=True, pattern_options=_MATCHING)
+    return jsonschema_rs.validator_for(loads(schema), offline=True, pattern_options=_MATCHING)
 
 
 _NOT_JSON: Final = object()
@@ -134,7 +135,7 @@ _NOT_JSON: Final = object()
 
 def _parse(text: str) -> Any:
     try:
-        return orjson.loads(text)
+        return loads(text)
     except orjson.JSONDecodeError:
         return _NOT_JSON
 

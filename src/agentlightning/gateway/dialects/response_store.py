@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.gateway.dialects.message_digest import extend_digest
 from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import dumps
 
 Attempt = tuple[str, str]
 """(rollout_id, attempt_id)."""
@@ -115,7 +114,7 @@ class ResponseStore:
         for (parent, digest), message in zip(chain, (*messages[num_instructions:], answer), strict=True):
             if digest not in memory.messages:
                 memory.messages[digest] = parent, message
-                memory.size += len(orjson.dumps(message))
+                memory.size += len(dumps(message))
         memory.replies[response_id] = _Reply(last_digest, digests[num_instructions], body)
         memory.size += len(body or b"")
         memory.items.update((item["id"], dict(item)) for item in items)
@@ -126,7 +125,7 @@ class ResponseStore:
         """Store a turn as its provider wrote it and wants it back, by its key (`message_digest.turn_key`)."""
         memory = self._touch(attempt)
         before = memory.turns.get(turn)
-        grown = len(orjson.dumps(blocks)) - (len(orjson.dumps(before)) if before is not None else 0)
+        grown = len(dumps(blocks)) - (len(dumps(before)) if before is not None else 0)
         memory.turns[turn] = blocks
         memory.size += grown
         self.size += grown
@@ -136,7 +135,7 @@ class ResponseStore:
         """Note that a forwarded reply is stored by its provider; `pending` is its call, if it is not complete."""
         memory = self._touch(attempt)
         if response_id not in memory.providers:
-            grown = len(response_id) + _ENTRY_BYTES + (len(orjson.dumps(pending.data)) if pending else 0)
+            grown = len(response_id) + _ENTRY_BYTES + (len(dumps(pending.data)) if pending else 0)
             memory.size += grown
             self.size += grown
         memory.providers[response_id] = provider, pending

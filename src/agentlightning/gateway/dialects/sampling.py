@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from agentlightning.engine.base import Engine, SamplingParams
+from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
 from agentlightning.gateway.dialects.validation import shorten
 from agentlightning.gateway.errors import bad_request
 
@@ -46,26 +46,17 @@ def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
         raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
 
 
-def _whole(low: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if type(value) is not int or value < low:
-            raise ValueError(f"use a whole number of at least {low}")
-        return value
-
-    return read
-
-
-def _number(low: float, high: float, open_low: bool = False) -> Callable[[Any], float]:
+def _within(name: str) -> tuple[str, Callable[[Any], float]]:
     def read(value: Any) -> float:
-        if type(value) not in (int, float) or not low <= value <= high or (open_low and value == low):
-            raise ValueError(f"use a number {'above' if open_low else 'from'} {low:g} to {high:g}")
-        return float(value)
+        if remedy := out_of_range(name, value):
+            raise ValueError(remedy)
+        return value if isinstance(RANGES[name][0], int) else float(value)
 
-    return read
+    return name, read
 
 
-def _top_k(value: Any) -> int:
-    return 0 if value == -1 else _whole(0)(value)
+def _top_k(value: Any) -> float:
+    return 0 if value == -1 else _within("top_k")[1](value)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -78,7 +69,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict) or not all(str(token).isascii() and str(token).isdigit() for token in value):
         raise ValueError("use an object from token ids to numbers")
-    read = _number(-100, 100)
+    read = _within("logit_bias")[1]
     return tuple((int(token), read(bias)) for token, bias in value.items())
 
 
@@ -95,31 +86,20 @@ def _flag(value: Any) -> bool:
 
 
 SHARED_PARAMS: Final[Readers] = {
-    "temperature": ("temperature", _number(0, 100)),
-    "top_p": ("top_p", _number(0, 1, open_low=True)),
+    **{name: _within(name) for name in ("temperature", "top_p", "max_tokens")},
     "top_k": ("top_k", _top_k),
 }
 OPENAI_PARAMS: Final[Readers] = {
     **SHARED_PARAMS,
-    "max_tokens": ("max_tokens", _whole(1)),
-    "max_completion_tokens": ("max_tokens", _whole(1)),
+    **{name: _within(name) for name in RANGES if name not in (*SHARED_PARAMS, "logit_bias")},
+    "max_completion_tokens": _within("max_tokens"),
     "stop": ("stop", _stop),
-    "seed": ("seed", _whole(-(2**63))),
-    "min_p": ("min_p", _number(0, 1)),
-    "presence_penalty": ("presence_penalty", _number(-2, 2)),
-    "frequency_penalty": ("frequency_penalty", _number(-2, 2)),
     "logit_bias": ("logit_bias", _bias),
-    "repetition_penalty": ("repetition_penalty", _number(0, 10, open_low=True)),
-    "min_tokens": ("min_tokens", _whole(0)),
     "stop_token_ids": ("stop_token_ids", _token_ids),
     "ignore_eos": ("ignore_eos", _flag),
 }
-MESSAGES_PARAMS: Final[Readers] = {
-    **SHARED_PARAMS,
-    "max_tokens": ("max_tokens", _whole(1)),
-    "stop_sequences": ("stop", _stop),
-}
-RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": ("max_tokens", _whole(1))}
+MESSAGES_PARAMS: Final[Readers] = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
+RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
 
 OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (1,),

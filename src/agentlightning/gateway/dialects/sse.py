@@ -11,6 +11,8 @@ import orjson
 
 from agentlightning.errors import AgentLightningError
 from agentlightning.tracing.sanitize import valid_text
+from agentlightning.util.json_values import dumps
+from agentlightning.util.json_values import loads as read_json_values
 
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit for one event. The last event of a response repeats all of it, including images in base64."""
@@ -84,7 +86,7 @@ def _split(data: bytes, found: list[bytes]) -> bytes:
 def encode_event(data: Mapping[str, Any], event: str = "") -> bytes:
     """One event with JSON data, named `event` in the dialects that name their events."""
     name = b"event: %b\n" % event.encode() if event else b""
-    return b"%bdata: %b\n\n" % (name, orjson.dumps(data))
+    return b"%bdata: %b\n\n" % (name, dumps(data))
 
 
 def event_data(event: bytes) -> Any:
@@ -103,7 +105,7 @@ def loads(data: bytes) -> Any:
     U+FFFD. Raises ValueError."""
     data = data.removeprefix(_BOM)
     try:
-        return orjson.loads(data)
+        return read_json_values(data)
     except orjson.JSONDecodeError:
         if b"\\u" not in data:
             raise

@@ -9,6 +9,7 @@ import orjson
 
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.json_body import parse
+from agentlightning.util.json_values import dumps
 
 MAX_TOP_LOGPROBS: Final = 20
 
@@ -73,5 +74,5 @@ def field_of(where: str) -> str:
 
 def shorten(value: Any) -> str:
     """A value as JSON, short enough for an error message."""
-    text = orjson.dumps(value).decode()
+    text = dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."

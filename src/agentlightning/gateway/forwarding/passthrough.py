@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Self, cast
 
-import orjson
-
 from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
@@ -28,6 +26,7 @@ from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.span import Span
+from agentlightning.util.json_values import dumps
 
 Json = dict[str, Any]
 RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
@@ -48,7 +47,7 @@ _FINAL_EVENTS: Final = frozenset(
 def encode_request(request: Mapping[str, Any]) -> bytes:
     """Serialize a request. Raises ApiError 400 if it is nested too deeply."""
     try:
-        return orjson.dumps(request)
+        return dumps(request)
     except TypeError as error:
         raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_json") from None
 
@@ -208,7 +207,7 @@ class ForwardedCall(ForwardedExchange):
         self.response.read(response)
         call.settle(Usage() if self.response.is_pending else self.response.usage)
         if self._added and self._added.remove_from(response):
-            body = orjson.dumps(response)
+            body = dumps(response)
         return body
 
     async def _send_stream(self, call: UpstreamCall, keep: RecordSpans, writer: ResponseWriter) -> None:

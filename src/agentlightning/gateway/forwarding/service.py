@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import orjson
 from msgspec import structs
 from starlette.types import Receive, Scope
 
@@ -37,6 +36,7 @@ from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
+from agentlightning.util.json_values import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class ForwardingService:
             translated = await offload(size // PASSED, translate)
             await (await self._token_counter.count(route.servers, translated.data, size)).send(writer)
             return
-        body = await offload(size // PASSED, partial(orjson.dumps, data | {"model": route.send_model}))
+        body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
         affinity = "/".join(caller.attempt or ())
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model

@@ -23,6 +23,7 @@ from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.transport import TransportError
+from agentlightning.util.json_values import dumps, loads
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,10 @@ async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> 
     server = pool.choose("")
     body = {name: request[name] for name in ("model", "messages", "tools") if request.get(name)}
     url = f"{server.url.removesuffix('/v1')}/tokenize"
-    sent = await offload(size // PASSED, partial(orjson.dumps, body))
+    sent = await offload(size // PASSED, partial(dumps, body))
     status, _, data = await pool.fetch("POST", url, server.headers, sent, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        response = orjson.loads(data) if status == 200 else None
+        response = loads(data) if status == 200 else None
     except orjson.JSONDecodeError:
         response = None
     count = cast("dict[str, Any]", response).get("count") if isinstance(response, dict) else None

@@ -39,6 +39,7 @@ from agentlightning.gateway.dialects.message_digest import (
     message_digests,
 )
 from agentlightning.gateway.local.continuation import suffix_after
+from agentlightning.util.json_values import dumps
 
 T = TypeVar("T")
 
@@ -316,7 +317,7 @@ _RAW_TEXT, _RAW_TOKENS = b"text:", b"tokens:"
 def _raw(model: str, prompt: str | list[int]) -> bytes:
     """A raw prompt as bytes; one is a prefix of another if model and text or tokens are."""
     kind, data = (_RAW_TEXT, _utf8(prompt)) if isinstance(prompt, str) else (_RAW_TOKENS, array("i", prompt).tobytes())
-    return kind + orjson.dumps(model) + data
+    return kind + dumps(model) + data
 
 
 def _utf8(text: str) -> bytes:
@@ -333,7 +334,7 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
 
 def _variant(model: str, chat: ChatFormat, tools: Sequence[dict[str, Any]] | None) -> bytes:
     kwargs = dict(chat.template_kwargs) or None
-    data = orjson.dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
+    data = dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
@@ -17,6 +15,7 @@ from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Prompt
 from agentlightning.gateway.recording.otel_messages import chat_message
 from agentlightning.span import Span
+from agentlightning.util.json_values import dumps
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +143,4 @@ def _output(answer: Answer, reason: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    return dumps(value).decode()

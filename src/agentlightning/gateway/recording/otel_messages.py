@@ -15,6 +15,7 @@ import orjson
 from agentlightning import span as names
 from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url
 from agentlightning.gateway.dialects.output import CUSTOM_INPUT
+from agentlightning.util.json_values import dumps, loads
 
 Json = Mapping[str, Any]
 Part = dict[str, Any]
@@ -86,7 +87,7 @@ def as_json(value: Any) -> str:
     """JSON for a span. Requests may be nested as deeply as orjson can write, and their messages are nested a little
     deeper."""
     try:
-        return orjson.dumps(value).decode()
+        return dumps(value).decode()
     except TypeError:
         pass
     try:
@@ -123,13 +124,13 @@ def _raw_prompt(data: Json, index: int) -> list[Part]:
     prompt = data.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[index] if index < len(prompt) else prompt[0]
-    return [_user(prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode())]
+    return [_user(prompt if isinstance(prompt, str) else dumps(prompt).decode())]
 
 
 def _embedding_inputs(data: Json, index: int) -> list[Part]:
     given = data.get("input")
     texts: Sequence[Any] = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
-    return [_user(text if isinstance(text, str) else orjson.dumps(text).decode()) for text in texts]
+    return [_user(text if isinstance(text, str) else dumps(text).decode()) for text in texts]
 
 
 def _anthropic_messages(data: Json, index: int) -> list[Part]:
@@ -176,7 +177,7 @@ def tool_call(call_id: Any, name: Any, arguments: Any) -> Part:
     """A tool call whose arguments are an object if they can be parsed."""
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
+            arguments = loads(arguments)
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
 
 

@@ -59,6 +59,7 @@ from agentlightning.gateway.dialects.provider_events import (
     logprob_entries,
 )
 from agentlightning.gateway.recording.otel_messages import message_part, tool_call
+from agentlightning.util.json_values import dumps, loads
 
 _LAST_CHARACTERS: Final = frozenset('}]"0123456789el')
 """How a JSON value may end."""
@@ -92,7 +93,7 @@ class _PartialToolCall:
         if self.is_custom or (last and last[-1] not in _LAST_CHARACTERS):  # Most deltas end in the middle of a value.
             return False
         try:
-            orjson.loads(self.arguments)
+            loads(self.arguments)
         except orjson.JSONDecodeError:
             return False
         return True
@@ -233,9 +234,7 @@ class ProviderAnswer:
             return
         given, name = (each if isinstance(each, str) else "" for each in (fragment.id, fragment.name))
         arguments = fragment.arguments
-        text = (
-            arguments if isinstance(arguments, str) else "" if arguments is None else orjson.dumps(arguments).decode()
-        )
+        text = arguments if isinstance(arguments, str) else "" if arguments is None else dumps(arguments).decode()
         call = self._find_call(fragment.place, given, name)
         if call is None or (name and call.is_followed_by(given, name, text)):
             call = _PartialToolCall(fragment.place)

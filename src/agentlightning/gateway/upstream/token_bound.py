@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning.gateway.dialects.content_parts import IMAGE_TYPES, image_url, object_of
+from agentlightning.util.json_values import dumps, loads
 
 BYTES_PER_TOKEN: Final = 2
 """Lower bound for text: most tokens have three or four bytes."""
@@ -28,7 +29,7 @@ def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     if b"image" not in body and b"input_audio" not in body:
         return len(body) // BYTES_PER_TOKEN
     try:
-        request = orjson.loads(body)
+        request = loads(body)
     except orjson.JSONDecodeError:
         return len(body) // BYTES_PER_TOKEN
     images, image_bytes, audio_bytes = _media(request)
@@ -149,4 +150,4 @@ def _lengths(text: str) -> tuple[int, int, int, int]:
 
 
 def _dumped(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    return dumps(value).decode()

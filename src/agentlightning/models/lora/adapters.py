@@ -12,6 +12,7 @@ Shapes: N rows, K adapters, R the sum of their r.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from agentlightning.errors import ConfigError
+from agentlightning.models.refusal import FORWARD_ERRORS
+
+logger = logging.getLogger(__name__)
+
+EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""What the layers of a single expert are called where their weights are stacked."""
 
 
 class Adapter(nn.Module):
@@ -37,6 +45,8 @@ class Adapter(nn.Module):
         self.alpha = alpha
         self.layers = tuple(layers)
         """Names of the layers that it changes."""
+        self.targets: Mapping[str, list[str]] = {"target_modules": list(layers)}
+        """These names as peft, transformers and vLLM read them from a configuration."""
         random = torch.Generator().manual_seed(seed)
         downs = [_uniform(r, layer.in_features, random).to(_device(layer)) for layer in layers.values()]
         ups = [torch.zeros(layer.out_features, r, device=_device(layer)) for layer in layers.values()]
@@ -112,14 +122,21 @@ class Adapters:
         """A new adapter over the layers that `targets` names (`find_layers`), with `head` over the output head, too.
         Raises ConfigError as `find_layers` does, and for an `r` beyond what a layer holds."""
         layers = find_layers(self.model, targets) | (_output_head(self.model) if head else {})
-        for layer, module in layers.items():
-            if r > (most := min(module.in_features, module.out_features)):
-                shape = f"{module.out_features} x {module.in_features}"
-                raise ConfigError(
-                    f"r={r} of adapter {name!r} exceeds the size of {layer}, which is {shape}; use at most {most}, far "
-                    "less where an adapter is to be small"
-                )
+        narrow = [layer for layer, module in layers.items() if r > min(module.in_features, module.out_features)]
+        if narrow and (targets is not None or 2 * len(narrow) >= len(layers)):
+            module = layers[narrow[0]]
+            sizes = sorted(min(each.in_features, each.out_features) for each in layers.values())
+            raise ConfigError(
+                f"r={r} of adapter {name!r} exceeds the size of {narrow[0]}, which is {module.out_features} x "
+                f"{module.in_features}; use at most {sizes[len(sizes) // 2]}, far less where an adapter is to be "
+                "small, or leave such layers out of targets"
+            )
+        if narrow:  # Gates and the like, which have no low rank.
+            ends = ", ".join(sorted({layer.rpartition(".")[2] for layer in narrow}))
+            logger.warning("adapter %r leaves out %d layers narrower than r=%d: %s", name, len(narrow), r, ends)
+            layers = {layer: module for layer, module in layers.items() if layer not in narrow}
         adapter = Adapter(layers, r=r, alpha=alpha, seed=seed + crc32(name.encode()))
+        adapter.targets = _targets(self.model, layers)
         for layer in layers.keys() - self._hooked:
             layers[layer].register_forward_hook(partial(self._add_change, layer))
             self._hooked.add(layer)
@@ -193,11 +210,13 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) ->
     output head. Raises ConfigError for a name that no layer has."""
     head = cast("nn.Module | None", model.get_output_embeddings())
     layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and _is_linear(module)
     }
     ends = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets or ():
-        if not any(_ends_with(name, target) for name in layers):
+        if target not in layers and not any(_ends_with(name, target) for name in layers):
             raise ConfigError(
                 f"targets={list(targets or ())}: {type(model).__name__} has no linear layer {target!r}; it has "
                 f"{', '.join(ends) or 'none'}"
@@ -206,7 +225,36 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) ->
         raise ConfigError(f"{type(model).__name__} has no linear layer that an adapter could change; train it without")
     if targets is None:
         return layers
-    return {name: layer for name, layer in layers.items() if any(_ends_with(name, target) for target in targets)}
+    ending = [target for target in targets if target not in layers]
+    return {n: layer for n, layer in layers.items() if n in targets or any(_ends_with(n, end) for end in ending)}
+
+
+def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear]) -> Mapping[str, list[str]]:
+    """The names of layers for a configuration: their ends, where no other module has the same, else their full names.
+
+    Where transformers converts the weights of a model, peft takes the names of EXPERTS for stacked experts, whatever
+    stands before them; it finds the layers by the names of their weights."""
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    others = (name for name, _ in model.named_modules() if name not in layers)
+    names = list(layers) if any(name.rpartition(".")[2] in ends for name in others) else ends
+    if get_checkpoint_conversion_mapping(model.config.model_type) is None or not EXPERTS & set(ends):
+        return {"target_modules": names}
+    taken = [name for name in layers if name.rpartition(".")[2] in EXPERTS]
+    return {
+        "target_modules": [name for name in names if name.rpartition(".")[2] not in EXPERTS],
+        "target_parameters": [f"{name}.weight" for name in taken],
+    }
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether the output of a layer is that of one. The routers of some mixtures are derived from it, and choose."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            return isinstance(module(module.weight[:1]), Tensor)
+    except FORWARD_ERRORS:
+        return False
 
 
 def _output_head(model: PreTrainedModel) -> dict[str, nn.Linear]:

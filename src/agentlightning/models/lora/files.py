@@ -67,7 +67,7 @@ def write_adapter(directory: Path, adapter: Adapter, base: str) -> None:
         "r": adapter.r,
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layers}),
+        **adapter.targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -103,6 +103,12 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         what = ", ".join(unknown) or f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
         raise PolicyError(f"{directory / CONFIG} is no plain LoRA adapter ({what}); merge it into its model first")
     return config
+
+
+def saved_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layers that `adapter_config.json` names."""
+    parameters = config.get("target_parameters") or ()
+    return (*config["target_modules"], *(name.removesuffix(".weight") for name in parameters))
 
 
 def read_agents(directory: Path) -> dict[str, Any]:

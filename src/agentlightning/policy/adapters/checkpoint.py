@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents
+from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import AgentSetting, Lora
 
@@ -35,7 +35,7 @@ def with_adapters_of(config: LocalPolicyConfig) -> tuple[LocalPolicyConfig, Path
 
 def _lora(saved: dict[str, Any], directory: Path) -> Lora:
     try:
-        return Lora(r=saved["r"], alpha=saved["lora_alpha"], targets=tuple(saved["target_modules"]))
+        return Lora(r=saved["r"], alpha=saved["lora_alpha"], targets=saved_targets(saved))
     except (KeyError, TypeError, ValidationError) as error:
         raise PolicyError(f"{directory / CONFIG} describes no adapter: {error}; choose another checkpoint") from error
 

@@ -29,6 +29,7 @@ from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights
 from agentlightning.models.lora.files import write_adapter
+from agentlightning.models.refusal import refusing
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import SHARED
 from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
@@ -144,7 +145,8 @@ class AdapterHost:
         torch.set_num_threads(config.threads)
         tokenizer, model = load_model(config)
         placed = cast(nn.Module, model).to(find_device(config.device))
-        return cls(config, cast(PreTrainedModel, placed), tokenizer, **options)
+        with refusing(model):
+            return cls(config, cast(PreTrainedModel, placed), tokenizer, **options)
 
     # -- learning --------------------------------------------------------------------------------------------------
 

@@ -14,16 +14,18 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.cache_argument import cache_argument
+from agentlightning.models.refusal import FORWARD_ERRORS
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
 from agentlightning.policy.update.head_positions import head_at_positions, last_mlp, tokenwise_last_mlp
@@ -57,6 +59,10 @@ class ModelTraits:
     head: HeadTraits
     tokenwise_mlp: bool
     """Whether the feed-forward block of the last layer treats every token independently."""
+    shares: bool
+    """Whether rows can use the keys and values of a prefix that was computed once."""
+    joins: bool
+    """Whether rows can stand behind one another, apart by a mask and by their positions."""
 
 
 class Forward:
@@ -71,7 +77,7 @@ class Forward:
     ) -> None:
         """`traits`: those of the same model in another process, where this one cannot be run yet. Raises ConfigError
         for a model that cannot have gradient checkpointing."""
-        self.model = model
+        self.model = model.eval()
         self.cache_argument = cache_argument(model)
         self.dtype = model.dtype
         """What it computes in."""
@@ -81,11 +87,38 @@ class Forward:
         """What is computed at trained positions only; None turns that off."""
         if traits is not None and not traits.tokenwise_mlp:
             self.last_mlp = None
-        self.head = OutputHead(model, None if traits is None else traits.head)
+        head = OutputHead(model, None if traits is None else traits.head)
+        self.head = head
+        self.traits = traits or ModelTraits(head.traits, self.last_mlp is not None, *self._probe_rows())
 
-    @property
-    def traits(self) -> ModelTraits:
-        return ModelTraits(self.head.traits, self.last_mlp is not None)
+    @torch.no_grad()
+    def _probe_rows(self) -> tuple[bool, bool]:
+        """`shares` and `joins` of the traits, by comparing with rows of their own: a model may count positions from
+        another number, or take masks of its own kind only."""
+        if not can_share(self.model):
+            return False, can_mask(self.model)
+        each = [number % self.head.vocabulary for number in (3, 5, 4, 6, 7, 4, 8, 8, 6, 3)]
+        prefix, rows = each[:4], [each[4:7], each[7:]]
+        tensor = partial(torch.tensor, device=self.model.device)
+        later_33 = torch.ones(3, 3, device=self.model.device).triu(1)
+        apart_66 = torch.block_diag(*[1 - later_33] * 2) == 0
+        mask_67 = nn.functional.pad(apart_66.float() * torch.finfo(self.dtype).min, (4, 0)).to(self.dtype)
+        joined = {"attention_mask": mask_67[None, None], "position_ids": tensor([[4, 5, 6, 4, 5, 6]])}
+        whole = self.model(input_ids=tensor([prefix + row for row in rows]), use_cache=False).logits[:, 4:]
+
+        def agrees(ids: list[list[int]], families: Sequence[int], **inputs: Tensor) -> bool:
+            cache = DynamicCache(config=self.model.config)
+            cached = {self.cache_argument: cache, "use_cache": True}
+            try:
+                self.model(input_ids=tensor([prefix]), **cached)
+                _expand_to_rows(cache, families)
+                found = self.model(input_ids=tensor(ids), **cached, **inputs).logits.view_as(whole)
+            except FORWARD_ERRORS:
+                return False
+            spread = whole.amax() - whole.amin()
+            return bool((found - whole).abs().amax() <= spread * (3e-4 if self.dtype == torch.float32 else 0.1))
+
+        return agrees(rows, [2]), can_mask(self.model) and agrees([rows[0] + rows[1]], [1], **joined)
 
     def plan(
         self,
@@ -96,7 +129,7 @@ class Forward:
         trains_zero_advantage: bool = False,
     ) -> list[MicroBatch]:
         """The micro-batches of `samples`. Raises ConfigError where sharing="shared" and the model cannot share."""
-        if sharing in ("auto", "shared") and not can_share(self.model):
+        if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):
             if sharing == "shared":
                 raise ConfigError(
                     f'sharing="shared" needs a plain key-value cache, which {type(self.model).__name__} does not use '
@@ -109,7 +142,7 @@ class Forward:
             cost=self.cost,
             sharing=sharing,
             trains_zero_advantage=trains_zero_advantage,
-            join=can_mask(self.model),
+            join=self.traits.joins and can_mask(self.model),
         )
 
     def aligned(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:

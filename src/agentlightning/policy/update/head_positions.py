@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentlightning.errors import PolicyError
+from agentlightning.models.refusal import FORWARD_ERRORS
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def _is_tokenwise(block: nn.Module, model: PreTrainedModel) -> bool:
     block.eval()
     try:
         whole, part = block(probe), block(probe[1:, 1:2])
-    except (TypeError, RuntimeError):  # It needs more than hidden states.
+    except FORWARD_ERRORS:  # It needs more than hidden states.
         return False
     finally:
         block.train(training)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from agentlightning.models.refusal import FORWARD_ERRORS
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
 
 logger = logging.getLogger(__name__)
@@ -87,12 +88,20 @@ class OutputHead:
         decoder: Any = self._decoder
         padding = getattr(self._model.config, "pad_token_id", None)  # transformers warns of it without a mask.
         ids_1C = torch.tensor([[token for token in range(4) if token != padding]], device=self._model.device)
+        hidden: list[Tensor] = []
+        layer: Any = self._model.get_output_embeddings()
+
+        def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            """What training takes: something may happen to it between decoder and output layer."""
+            hidden.append(args[0][0])
+
         try:
-            expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
-            output = decoder(input_ids=ids_1C, use_cache=False)
-            self.traits = HeadTraits(separable=True, linear=False, output=type(output))
-            found = self(output.last_hidden_state[0])
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+            with layer.register_forward_pre_hook(take):
+                expected = self._model(input_ids=ids_1C, use_cache=False).logits[0]
+            output = type(decoder(input_ids=ids_1C, use_cache=False))
+            self.traits = HeadTraits(separable=True, linear=False, output=output)
+            found = self(hidden[0])
+        except FORWARD_ERRORS:
             return False
         return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-import orjson
-
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.import_advice import import_advice
 from agentlightning.runner.hosts.orphan_guard import guard
+from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
@@ -67,7 +66,7 @@ class Command:
 
     def start(self, invocation: Invocation) -> str:
         """Run the program and return its output. Raises CommandError."""
-        task = orjson.dumps(invocation.task)
+        task = dumps(invocation.task)
         environment = {**os.environ, **invocation.environment, **task_variable(invocation.task)}
         process = RunningCommand(self.words, environment, self.grace)
         invocation.program = process
@@ -78,7 +77,7 @@ class Command:
 
 def task_variable(task: Any) -> dict[str, str]:
     """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
-    text = orjson.dumps(task)
+    text = dumps(task)
     return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
 
 

@@ -54,6 +54,7 @@ from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
 from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope
 from agentlightning.tracing.tracer import flush
+from agentlightning.util.json_values import dumps, loads
 
 OUTPUT_CHARACTERS = 16_384
 """Maximum length of the output that is stored with the attempt."""
@@ -395,9 +396,9 @@ def _record_spans(spans: list[Span | ReadableSpan]) -> None:
 def shorten_output(output: Any) -> Any:
     """The output as a JSON value; the beginning of its text if it exceeds OUTPUT_CHARACTERS."""
     try:
-        text = orjson.dumps(output, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        text = dumps(output, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         return repr(output)[:OUTPUT_CHARACTERS]
     if len(text) <= OUTPUT_CHARACTERS:
-        return orjson.loads(text)
+        return loads(text)
     return (output if isinstance(output, str) else text.decode())[:OUTPUT_CHARACTERS]

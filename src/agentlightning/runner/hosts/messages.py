@@ -18,6 +18,7 @@ from agentlightning.errors import AgentError, Failure
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
+from agentlightning.util.json_values import pack, unpack_large
 
 MAX_BYTES = 256 * 1024 * 1024
 """Maximum size of one message."""
@@ -174,7 +175,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_model)
 def encode(message: Message) -> bytes:
     """One message as a frame. Raises MessageError if it cannot be encoded."""
     try:
-        body = _encoder.encode(message)
+        body = pack(message, _encoder)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"{type(message).__name__} cannot be sent to another process: {error}") from error
     if len(body) > MAX_BYTES:
@@ -193,7 +194,9 @@ class FrameDecoder(Generic[Kind]):
     """Decodes a byte stream into messages of one kind (a union of message types)."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_model)
+        self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(
+            kind, dec_hook=_decode_model, ext_hook=unpack_large
+        )
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Kind]:

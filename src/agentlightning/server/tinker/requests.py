@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import uuid4
@@ -158,6 +159,43 @@ class Requests:
         for queue in self._queues.values():
             for number in [number for number, each in queue.ids.items() if each == name]:
                 del queue.ids[number]
+
+
+class FairSlots:
+    """So many answers at a time, of which each owner has at most three quarters; whoever has the fewest is next."""
+
+    def __init__(self, slots: int) -> None:
+        self._free, self._most = slots, slots - slots // 4
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncGenerator[None]:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += 1
+                self._running[owner] -= 1
+                self._grant()
+
+    def _grant(self) -> None:
+        while self._free:
+            waiting = {owner for owner, turns in self._waiting.items() if turns and self._running[owner] < self._most}
+            if not waiting:
+                return
+            owner = min(waiting, key=self._running.__getitem__)
+            turn = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if not turn.cancelled():
+                self._free -= 1
+                self._running[owner] += 1
+                turn.set_result(None)
 
 
 async def _run(request: _Request, work: Work) -> None:

@@ -11,8 +11,10 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from secrets import randbits, token_hex
 from typing import TYPE_CHECKING, Any, Final
@@ -20,11 +22,11 @@ from urllib.parse import quote, unquote
 
 import orjson
 
-from agentlightning.engine.base import SamplingParams
+from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError, PolicyError
 from agentlightning.server.tinker import messages, wire
 from agentlightning.server.tinker.losses import RL_INPUTS, check_inputs, make_loss, token_weights
-from agentlightning.server.tinker.requests import PROTOBUF, Requests, Result
+from agentlightning.server.tinker.requests import PROTOBUF, FairSlots, Requests, Result
 
 if TYPE_CHECKING:
     from agentlightning.policy.adapters.host import AdapterHost, AdapterShape, Datum
@@ -74,6 +76,7 @@ class TinkerService:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._slots = {name: FairSlots(host.config.max_batch_size) for name, host in hosts.items()}
         self._copies: dict[Path, str] = {}
         """The name of each saved directory that was sampled from; another save of the same place has another one."""
         self._folder, self._session_seconds = folder.absolute(), session_seconds
@@ -339,7 +342,9 @@ class TinkerService:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
         host = self.hosts[sampler.base]
         tokens = _checked(request.prompt.tokens, host)
-        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request))
+        room_for_answer(tokens, host.context_length)
+        turn = partial(self._slots[sampler.base].slot, owner)
+        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, turn))
         return name, [f"{name}:{number}" for number in range(request.num_samples)]
 
     async def _make_sampler(self, base: str | None, path: str | None) -> Sampler:
@@ -410,15 +415,26 @@ def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
     return tokens
 
 
-async def _sample(host: AdapterHost, copy: Copy | None, tokens: Sequence[int], request: wire.SampleRequest) -> Result:
+async def _sample(
+    host: AdapterHost,
+    copy: Copy | None,
+    tokens: Sequence[int],
+    request: wire.SampleRequest,
+    turn: Callable[[], AbstractAsyncContextManager[None]],
+) -> Result:
+    async def sample(each: SamplingParams) -> Sample:
+        async with turn():
+            return await host.sample(copy, tokens, each)
+
     params = [_params(request, number) for number in range(request.num_samples)]
     prompt = None
     if request.prompt_logprobs:
-        scores = (await host.score(copy, tokens)).tolist() if len(tokens) > 1 else []
+        async with turn():
+            scores = (await host.score(copy, tokens)).tolist() if len(tokens) > 1 else []
         prompt = [float("nan"), *scores]
         unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
         prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
-    samples = await asyncio.gather(*(host.sample(copy, tokens, each) for each in params))
+    samples = await asyncio.gather(*map(sample, params))
     found = [
         messages.SampledTokens(each.token_ids, each.logprobs, each.finish_reason == "stop", each.top_logprobs)
         for each in samples

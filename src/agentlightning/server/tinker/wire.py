@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from agentlightning.engine.base import out_of_range
 
 
 class WireRequest(BaseModel):
@@ -123,7 +125,7 @@ class CreateSampler(WireRequest):
 
 class TokenChunk(WireRequest):
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[StrictInt]
 
 
 class Prompt(WireRequest):
@@ -135,12 +137,21 @@ class Prompt(WireRequest):
 
 
 class SamplingSettings(WireRequest):
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
-    temperature: float = Field(default=1.0, ge=0)
+    stop: str | list[StrictInt] | list[str] | None = None
+    temperature: float = 1.0
     top_k: int = -1
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = 1.0
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> SamplingSettings:
+        for name in ("max_tokens", "seed", "temperature", "top_k", "top_p"):
+            value = getattr(self, name)
+            unset = value is None or (name, value) == ("top_k", -1)
+            if not unset and (remedy := out_of_range(name, value)):
+                raise ValueError(f"{name}={value}; {remedy}")
+        return self
 
 
 class SampleRequest(WireRequest):

@@ -37,6 +37,7 @@ from agentlightning.store.export.schema import (
     max_item_bytes,
     too_large,
 )
+from agentlightning.util.json_values import dumps
 
 HEADER_BYTES: Final = 4096
 """Maximum length of the first line: a file that is not an export may have no line ends."""
@@ -88,7 +89,7 @@ class JsonlWriter:
         return {"type": "rollout", **encode_item(item.rollout), "attempts": attempts, "spans": spans}
 
     def _line(self, record: dict[str, Any]) -> int:
-        return self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        return self._file.write(dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 class JsonlReader:

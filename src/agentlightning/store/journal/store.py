@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
-import orjson
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreClosedError, StoreError
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import METHODS
 from agentlightning.store.journal.segments import Segments
+from agentlightning.util.json_values import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class JournaledStore(LightningStoreBase):
             raise StoreClosedError("the journal is closed")
         if self._appended - self._written > MAX_PENDING:
             return self._append_later(spans)
-        self._segments.append(orjson.dumps(spans))
+        self._segments.append(dumps(spans))
         self._pending.append(spans)
         self._appended += 1
         self._has_pending.set()

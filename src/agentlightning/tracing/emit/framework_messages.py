@@ -14,6 +14,7 @@ import orjson
 
 from agentlightning.tracing.genai_messages import MAX_DEPTH, Message, parse_json
 from agentlightning.tracing.values import json_text
+from agentlightning.util.json_values import dumps
 
 ROLES: Final = {
     "human": "user",
@@ -106,7 +107,7 @@ def message_text(messages: Sequence[Message]) -> str:
 def messages_json(messages: Sequence[Message]) -> str:
     """Messages as an attribute holds them."""
     try:
-        return orjson.dumps(messages).decode()
+        return dumps(messages).decode()
     except orjson.JSONEncodeError:  # half of an emoji, say
         return json_text(messages)
 

@@ -26,6 +26,7 @@ from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
 from agentlightning.tracing.sanitize import number
+from agentlightning.util.json_values import dumps, loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
@@ -272,10 +273,10 @@ def decode_json(body: bytes, now: float) -> Request:
     repaired = body
     try:
         try:
-            message = orjson.loads(body)
+            message = loads(body)
         except orjson.JSONDecodeError:  # of half an emoji, perhaps
             repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], _utf8(body))
-            message = orjson.loads(repaired)
+            message = loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
     request = Request(repaired=_replaced(body, repaired))
@@ -472,7 +473,7 @@ def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, nam
 
 def _shorten(value: Any) -> str:
     try:
-        text = orjson.dumps(value).decode()
+        text = dumps(value).decode()
     except orjson.JSONEncodeError:
         return "nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
-import orjson
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -20,6 +19,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import KEPT_SETS, TOKEN_ATTRIBUTES, TOP_LOGPROBS, Span
 from agentlightning.tracing.otlp.decode import KINDS, SEQUENCE_ID, STATUS
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
+from agentlightning.util.json_values import dumps
 
 SERVICE: Final = "agentlightning"
 _OWN_FIELDS: Final = frozenset({KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID})
@@ -115,7 +115,7 @@ def _value(value: Any) -> AnyValue:
         found = AnyValue()
         found.array_value.values.extend(map(_value, value))
         return found
-    return AnyValue(string_value=orjson.dumps(value, default=str).decode())
+    return AnyValue(string_value=dumps(value, default=str).decode())
 
 
 def _is_plain(items: Sequence[Any]) -> bool:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
 from agentlightning.chat.base import Message
@@ -33,6 +31,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import read_state, write_atomically
+from agentlightning.util.json_values import dumps, loads
 
 PAGE: Final = 200
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
@@ -106,7 +105,7 @@ async def _export(
         counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
         raise DatasetError(f"none of {rollouts} rollouts of {run_dir} gives a record ({counted}); widen the filters")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, b"".join(orjson.dumps(each) + b"\n" for each in records))
+    write_atomically(path, b"".join(dumps(each) + b"\n" for each in records))
     return ExportedDataset(path, len(records), rollouts, dict(skipped))
 
 
@@ -218,7 +217,7 @@ def _tools(span: Span) -> tuple[Any, ...]:
 
 def _recorded(value: Any) -> list[dict[str, Any]]:
     try:
-        found: Any = orjson.loads(value) if isinstance(value, str | bytes) else value
+        found: Any = loads(value) if isinstance(value, str | bytes) else value
     except ValueError:
         return []
     items = cast("list[Any]", found) if isinstance(found, list) else []
@@ -239,7 +238,7 @@ def _preferences(found: Sequence[Conversation], skipped: Counter[str]) -> Iterat
         if each.reward is None:
             skipped["without a reward"] += 1
         else:
-            groups[orjson.dumps([task_key(each.task), _prompt(each)], default=repr)].append(each)
+            groups[dumps([task_key(each.task), _prompt(each)], default=repr)].append(each)
     for group in groups.values():
         best, worst = max(group, key=_reward), min(group, key=_reward)
         if _reward(best) == _reward(worst):

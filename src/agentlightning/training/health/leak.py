@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning.training.health.sign import WINDOW, Records, Sign, mean_of
 from agentlightning.trajectory import Trajectory
+from agentlightning.util.json_values import dumps
 
 ANSWER_FIELDS: Final = frozenset(
     {"answer", "answers", "expected", "expected_answer", "expected_output", "final_answer", "gold", "gold_answer"}
@@ -65,13 +64,13 @@ def _answer(task: Any) -> str | None:
         if str(name).lower() in ANSWER_FIELDS and isinstance(value, str | int | float) and str(value).strip():
             answer = str(value).strip()
             rest = {key: each for key, each in fields.items() if str(key).lower() not in ANSWER_FIELDS}
-            return None if _holds(orjson.dumps(rest, default=repr).decode(), answer) else answer
+            return None if _holds(dumps(rest, default=repr).decode(), answer) else answer
     return None
 
 
 def _holds(text: str, answer: str) -> bool:
     """Whether a text holds an answer as a word of its own, in any case."""
-    written = re.escape(orjson.dumps(answer).decode()[1:-1])  # as it stands in JSON
+    written = re.escape(dumps(answer).decode()[1:-1])  # as it stands in JSON
     return re.search(rf"(?<![\w.]){written}(?![\w]|\.\d)", text, re.IGNORECASE) is not None
 
 

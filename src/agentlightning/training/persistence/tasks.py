@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
 from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
 from agentlightning.training.persistence.run_dir import RunDir, write_atomically
+from agentlightning.util.json_values import dumps, loads
 
 PARTS: Final = ("train", "validation", "held_out")
 
@@ -101,14 +100,14 @@ def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
     """Store the tasks in the run directory."""
     run_dir.data("train").parent.mkdir(exist_ok=True)
     for part in PARTS:
-        lines = b"".join(orjson.dumps(task) + b"\n" for task in getattr(tasks, part))
+        lines = b"".join(dumps(task) + b"\n" for task in getattr(tasks, part))
         write_atomically(run_dir.data(part), lines)
 
 
 def read_tasks(run_dir: RunDir) -> Tasks:
     """The tasks that a run was started with. Raises ResumeError where they cannot be read."""
     try:
-        parts = {part: [orjson.loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
+        parts = {part: [loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
     except (OSError, ValueError) as error:
         raise ResumeError(f"the tasks of {run_dir.path} cannot be read: {error}; start a new run") from error
     return Tasks(**parts)

@@ -46,6 +46,7 @@ from agentlightning.training.recorded.run import RecordedTraining, learner_of
 from agentlightning.training.recorded.source import POLL_SECONDS, ArrivingSource, SessionSource, describe
 from agentlightning.training.recorded.supervised import RecordedLoop
 from agentlightning.training.starting_policy import TINY
+from agentlightning.util.json_values import dumps
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml
 
@@ -319,7 +320,7 @@ def _write_start(job: OfflineJob, tasks: Sequence[Any], position: OfflinePositio
         return
     write_atomically(job.run_dir / "config.toml", dump_toml(job.config).encode(), private=True)
     if tasks:
-        lines = b"".join(orjson.dumps(task) + b"\n" for task in tasks)
+        lines = b"".join(dumps(task) + b"\n" for task in tasks)
         write_atomically(job.run_dir / HELD_OUT_FILE, lines)
     position.write(job.run_dir)
 
@@ -354,7 +355,7 @@ async def _learn(
         after = await job.measure(runs, tasks, "measuring after")
     await policy.save(job.run_dir / "checkpoint")
     result = _result(job, plan, run, before, after, time.monotonic() - started)
-    content = orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2)
+    content = dumps(result.as_json(), option=orjson.OPT_INDENT_2)
     await asyncio.to_thread(write_atomically, job.run_dir / "result.json", content)
     return result
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.errors import ConfigError
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
@@ -22,6 +20,7 @@ from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.training.report.cost import cost_of_steps
 from agentlightning.training.sources.group_rewards import transcript_of
 from agentlightning.training.tracking.samples import said
+from agentlightning.util.json_values import dumps, loads
 
 MOST_SHOWN: Final = 1500
 """Characters of a task, an output or a message that are shown."""
@@ -48,7 +47,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     path = run_dir / "report.json"
     if not path.exists():
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
-    report, state = orjson.loads(path.read_bytes()), read_state(run_dir)
+    report, state = loads(path.read_bytes()), read_state(run_dir)
     modes = list(report["held_out"])
     parts = [_summary(run_dir, report), _stages(report), _cost(run_dir, report), _warnings(report)]
     for mode in modes:
@@ -61,7 +60,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
 
 def changes_of(run_dir: Path, state: RunState, mode: str) -> list[Change]:
     """The held-out tasks, with their rewards before and after."""
-    tasks = [orjson.loads(line) for line in (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()]
+    tasks = [loads(line) for line in (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()]
     before, after = (state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after"))
     rows = zip(tasks, before, after, strict=False)
     return [Change(index, *row) for index, row in enumerate(rows)]
@@ -112,7 +111,7 @@ def _number(value: float | None, *, sign: bool = False) -> str:
 
 
 def _cost(run_dir: Path, report: Mapping[str, Any]) -> str:
-    steps = [orjson.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
+    steps = [loads(line) for line in _lines(run_dir / "metrics.jsonl")]
     cost = report.get("cost") or cost_of_steps(steps).as_json()
     rows = {
         "steps": report["steps"],
@@ -228,7 +227,7 @@ async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+    return value if isinstance(value, str) else dumps(value, default=repr).decode()
 
 
 def _shortened(text: str) -> str:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-import orjson
-
 from agentlightning import span as names
 from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
 from agentlightning.assemble import calls
@@ -25,6 +23,7 @@ from agentlightning.runner.agents.reward import check_reward
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.util.json_values import loads
 
 CONCURRENCY: Final = 4
 """Groups that are judged at the same time."""
@@ -112,7 +111,7 @@ def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
 
 def _messages(recorded: Any) -> list[Mapping[str, Any]]:
     try:
-        found: Any = orjson.loads(recorded) if isinstance(recorded, str | bytes) else recorded
+        found: Any = loads(recorded) if isinstance(recorded, str | bytes) else recorded
     except ValueError:
         return []
     items = cast("list[Any]", found) if isinstance(found, list) else []

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import orjson
-
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.group_rewards import transcript_of
 from agentlightning.training.tracking.base import Transcript
+from agentlightning.util.json_values import dumps
 
 MOST_TEXT = 2000
 """Characters of a task, a conversation or an output."""
@@ -45,7 +44,7 @@ def text_of(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return orjson.dumps(value, default=repr).decode()
+    return dumps(value, default=repr).decode()
 
 
 def said(message: Mapping[str, Any], between: str = " ") -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from string import Formatter
 
-from agentlightning.resources import PromptTemplate
+from agentlightning.resources import PromptTemplate, f_string_fields
 
 
 def placeholders(template: PromptTemplate) -> frozenset[str]:
@@ -17,7 +16,7 @@ def placeholders(template: PromptTemplate) -> frozenset[str]:
     if template.engine == "plain":
         return frozenset()
     if template.engine == "f-string":
-        fields = [name for _, name, _, _ in Formatter().parse(template.template) if name is not None]
+        fields = [name for _, name, _, _ in f_string_fields(template.template) if name is not None]
         return frozenset(re.split(r"[.\[]", name)[0] for name in fields)
     from jinja2 import meta
     from jinja2.exceptions import TemplateError

@@ -28,6 +28,7 @@ from agentlightning.gateway.dialects.output import (
 )
 from agentlightning.gateway.dialects.sse import encode_event
 from agentlightning.gateway.errors import ApiError
+from agentlightning.util.json_values import dumps, loads
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 """The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
@@ -56,9 +57,7 @@ class MessagesReplyWriter:
                 _seal(content, part.block)
             elif (block := self._block(part)) is not None:
                 content.append(block)
-        return orjson.dumps(
-            self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))}
-        )
+        return dumps(self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))})
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         stop = {"stop_reason": None, "stop_sequence": None}
@@ -119,7 +118,7 @@ class MessagesReplyWriter:
         return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
 
     def _whole_call(self, call: ToolCall) -> bytes:
-        arguments = {"type": "input_json_delta", "partial_json": orjson.dumps(_input(call)).decode()}
+        arguments = {"type": "input_json_delta", "partial_json": dumps(_input(call)).decode()}
         return self._begin(_tool_use(call, {})) + self._delta(arguments) + self._end()
 
     def _more_arguments(self, text: str) -> bytes:
@@ -209,7 +208,7 @@ def _tool_use(call: ToolCall, input: Any) -> dict[str, Any]:
 def _input(call: ToolCall) -> Any:
     """The arguments as they were written, if they are a JSON object."""
     try:
-        is_object = isinstance(orjson.loads(call.arguments), dict)
+        is_object = isinstance(loads(call.arguments), dict)
     except orjson.JSONDecodeError:
         is_object = False
     return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
@@ -221,12 +220,12 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
 
 def count_reply(tokens: int) -> bytes:
     """The reply to `count_tokens`."""
-    return orjson.dumps({"input_tokens": tokens})
+    return dumps({"input_tokens": tokens})
 
 
 def error_body(api_error: ApiError) -> bytes:
     """The body of an error reply."""
-    return orjson.dumps({"type": "error", "error": _error(api_error)})
+    return dumps({"type": "error", "error": _error(api_error)})
 
 
 def error_event(api_error: ApiError) -> bytes:

@@ -14,7 +14,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-import orjson
+from agentlightning.util.json_values import dumps, loads
 
 Block = dict[str, Any]
 
@@ -37,7 +37,7 @@ def needs_echo(block: Mapping[str, Any]) -> bool:
 
 def encode_signed_reasoning(*blocks: Block) -> str:
     """Blocks as an `encrypted_content` or a signature. It hides nothing from the caller."""
-    return _MARK + base64.urlsafe_b64encode(orjson.dumps(blocks)).decode()
+    return _MARK + base64.urlsafe_b64encode(dumps(blocks)).decode()
 
 
 def decode_signed_reasoning(content: Any) -> list[Block]:
@@ -45,7 +45,7 @@ def decode_signed_reasoning(content: Any) -> list[Block]:
     if not isinstance(content, str) or not content.startswith(_MARK):
         return []
     try:
-        blocks = orjson.loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
+        blocks = loads(base64.urlsafe_b64decode(content[len(_MARK) :]))
     except (binascii.Error, ValueError):
         return []
     found = cast("list[Any]", blocks) if isinstance(blocks, list) else []

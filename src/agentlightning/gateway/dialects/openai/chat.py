@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
 from agentlightning.engine.base import SamplingParams
@@ -43,6 +41,7 @@ from agentlightning.gateway.dialects.validation import (
     unknown_fields,
 )
 from agentlightning.gateway.errors import bad_request
+from agentlightning.util.json_values import dumps
 
 _KNOWN: Final = frozenset(
     {
@@ -176,7 +175,7 @@ class ChatReplyWriter:
     def body(self, answers: Sequence[AnswerView]) -> bytes:
         choices = [self._choice(answer) for answer in answers]
         reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
-        return orjson.dumps(reply | self._prompt(answers))
+        return dumps(reply | self._prompt(answers))
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]

@@ -17,6 +17,7 @@ from agentlightning.gateway.dialects.output_constraint import (
 from agentlightning.gateway.dialects.sse import DONE, encode_event
 from agentlightning.gateway.dialects.validation import kind_of, optional, require_type, shorten
 from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import dumps, loads
 
 Tools = list[dict[str, Any]]
 """Function tools, as chat completions has them."""
@@ -141,7 +142,7 @@ def content_format(data: Mapping[str, Any]) -> tuple[OutputSchema | None, str]:
 def _parsed(schema: Any) -> Any:
     """The schema, which may come as JSON text."""
     try:
-        return orjson.loads(schema) if isinstance(schema, str) else schema
+        return loads(schema) if isinstance(schema, str) else schema
     except orjson.JSONDecodeError:
         return schema
 
@@ -151,7 +152,7 @@ def _parsed(schema: Any) -> Any:
 
 def error_body(api_error: ApiError) -> bytes:
     """The body of an error reply."""
-    return orjson.dumps({"error": api_error.error_object()})
+    return dumps({"error": api_error.error_object()})
 
 
 def error_event(api_error: ApiError) -> bytes:

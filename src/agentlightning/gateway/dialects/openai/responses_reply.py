@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.gateway.dialects.anthropic.signed_reasoning import encode_signed_reasoning
 from agentlightning.gateway.dialects.base import ReplyMetadata, Request, num_output_tokens
 from agentlightning.gateway.dialects.output import (
@@ -23,6 +21,7 @@ from agentlightning.gateway.dialects.output import (
     custom_input,
 )
 from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.util.json_values import dumps
 
 ID_PREFIX: Final = "resp_"
 _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_tokens"}
@@ -47,7 +46,7 @@ class ResponsesReplyWriter:
         (answer,) = answers
         if not self.items:
             self._add_items(answer)
-        return orjson.dumps(self._final(answer))
+        return dumps(self._final(answer))
 
     def start(self, answers: Sequence[AnswerView]) -> bytes:
         started = self._response("in_progress")

@@ -28,6 +28,7 @@ from agentlightning.gateway.translation.requests.base import (
     unknown_params,
 )
 from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.util.json_values import loads
 
 _EFFORTS: Final[Mapping[str, tuple[str, int]]] = {
     "minimal": ("low", 1024),
@@ -144,7 +145,7 @@ def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
 def _tool_use(call: Json) -> Json:
     function = call["function"]
     try:
-        given = orjson.loads(function["arguments"])
+        given = loads(function["arguments"])
     except orjson.JSONDecodeError:
         given = None
     arguments = given if isinstance(given, dict) else {RAW_ARGUMENTS: function["arguments"]}

@@ -34,6 +34,7 @@ from agentlightning.errors import (
 )
 from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_VERSION, version
 from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
+from agentlightning.util.json_values import loads
 
 logger = logging.getLogger(__name__)
 
@@ -398,7 +399,7 @@ def _fail(calls: Any, error: AgentLightningError | None) -> None:
 
 def _parse_json(content: bytes) -> Any:
     try:
-        return orjson.loads(content)
+        return loads(content)
     except orjson.JSONDecodeError:
         return None
 

@@ -38,6 +38,7 @@ from agentlightning.store.http.shapes import from_wire, statistics_body, to_rest
 from agentlightning.store.idempotency import IdempotentCall
 from agentlightning.store.paging import PageSizer
 from agentlightning.tracing import conventions
+from agentlightning.util.json_values import dumps, loads
 
 BoundOperation = tuple[Operation, dict[str, str]]
 """An operation, and values for its path parameters that the path itself determines."""
@@ -272,13 +273,13 @@ def _query(scope: Scope, kind: type[Struct]) -> Struct:
     try:
         return msgspec.convert(values, kind, dec_hook=decode_unknown)
     except (msgspec.ValidationError, ConfigError) as error:
-        raise decode_error(error, orjson.dumps(values)) from None
+        raise decode_error(error, dumps(values)) from None
 
 
 def _scalar(value: str) -> Any:
     """The value as a number, true, false or null if it is one."""
     try:
-        return orjson.loads(value)
+        return loads(value)
     except orjson.JSONDecodeError:
         return value
 

@@ -23,7 +23,6 @@ from itertools import repeat
 from struct import Struct as Layout
 from typing import Any, Final
 
-import orjson
 from msgspec import Struct
 from msgspec.structs import astuple
 
@@ -50,6 +49,7 @@ from agentlightning.store.sql.spans.validate import (
     refuse_not_finite,
     refuse_not_json,
 )
+from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bytes
 
 _header = Layout("<xII")
@@ -195,7 +195,7 @@ def _take(attributes: dict[str, Any], name: str, data: bytes | None, numbers: li
 
 def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
     try:
-        json = orjson.dumps(rows)
+        json = dumps(rows)
     except TypeError as error:
         for span in spans:
             refuse_not_json(span)
@@ -246,7 +246,7 @@ def unpack(
     returns them; StoreError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
     needed where a call has not recorded its usage."""
     json, numbers = _open(body, {} if chains is None else chains)
-    rows = orjson.loads(json)
+    rows = loads(json)
     ids = rollout_id, attempt_id
     if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
         return _read_short(rows, ids, span_ids, sequence_ids, superseded)
@@ -370,12 +370,12 @@ def join_ids(span_ids: Sequence[str]) -> bytes:
             packed = b""
         if packed.hex() == joined:
             return b"\0" + packed
-    return orjson.dumps(span_ids)
+    return dumps(span_ids)
 
 
 def split_ids(data: bytes) -> tuple[str, ...]:
     """Decode what `join_ids` encoded."""
     if data.startswith(b"["):
-        return tuple(orjson.loads(data))
+        return tuple(loads(data))
     digits = data[1:].hex()
     return tuple([digits[start : start + 16] for start in range(0, len(digits), 16)])

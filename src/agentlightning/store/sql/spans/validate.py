@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
 from agentlightning.store.validation import find_not_finite
+from agentlightning.util.json_values import dumps
 
 MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
@@ -106,7 +105,7 @@ def refuse_not_json(span: Span) -> None:
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
     for name, value in _parts(span):
         try:
-            orjson.dumps(value)
+            dumps(value)
         except TypeError as error:
             raise ConfigError(
                 f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "

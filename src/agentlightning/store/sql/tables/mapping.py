@@ -7,7 +7,6 @@ from collections.abc import Container, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Final, cast
 
-import orjson
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
@@ -25,6 +24,7 @@ from agentlightning.rollouts import (
 from agentlightning.store import validation
 from agentlightning.store.ids import new_id
 from agentlightning.store.types import Worker
+from agentlightning.util.json_values import loads
 
 Row = tuple[Any, ...]
 
@@ -32,11 +32,11 @@ Row = tuple[Any, ...]
 
 
 def load(text: str) -> Any:
-    return orjson.loads(text)
+    return loads(text)
 
 
 def load_dict(text: str) -> dict[str, Any]:
-    return {} if text == "{}" else orjson.loads(text)
+    return {} if text == "{}" else loads(text)
 
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, struct.error)
@@ -157,7 +157,7 @@ def _rollout_fields(row: Row) -> Row:
         _check(row, _ROLLOUT, status, ROLLOUT_TRANSITIONS)
         return (
             rollout_id,
-            orjson.loads(input),
+            loads(input),
             start_time,
             status,
             mode,
