@@ -235,7 +235,7 @@ class ServedPolicy:
     @property
     def starts_at_base(self) -> bool:
         """See `Policy.starts_at_base`."""
-        return self.learner.starts_at_base
+        return bool(getattr(self.learner, "starts_at_base", False))
 
     async def score(
         self,

@@ -49,8 +49,8 @@ class PolicyLearner:
 
     @property
     def starts_at_base(self) -> bool:
-        """See `Policy.starts_at_base`."""
-        return self.policy.starts_at_base
+        """See `Policy.starts_at_base`. A policy of one's own need not have it."""
+        return bool(getattr(self.policy, "starts_at_base", False))
 
     @property
     def versions(self) -> Mapping[str, int]:
