@@ -114,18 +114,21 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DatasetError(f"{where} must be an object with function.name and function.arguments")
-    called = {"name": function["name"], "arguments": arguments_text(function.get("arguments"))}
+    called = {"name": function["name"], "arguments": arguments_text(function.get("arguments"), _SPACED)}
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise DatasetError(f"{where}.id={_shown(call_id)} must be a str")
     return {"id": call_id, "type": "function", "function": called}
 
 
-def arguments_text(value: Any) -> str:
+_SPACED: Final = (", ", ": ")
+
+
+def arguments_text(value: Any, separators: tuple[str, str] = (",", ":")) -> str:
     """The arguments of a tool call as JSON text, whether they came as text or as an object."""
     if isinstance(value, str):
         return value or "{}"
-    return "{}" if value is None else json.dumps(value, ensure_ascii=False)
+    return "{}" if value is None else json.dumps(value, ensure_ascii=False, separators=separators)
 
 
 def read_tools(where: str, value: Any) -> list[dict[str, Any]] | None:

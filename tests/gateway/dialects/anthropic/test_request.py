@@ -70,7 +70,7 @@ def test_blocks_are_read_as_messages_with_separate_reasoning():
             {"role": "user", "content": [result, {"type": "text", "text": "and?"}, {"type": "text", "text": "so?"}]},
         ],
     )
-    call = {"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
     assert request.messages == [
         {"role": "system", "content": "Be brief."},
         USER,
