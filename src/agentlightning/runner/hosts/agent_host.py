@@ -48,7 +48,7 @@ from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_re
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
-from agentlightning.tracing.scope import current_scope, mark_owner, scope
+from agentlightning.tracing.scope import current_scope, forbid_implicit, mark_owner, scope
 from agentlightning.tracing.tracer import flush
 
 OUTPUT_CHARACTERS = 16_384
@@ -70,6 +70,7 @@ class Setup:
 
 def serve(sock: socket.socket, setup: Setup) -> None:
     """Run attempts until the runner disconnects. `attempt_environ` and the tracer are installed already."""
+    forbid_implicit()
     asyncio.run(Host(sock, setup).serve())
 
 
