@@ -162,7 +162,7 @@ def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = N
             f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
             f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
             f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
-            f"  agl eval ... --reward-weights '{{{example}}}'"
+            f"  agl eval|sft|dpo|export ... --reward-weights '{{{example}}}'"
         )
     if set(weights) - set(reward):
         return None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, read_sessions
+from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, missing_rewards, read_sessions
 from agentlightning.errors import DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
 
@@ -67,7 +67,7 @@ def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[s
 
 def _rewarded(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
     rewards = [session.reward(query.reward_weights) for session in group]
-    counts["missing_reward"] += sum(reward is None for reward in rewards)
+    counts.update(each.reason for each in missing_rewards(group, query.reward_weights))
     counts["below_threshold"] += sum(reward is not None and reward < query.threshold for reward in rewards)
     pairs = zip(group, rewards, strict=True)
     return [session for session, reward in pairs if reward is not None and reward >= query.threshold]
@@ -113,5 +113,8 @@ def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[st
     else:
         rewards = [reward for session in sessions if (reward := session.reward(query.reward_weights)) is not None]
         spans = f"rewards are from {min(rewards):g} to {max(rewards):g}: " if rewards else "there are no rewards: "
+        unusable = (found for each in sessions if (found := each.unusable_reward(query.reward_weights)))
+        if not rewards and (first := next(unusable, None)):
+            return f"none of {len(sessions)} sessions is a demonstration ({shown}); of the first: {first.message}"
         advice = f"{spans}lower threshold={query.threshold:g}, or emit rewards with agl.emit_reward"
     return f"none of {len(sessions)} sessions is a demonstration ({shown or 'there are none'}); {advice}"

@@ -90,6 +90,14 @@ class Session:
             return None
         return found if found is not None and math.isfinite(found) else None
 
+    def unusable_reward(self, weights: Any = None) -> Rejection | None:
+        """What is wrong with the reward it has: dimensions without weights, say."""
+        try:
+            team_score(self.trajectory, weights)
+        except RewardError as error:
+            return rejection(self.rollout.rollout_id, error)
+        return None
+
     def parts(self) -> list[Session]:
         """The session; where it holds several rewards, one for each: a reward belongs to the calls between it and the
         one before. Calls after the last one have none."""
@@ -328,7 +336,8 @@ def missing_rewards(sessions: Iterable[Session], weights: Any = None) -> list[Re
     """The sessions without a reward that is a finite number."""
     way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
     return [
-        Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+        each.unusable_reward(weights)
+        or Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
         for each in sessions
         if each.reward(weights) is None
     ]

@@ -26,7 +26,7 @@ from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import Rejection
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.policy.optimizer_config import Objective
 from agentlightning.store.base import LightningStoreBase
@@ -81,6 +81,8 @@ class Planner:
         unscored = missing_rewards([s for s in sessions.usable if s.rollout.rollout_id not in ids(rejected)], weights)
         found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
         rejected = [*rejected, *unscored]
+        if not found and unscored and unscored[0].reason != MISSING_REWARD:
+            raise DatasetError(f"no session has a reward that can be used; of the first: {unscored[0].message}")
         if isinstance(algorithm, LightningRL):
             return await asyncio.to_thread(self._reinforcement, algorithm, sessions.usable, found, rejected, tokenizer)
         prepared = with_options(algorithm, self.options)
