@@ -8,7 +8,6 @@ from the run directory.
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,13 +109,8 @@ def _prompts(report: Mapping[str, Any]) -> str:
     if not prompts:
         return ""
     diff = report.get("prompt_diff") or ""
-    texts = [f"### {name}\n\n{_fenced(text)}" for name, text in prompts.items()]
-    return "\n\n".join(["## Prompts", *texts, _fenced(diff, "diff") if diff else "The run has changed none of them."])
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
+    texts = [f"### {name}\n\n{_block(text)}" for name, text in prompts.items()]
+    return "\n\n".join(["## Prompts", *texts, _block(diff) if diff else "The run has changed none of them."])
 
 
 def _money(value: float | None) -> str:
