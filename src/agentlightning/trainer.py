@@ -48,6 +48,7 @@ from agentlightning.training.agent_runner import (
 from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_reporting
 from agentlightning.training.dry_run import rehearsal
 from agentlightning.training.dry_run.checks import DryRun
+from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.health.milestones import starting_warnings
 from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
@@ -453,6 +454,8 @@ class Trainer:
         self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         config, since = self.config, time.monotonic()
+        if not algorithm.learns_weights:
+            config = with_own_providers(config, self.progress.note)
         if algorithm.selects_result:
             check_disjoint(tasks)
         token, secret = credentials(self.store)

@@ -261,7 +261,6 @@ async def test_an_open_policy_is_trained_in_place_and_stays_open(directory: Path
         ({"messages": []}, "conversation 2 is"),
         ([{"content": "no role"}], "conversation 2 is"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "conversation 2 has no assistant turn"),
-        (question("word " * 2000), "conversation 2 has .* tokens, the model holds 512"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_on_is_named(chat: HFChatFormat, record: Any, complaint: str) -> None:

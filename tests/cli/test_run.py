@@ -17,12 +17,12 @@ import pytest
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.cli.process.child_process import ChildProcess
-from agentlightning.cli.process.environment_providers import inherited_config
 from agentlightning.cli.run import Options, _record_reward
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.tracing.rewards import find_final_reward
+from agentlightning.training.environment_providers import inherited_config
 
 pytestmark = pytest.mark.integration
 

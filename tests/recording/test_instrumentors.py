@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.util._once import Once
 
 import agentlightning as agl
+from agentlightning.recording import instrumentors
 
 Read = Callable[..., list[agl.RolloutRecord]]
 
@@ -157,3 +158,15 @@ def test_what_was_on_before_stays_on(packages: Any) -> None:
     with agl.track_all() as instrumentation:
         assert "before" in instrumentation.skipped["fakelib"]
     assert library.Instrumentor.on
+
+
+def test_where_nothing_is_installed_it_says_what_to_install(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: Any
+) -> None:
+    monkeypatch.setattr(instrumentors, "entry_points", lambda group: ())
+    with agl.track_all() as instrumentation:
+        assert instrumentation.switched_on == ()
+    assert "records nothing" in caplog.text
+    assert "pip install openinference-instrumentation-openai" in caplog.text
+    with pytest.raises(agl.ConfigError, match=r"installed: none\. pip install openinference"):
+        agl.track_all(only=["openai"])

@@ -184,3 +184,58 @@ def test_nothing_is_recorded_without_propagation(recorded: Any) -> None:
     agl.emit_tool_call("a", propagate=False)
     agl.emit_step("a", propagate=False)
     assert recorded == []
+
+
+def sides(span: agl.Span) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    output = json.loads(span.attributes["gen_ai.output.messages"])
+    return json.loads(span.attributes["gen_ai.input.messages"]), output[0]["parts"][0]
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        ((("sql", {"query": "SELECT 1"}, [[1]]), {}), {"query": "SELECT 1"}),
+        ((("sql", "SELECT 1", [[1]]), {}), {"input": "SELECT 1"}),
+        ((("sql", '{"query": "SELECT 1"}'), {"error": ValueError("no table")}), {"query": "SELECT 1"}),
+        ((({"id": "c1", "function": {"name": "sql", "arguments": '{"query": 1}'}},), {}), {"query": 1}),
+        ((("sql",), {}), None),
+    ],
+)
+def test_a_tool_call_answers_the_prompt_before_it(recorded: Any, said: Any, arguments: Any) -> None:
+    agl.emit_prompt("How many users?", model="m")
+    agl.emit_tool_call(*said[0], **said[1])
+    agl.emit_reward(1.0)
+    call, tool, _ = recorded
+    assert (call.name, tool.name) == ("chat m", "execute_tool sql")
+    messages, part = sides(call)
+    assert messages[0]["parts"][0]["content"] == "How many users?"
+    assert (part["type"], part["name"], part["arguments"]) == ("tool_call", "sql", arguments)
+    assert calls(recorded) == [call]
+    assert agl.recording_status().prompts_unanswered == 0
+
+
+def test_an_action_of_a_framework_answers_it_too_and_the_result_is_in_the_next_prompt(recorded: Any) -> None:
+    with agl.track_agent("sql"):
+        agl.emit_prompt("How many users?")
+        agl.emit_step((SimpleNamespace(tool="sql", tool_input={"query": "SELECT 1"}), "1"))
+        agl.emit_tool_call("sql", {"query": "SELECT 2"}, "2")
+        agl.emit_response("two")
+        agl.emit_response("nothing asked for this")
+    found = calls(recorded)
+    assert [[message["role"] for message in sides(span)[0]] for span in found] == [
+        ["user"],
+        ["user", "assistant", "tool"],
+        ["user", "assistant", "tool", "assistant", "tool"],
+    ]
+    assert sides(found[2])[1]["content"] == "two"
+    assert agl.recording_status().responses_unprompted == 1
+
+
+def test_a_tool_call_of_another_agent_answers_nothing(recorded: Any) -> None:
+    with agl.track_agent("writer"):
+        agl.emit_prompt("Write.")
+        with agl.track_agent("critic"):
+            agl.emit_tool_call("search", {"query": "tea"})
+        agl.emit_response("written")
+    assert [span.name for span in recorded] == ["execute_tool search", "chat"]
+    assert len(sides(recorded[1])[0]) == 1

@@ -25,6 +25,9 @@ class RewardLinks:
     """Earlier rewards that came before the first call."""
     agents: dict[str, Reward] = field(default_factory=dict[str, "Reward"])
     """By name of an agent, the rewards that were emitted for it alone."""
+    parts: dict[str, Reward] = field(default_factory=dict[str, "Reward"])
+    """By span_id of the last call of each part, the sum of what the attempt emitted between it and the next call, the
+    final reward included. Empty where this is one place, and where `agl rescore` gave the final reward."""
 
 
 def link_rewards(spans: Iterable[Span]) -> RewardLinks:
@@ -51,11 +54,16 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     rescored = list(filter(_is_rescored, rewards))
     last = next((span for span in reversed(rewards) if _is_own(span)), None)
     call, unlinked = None, 0
+    parts: dict[str, Reward] = {}
     counted = {span.span_id for span in calls(valid)}
     for span in valid:
         if span.span_id in counted:
             call = span.span_id
-        elif is_reward(span) and _is_own(span) and span is not last:
+        elif is_reward(span) and span is last:
+            value = read_reward(span)
+            if call is not None and isinstance(links.get(call, value), dict) == isinstance(value, dict):
+                parts = {**links, call: _sum(links.get(call), value, call)}
+        elif is_reward(span) and _is_own(span):
             if call is None:
                 unlinked += 1
             else:
@@ -65,7 +73,8 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
         if call in counted:
             links[call] = _sum(links.get(call), read_reward(span), call)
     final = rescored[-1] if rescored else last
-    return RewardLinks(None if final is None else read_reward(final), links, unlinked, agents)
+    parts = {} if rescored or len(parts) < 2 else parts
+    return RewardLinks(None if final is None else read_reward(final), links, unlinked, agents, parts)
 
 
 def automatic_rewards(spans: Iterable[Span]) -> list[Span]:
@@ -153,7 +162,7 @@ def scalar_reward(reward: Reward | None, weights: Mapping[str, float] | None = N
             f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
             f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
             f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
-            f"  agl eval ... --reward-weights '{{{example}}}'"
+            f"  agl eval|sft|dpo|export ... --reward-weights '{{{example}}}'"
         )
     if set(weights) - set(reward):
         return None

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Reward
+from agentlightning.cli.opening import weights_of
+from agentlightning.cli.options import Agent, Dataset, Environment, Json, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 
@@ -26,9 +27,7 @@ def evaluate(
     run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
-    reward_weights: Annotated[
-        str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
-    ] = None,
+    reward_weights: RewardWeights = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
     failed: Annotated[
         str, typer.Option(help="How rollouts without a reward count: lowest, exclude, or a reward such as 0.")
@@ -64,7 +63,6 @@ def evaluate(
     """
     output = Output(as_json)
     with errors_reported(output):
-        from agentlightning.algorithms import make_algorithm
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
@@ -80,7 +78,7 @@ def evaluate(
         shortcuts = {"env": env, "agent": agent, "reward": reward}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
-        weights = _weights(reward_weights)
+        weights = weights_of(reward_weights, run)
         if run is None:
             known = load_settings(TrainConfig, overrides=changes)
             dataset = dataset or (str(known.data.train) if env else None)
@@ -88,7 +86,6 @@ def evaluate(
             known = settings_of_run(run, changes)
             dataset = dataset or str(run / "data" / "held_out.jsonl")
             model = model or str(run / "checkpoint")
-            weights = weights or make_algorithm(known.algorithm).reward_weights
         if known.agent is None or dataset is None:
             raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
         result = measure(
@@ -122,12 +119,3 @@ def _failed(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
-
-
-def _weights(text: str | None) -> dict[str, float] | None:
-    from agentlightning.algorithms.lightning_rl import LightningRLConfig
-    from agentlightning.util.settings import load_settings
-
-    if text is None:
-        return None
-    return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights

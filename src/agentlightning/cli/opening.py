@@ -34,6 +34,24 @@ def open_store(db: str | None) -> SqlStore:
         raise ConfigError(str(error)) from error
 
 
+def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
+    """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
+    `place`. None: there are none. Raises ConfigError for a text that is no table of numbers."""
+    from agentlightning.algorithms import make_algorithm
+    from agentlightning.algorithms.lightning_rl import LightningRLConfig
+    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.util.settings import load_settings
+
+    if text is not None:
+        return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
+    directory = Path("") if place is None or "://" in str(place) else Path(place)
+    directory = directory.parent if directory.is_file() else directory
+    if place is None or not (directory / "config.toml").exists():
+        return None
+    found = make_algorithm(settings_of_run(directory).algorithm).reward_weights
+    return None if found is None else dict(found)
+
+
 def file_beside_store(db: str | None, suffix: str) -> Path:
     """The path of the database with a suffix; that of the default database if the store is not a file."""
     from agentlightning.store.base import DEFAULT_STORE, store_url

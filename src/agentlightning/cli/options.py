@@ -33,6 +33,13 @@ Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_defaul
 Run = Annotated[
     Path | None, typer.Option("--run", help="The directory of a run, whose store is used.", show_default=False)
 ]
+RewardWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}' (default: those of the run).",
+        show_default=False,
+    ),
+]
 Token = Annotated[
     str | None, typer.Option(envvar="AGL_TOKEN", help="The access token of the server.", show_default=False)
 ]

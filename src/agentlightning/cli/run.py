@@ -249,7 +249,7 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
 
 
 def _config(options: Options) -> GatewayConfig | None:
-    from agentlightning.cli.process.environment_providers import inherited_config
+    from agentlightning.training.environment_providers import inherited_config
 
     if options.routes is not None:
         return read_routing(options.routes)

@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.formatting.units import retention_from, show_size
-from agentlightning.cli.options import Json, Run, Store, Token
+from agentlightning.cli.opening import weights_of
+from agentlightning.cli.options import Json, RewardWeights, Run, Store, Token
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table, store_of_run
 from agentlightning.errors import ConfigError
@@ -174,6 +175,7 @@ def list_rollouts(
     modes: Modes = None,
     sort: Annotated[Order, typer.Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
     limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
+    reward_weights: RewardWeights = None,
     store: Store = None,
     server: Server = None,
     token: Token = None,
@@ -183,7 +185,7 @@ def list_rollouts(
 
     async def work(output: Output, progress: Progress) -> Result:
         async with open_named(store_of_run(run, store, server), server, token) as opened:
-            table = await rollout_table(opened, statuses, modes, sort, limit)
+            table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, run or store))
         record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
         return record, lambda console: print_rollouts(table, console)
 

@@ -22,6 +22,7 @@ from agentlightning.tracing.tracer import install_globally, tracer_provider
 logger = logging.getLogger("agentlightning.recording")
 
 GROUP: Final = "opentelemetry_instrumentor"
+INSTALL: Final = "pip install openinference-instrumentation-openai (or -anthropic, -langchain, ...)"
 CONTENT_VARIABLES: Final = {
     "OTEL_SEMCONV_STABILITY_OPT_IN": "gen_ai_latest_experimental",
     "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "span_only",
@@ -117,7 +118,9 @@ def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ())
     for name in chosen:
         if name not in found:
             known = ", ".join(sorted(found)) or "none"
-            raise ConfigError(f"only={name!r}: no installed package instruments it; those that are installed: {known}")
+            raise ConfigError(
+                f"only={name!r}: no installed package instruments it; those that are installed: {known}. {INSTALL}"
+            )
     for variable, value in CONTENT_VARIABLES.items():
         os.environ.setdefault(variable, value)
     install_globally()
@@ -126,6 +129,8 @@ def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ())
         if name not in exclude:
             instrumentation._start(name, found[name])  # pyright: ignore[reportPrivateUsage]
     logger.info("track_all has switched on: %s", ", ".join(instrumentation.switched_on) or "nothing")
+    if only is None and not chosen:
+        logger.warning("track_all records nothing: no instrumentation of an agent library is installed. %s", INSTALL)
     for name, why in instrumentation.failed.items():
         logger.warning("track_all cannot switch on %s: %s", name, why)
     return instrumentation

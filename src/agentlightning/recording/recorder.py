@@ -27,6 +27,7 @@ from agentlightning.recording.store_writer import StoreWriter
 from agentlightning.span import Span
 from agentlightning.store import pending
 from agentlightning.store.base import DEFAULT_STORE, LightningStore
+from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
 from agentlightning.tracing.status import counters
 
 LINGER_SECONDS: Final = 0.02
@@ -325,6 +326,30 @@ class Recorder:
             self._flushes.pop().set()
 
 
+class SessionSink:
+    """Passes the spans of a session on to its recorder, if it has one."""
+
+    def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
+        self._session, self._recorder = session, recorder
+
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """(URL, access token) of the server that the session is recorded on, if it is."""
+        return None if self._recorder is None else self._recorder.server
+
+    def is_known(self) -> bool:
+        """Whether the server knows the session, which a gateway on it needs to record its calls."""
+        return self._recorder is not None and self._recorder.ensure_begun(self._session)
+
+    def put(self, spans: Sequence[Span]) -> None:
+        if self._recorder is not None:
+            self._recorder.put(self._session, spans)
+
+    def end(self, end: SessionEnd) -> None:
+        if self._recorder is not None:
+            self._recorder.finish(self._session, end)
+
+
 def _size_of(spans: Sequence[Span]) -> int:
     """Characters of text in the attributes: what spans of agents mostly consist of."""
     return sum(len(value) for span in spans for value in span.attributes.values() if type(value) is str)
@@ -398,6 +423,7 @@ def _client(url: str, token: str | None) -> LightningStore:
 
 def flush_all(timeout: float) -> bool:
     """Flush every recorder. False if one of them was not done in time."""
+    end_implicit()
     deadline = time.monotonic() + timeout
     done = [each.flush(max(0.0, deadline - time.monotonic())) for each in list(_recorders.values())]
     return all(done)
@@ -428,12 +454,21 @@ def _flush_pending() -> None:
     recorders = list(_recorders.values())
     if any(each.is_current_thread for each in recorders):
         return
+    end_implicit()
     for each in recorders:
         if not each.is_failing:  # waiting would not help
             each.flush(PENDING_SECONDS)
 
 
+def end_implicit(*speakers: Speaker) -> None:
+    """End the implicit sessions of these tasks and threads, of all without any, so that readers find them finished."""
+    for inside in end_implicit_scopes(speakers):
+        if isinstance(inside.sink, SessionSink):
+            inside.sink.end(SessionEnd(time.time()))
+
+
 def _close_all() -> None:
+    end_implicit()
     for each in list(_recorders.values()):
         each.close()
 
@@ -445,6 +480,7 @@ def _before_fork() -> None:
 
 def _after_fork() -> None:
     counters.after_fork()
+    implicit_sessions.clear()  # They are the parent's.
     for each in list(_recorders.values()):
         each.after_fork()
 

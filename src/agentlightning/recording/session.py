@@ -4,26 +4,29 @@ A session is an attempt like those of a runner: what `emit_*`, `operation` and O
 it starts and in `asyncio.to_thread`, belongs to it. It succeeds when its block ends, and fails with the exception that
 leaves it. Within an attempt of a runner, or in another session, it makes no rollout of its own: it is part of that one,
 so that the same code can be recorded in production and trained.
+
+What is emitted outside of all of these makes an implicit session (`begin_implicit`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Final, ParamSpec, TypeVar, get_args, overload
 
 import orjson
 
 from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
 from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.decorating import run_within
-from agentlightning.recording.recorder import Recorder, recorder_of
+from agentlightning.recording.recorder import Recorder, SessionSink, end_implicit, recorder_of
 from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
 from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, current_settings
 from agentlightning.rollouts import RolloutMode
@@ -32,14 +35,13 @@ from agentlightning.span import (
     EXCEPTION_MESSAGE,
     EXCEPTION_STACKTRACE,
     EXCEPTION_TYPE,
-    Span,
     new_trace_id,
 )
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import emit_annotation
-from agentlightning.tracing.scope import Lifetime, Scope, current_scope, enter_scope
+from agentlightning.tracing.scope import Lifetime, Scope, current_scope, current_speaker, enter_scope, implicit_sessions
 from agentlightning.tracing.status import counters
 from agentlightning.tracing.tracer import record
 from agentlightning.tracing.values import json_text
@@ -49,6 +51,8 @@ from agentlightning.util.random_ids import random_bits
 P = ParamSpec("P")
 R = TypeVar("R")
 
+IMPLICIT: Final = "implicit"
+"""Name of a session that nobody has opened."""
 PLAIN = (str, int, float, bool, type(None))
 
 
@@ -82,7 +86,7 @@ class Session:
         self._only_marked = only_marked
         self._outer: Scope | None = None
         self._own: SessionRecord | None = None
-        self._sink: _SessionSink | None = None
+        self._sink: SessionSink | None = None
         self._entered: AbstractContextManager[Scope] | None = None
         self._lifetime = Lifetime()
 
@@ -112,16 +116,20 @@ class Session:
             self._outer.lifetime.only_marked |= self._only_marked
             self._annotate()
             return self
+        self._entered = enter_scope(self.begin())
+        self._entered.__enter__()
+        return self
+
+    def begin(self) -> Scope:
+        """Begin it as a rollout of its own, without entering its scope."""
         settings = current_settings()
         self._own = self._record(settings)
         store = settings.store if self._store is None else self._store
-        self._sink = _SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
+        self._sink = SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
         scope = _scope_of(self._own, self._sink)
         self._lifetime = scope.lifetime
         self._lifetime.only_marked = self._only_marked
-        self._entered = enter_scope(scope)
-        self._entered.__enter__()
-        return self
+        return scope
 
     def _annotate(self) -> None:
         """Keep what is said of a session that is part of another rollout."""
@@ -223,6 +231,23 @@ def track_session(
     return Session(task, store, name, metadata, mode, only_marked)
 
 
+def begin_implicit() -> Scope:
+    """Begin the session of what this asyncio task, or this thread, emits outside of any other. It ends, as a success,
+    with its task, when this process opens a store, learns from one or calls `flush_recording`, and with the process."""
+    counters.add("sessions_implicit")
+    counters.note(
+        "implicit",
+        "agl.emit_* was called outside of a session: what this process emits is recorded as one rollout (one for each"
+        " thread and asyncio task), until a store is opened or the process ends. Open `with agl.track_session():`"
+        " around each piece of work to make rollouts of your own",
+    )
+    speaker = current_speaker()
+    inside = implicit_sessions[speaker] = Session(None, None, IMPLICIT, None, None, False).begin()
+    if isinstance(speaker, asyncio.Task):
+        speaker.add_done_callback(end_implicit)
+    return inside
+
+
 def carry_session(function: Callable[P, R]) -> Callable[P, R]:
     """The function, to be run by a thread that inherits nothing: its calls belong to the session of this code.
 
@@ -241,31 +266,7 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
     return carried
 
 
-class _SessionSink:
-    """Passes the spans of a session on to its recorder, if it has one."""
-
-    def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
-        self._session, self._recorder = session, recorder
-
-    @property
-    def server(self) -> tuple[str, str | None] | None:
-        """(URL, access token) of the server that the session is recorded on, if it is."""
-        return None if self._recorder is None else self._recorder.server
-
-    def is_known(self) -> bool:
-        """Whether the server knows the session, which a gateway on it needs to record its calls."""
-        return self._recorder is not None and self._recorder.ensure_begun(self._session)
-
-    def put(self, spans: Sequence[Span]) -> None:
-        if self._recorder is not None:
-            self._recorder.put(self._session, spans)
-
-    def end(self, end: SessionEnd) -> None:
-        if self._recorder is not None:
-            self._recorder.finish(self._session, end)
-
-
-def _scope_of(session: SessionRecord, sink: _SessionSink) -> Scope:
+def _scope_of(session: SessionRecord, sink: SessionSink) -> Scope:
     ids = session.rollout_id, session.attempt_id
     trace_id = trace_id_of(session.attempt_id) or new_trace_id()
     if sink.server is None:

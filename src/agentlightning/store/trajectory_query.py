@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.event_loop import run_sync
+
+READ_QUERY: Final = "agentlightning.algorithms.recorded.filters:read_query"
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryQuery:
-    """Which finished rollouts of a store are demonstrations. Nothing is read before an algorithm learns from it.
+    """Which finished rollouts of a store are demonstrations: `len`, `list` and `for` read what they are now, each
+    with its `rollout`, its `calls` (`agent`, `messages`, `answer`) and its `reward()`; an algorithm reads them when it
+    learns. Of a rollout with several rewards, each belongs to the calls since the one before it, and the parts that
+    earned enough are chosen.
 
-    >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).best_of is None
-    True
+    >>> demonstrations = agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9)
+    >>> len(demonstrations), [call.answer for each in demonstrations for call in each.calls]
+    (0, [])
     """
 
     store: Any = field(repr=False)
@@ -42,6 +50,15 @@ class TrajectoryQuery:
             raise ConfigError(f"pass_rate={self.pass_rate} are no bounds of a share; give (low, high) from 0 to 1")
         if self.threshold != self.threshold:
             raise ConfigError("threshold=nan is no reward; give a number")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(run_sync(resolve_name(READ_QUERY)(self)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __bool__(self) -> bool:
+        return True  # It is a query, whatever it finds.
 
 
 class TrajectoryQueries:

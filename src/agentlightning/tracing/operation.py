@@ -14,6 +14,7 @@ from opentelemetry.trace import Span as OtelSpan
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.tracing.scope import recording_scope
 from agentlightning.tracing.tracer import tracer
 from agentlightning.tracing.values import flatten, json_text
 
@@ -53,6 +54,7 @@ class Operation:
         if not self._propagate:
             self._span = INVALID_SPAN
             return self
+        recording_scope()  # Begins the implicit session, where there is no other.
         attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
         context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
         self._span = self._stack.enter_context(context)

@@ -10,6 +10,9 @@ answer is no such item: one that comes through a queue that the task made itself
 
 A program whose environment names an attempt (`AGL_EVENT_URL`, `AGL_KEY`) is in that attempt's scope wherever no other
 scope is entered.
+
+What is emitted outside of all of these belongs to the implicit session of its thread or asyncio task
+(`recording_scope`), unless an attempt or a session is open in the process: it may be theirs.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 from weakref import WeakSet
@@ -53,6 +57,8 @@ class WaitingPrompt:
     location: Location
     time: float
     attributes: dict[str, Any]
+    emitted: bool = True
+    """False for one that the result of a tool has made: the agent need not go on."""
 
 
 @dataclass(slots=True)
@@ -137,6 +143,47 @@ def _is_valid(inside: Scope) -> bool:
     return not inside.lifetime.ambiguous or is_owner()
 
 
+# -- implicit sessions -----------------------------------------------------------------------------------------------
+
+BEGIN_IMPLICIT: Final = "agentlightning.recording.session:begin_implicit"
+Speaker = asyncio.Task[Any] | threading.Thread
+
+implicit_sessions: dict[Speaker, Scope] = {}
+"""Those that are open. One for each speaker: a reward must not follow the call of a concurrent task or thread."""
+_entered: list[Scope | None] = []
+"""Scopes that are entered now, anywhere in the process; None for one that runs nothing but attempts."""
+
+
+def forbid_implicit() -> None:
+    """This process runs attempts alone: what none of them emits is dropped."""
+    _entered.append(None)
+
+
+def current_speaker() -> Speaker:
+    """The asyncio task that runs, else the thread."""
+    return current_task() or threading.current_thread()
+
+
+def recording_scope() -> Scope | None:
+    """Where `emit_*` and `operation` record: the current scope, else the implicit session of this task or thread, which
+    begins here. None where an attempt or a session is open elsewhere, and in what an earlier one has started."""
+    inside = current_scope()
+    if inside is not None or _entered or _scope.get() is not None:
+        return inside
+    return implicit_sessions.get(current_speaker()) or resolve_name(BEGIN_IMPLICIT)()
+
+
+def end_implicit_scopes(speakers: Sequence[Speaker] = ()) -> Generator[Scope]:
+    """The implicit sessions of these speakers, of all without any, each of which has ended."""
+    for speaker in speakers or tuple(implicit_sessions):
+        inside = implicit_sessions.pop(speaker, None)
+        if inside is not None:
+            token = _scope.set(inside)  # What still waits for an answer belongs to it.
+            inside.lifetime.end()
+            _scope.reset(token)
+            yield inside
+
+
 # -- the scope of a process ------------------------------------------------------------------------------------------
 
 EVENT_URL: Final = "AGL_EVENT_URL"
@@ -182,11 +229,14 @@ def is_owner() -> bool:
 
 
 def current_location() -> Location:
+    return threading.get_ident(), current_task()
+
+
+def current_task() -> asyncio.Task[Any] | None:
     try:
-        task = asyncio.current_task()
+        return asyncio.current_task()
     except RuntimeError:
-        task = None
-    return threading.get_ident(), task
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +359,11 @@ def scope(
 def enter_scope(inside: Scope) -> Generator[Scope]:
     """Run the block, and the tasks it starts, in a scope."""
     scope_token, work_token, main_token = _scope.set(inside), _run.set(None), _owner.set(current_location())
+    _entered.append(inside)
     try:
         yield inside
     finally:
+        _entered.remove(inside)
         _owner.reset(main_token)
         _run.reset(work_token)
         _scope.reset(scope_token)

@@ -19,6 +19,8 @@ class RecordingStatus:
 
     sessions: int = 0
     """Sessions that have begun."""
+    sessions_implicit: int = 0
+    """Those among them that `emit_*` has begun, outside of any other."""
     sessions_written: int = 0
     """Sessions whose end is in the store."""
     sessions_sampled_out: int = 0
@@ -59,6 +61,11 @@ class _Counters:
         """Log a problem. Later ones of the same kind are only counted, until `settle`."""
         with self._lock:
             self._problem = message
+        self.note(kind, message)
+
+    def note(self, kind: str, message: str) -> None:
+        """Log what is no problem, once."""
+        with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
         if first:

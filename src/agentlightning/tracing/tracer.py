@@ -37,7 +37,16 @@ from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace
 
 from agentlightning.span import AGENT_NAME, Span
 from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
-from agentlightning.tracing.scope import Scope, agent_in, current_agent, current_scope, is_left_out
+from agentlightning.tracing.scope import (
+    Scope,
+    agent_in,
+    current_agent,
+    current_scope,
+    current_speaker,
+    implicit_sessions,
+    is_left_out,
+    recording_scope,
+)
 from agentlightning.tracing.status import counters
 
 logger = logging.getLogger(__name__)
@@ -62,6 +71,10 @@ if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_random.seed)
 
 
+def _open_scope() -> Scope | None:
+    return current_scope() or implicit_sessions.get(current_speaker())
+
+
 class SpanIdGenerator(IdGenerator):
     """Ids that are unique despite seeds and forks. Within a scope, the trace id is the attempt's."""
 
@@ -69,7 +82,7 @@ class SpanIdGenerator(IdGenerator):
         return _random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        scope = current_scope()
+        scope = _open_scope()
         return (_random.getrandbits(128) or 1) if scope is None else int(scope.trace_id, 16)
 
 
@@ -83,7 +96,7 @@ class ScopeProcessor(SpanProcessor):
         self._warned = False
 
     def on_start(self, span: RecordingSpan, parent_context: Context | None = None) -> None:
-        scope = current_scope()
+        scope = _open_scope()
         if scope is None:
             return
         context = span.get_span_context()
@@ -113,7 +126,8 @@ class ScopeProcessor(SpanProcessor):
             self._warned = True
             logger.warning(
                 "Span %r was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
-                "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes.",
+                "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes; a"
+                " thread that inherits no session is given one by `agl.carry_session(function)`.",
                 name,
             )
 
@@ -152,7 +166,7 @@ def tracer() -> trace.Tracer:
 
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
     """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
-    scope = current_scope()
+    scope = recording_scope()
     if scope is None or tracer_provider().has_other_processors:
         _record_with_sdk(name, attributes, error, start_time)
         return

@@ -15,7 +15,10 @@ from agentlightning.algorithms.apo.models import language_model
 from agentlightning.algorithms.apo.models.critic import MAX_CRITIQUE_CHARS, MAX_SKIPS, Writer
 from agentlightning.algorithms.apo.models.language_model import ModelError, open_model
 from agentlightning.algorithms.apo.record import Outcome
+from agentlightning.algorithms.apo.text.candidate import Candidate
+from agentlightning.algorithms.apo.text.playbook import Playbook
 from agentlightning.errors import ConfigError, TrainingStopped
+from agentlightning.testing.prompt_world import START, PromptWorld
 from agentlightning.testing.provider import Reply, ScriptedProvider, Seen
 
 TEXTS = {"prompt": "Say {word}.", "book": "- Be kind."}
@@ -81,6 +84,31 @@ async def test_a_useful_reply_starts_the_count_again(model):
     asked = writer(model, lambda _: next(replies))
     for _ in range(2 * MAX_SKIPS - 1):
         await asked.critique(TEXTS, FAILED)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "I would rather talk.",
+        "{}",
+        '{"edits": [{"op": "replace", "name": "nowhere", "line": 900, "text": "x"}]}',
+        '[{"op": "fly"}]',
+    ],
+)
+async def test_useless_edits_end_the_search_although_the_critic_is_of_use(model, context, reply):
+    search = context(PromptWorld())
+    search.writer.critic, search.writer.editor = model(lambda _: ADVICE), model(lambda _: reply)
+    parent = Candidate({"prompt": START})
+
+    async def go_on() -> None:
+        for _ in range(57):
+            await search.writer.critique(TEXTS, FAILED)
+            await search.propose(parent, "be clear", (), Playbook())
+
+    with pytest.raises(TrainingStopped, match=rf"{MAX_SKIPS} replies of the editor in a row.*the editor said") as ended:
+        await go_on()
+    assert reply[:20] in str(ended.value)
+    assert sum(search.writer.skips.values()) == MAX_SKIPS
 
 
 # -- endpoints -------------------------------------------------------------------------------------------------------

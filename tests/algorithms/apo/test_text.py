@@ -103,7 +103,7 @@ def test_a_candidate_is_known_by_its_texts():
         ("f-string", "Say {word}.", "Please say {word}!", None),
         ("f-string", "Say {word}.", "Say it.", "drops the placeholder word"),
         ("f-string", "Say {word}.", "Say {word} {loud}.", "invents loud"),
-        ("f-string", "Say {word}.", "Say {word", "is no f-string template"),
+        ("f-string", "Say {word}.", "Say {word", "drops the placeholder word"),
         ("jinja", "Say {{ word }}.", "{% if word %}{{ word }}{% endif %}", None),
         ("jinja", "Say {{ word }}.", "Say {word}.", "drops the placeholder word"),
         ("jinja", "Say {{ word }}.", "{% if word %}", "is no jinja template"),

@@ -143,7 +143,7 @@ def test_filters_select_and_count(run: Recorded) -> None:
         "below the reward asked for": 1,
         "without a reward": 1,
         "without a call of the agent": 1,
-        "with a reward of several dimensions without weights": 1,
+        "with a reward of a, without weights (--reward-weights)": 1,
     }
     weighed, _ = run.export("openai-jsonl", min_reward=0.5, agent="writer", reward_weights={"a": 1.0})
     assert weighed.records == 2

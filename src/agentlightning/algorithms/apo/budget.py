@@ -101,6 +101,8 @@ def announcement(budget: SearchBudget, reserved: int, held_out: int) -> str:
         f"{budget.seconds:g} seconds" if budget.seconds else "": budget.seconds is not None,
     }
     named = " or ".join(text for text, given in limits.items() if given) or "no limit at all"
+    if budget.money and not (budget.agent_input_price or budget.agent_output_price):
+        named += " (of critic and editor alone: budget.agent_input_price and budget.agent_output_price are not set)"
     pairs = reserved // 2
     aside = (
         f" {reserved} are put aside for validation, enough to tell two finalists {detectable_gain(pairs):.2f} apart;"

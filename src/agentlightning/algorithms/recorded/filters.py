@@ -1,4 +1,4 @@
-"""Which sessions are demonstrations: by reward, by agreement, the best of each task, without duplicates. Pure.
+"""Which sessions are demonstrations: by reward, by agreement, the best of each task, without duplicates.
 
 Learning from the successful ones alone is rejection sampling fine-tuning (Yuan et al. 2023, arXiv:2308.01825); bounds
 of a task's pass rate leave out what teaches nothing, because it is always solved, or hardly can be.
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from agentlightning.algorithms.recorded.sessions import RecordedCall, Session
+from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, missing_rewards, read_sessions
 from agentlightning.errors import DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
 
@@ -19,8 +19,23 @@ MIN_VOTES: Final = 3
 """Fewer sessions of a task have no majority."""
 
 
+async def read_query(query: TrajectoryQuery) -> list[Session]:
+    """What a query selects now; empty where that is nothing."""
+    return _select((await read_sessions(query.store)).usable, query)[0]
+
+
 def successful(sessions: Sequence[Session], query: TrajectoryQuery) -> tuple[list[Session], dict[str, int]]:
-    """The sessions that the query selects, and how many were left out by reason. Raises DatasetError where none is."""
+    """The sessions that the query selects, of those with several rewards the parts that earned it, and how many were
+    left out by reason. Raises DatasetError where none is."""
+    found, left_out = _select(sessions, query)
+    if not found:
+        raise DatasetError(_none(sessions, query, left_out))
+    return found, left_out
+
+
+def _select(sessions: Sequence[Session], query: TrajectoryQuery) -> tuple[list[Session], dict[str, int]]:
+    if not query.self_verified:
+        sessions = [part for session in sessions for part in session.parts()]
     counts: Counter[str] = Counter()
     groups: dict[str, list[Session]] = {}
     for session in sessions:
@@ -28,10 +43,7 @@ def successful(sessions: Sequence[Session], query: TrajectoryQuery) -> tuple[lis
     found: list[Session] = []
     for group in groups.values():
         found += _of_task(group, query, counts)
-    left_out = {reason: count for reason, count in counts.items() if count}
-    if not found:
-        raise DatasetError(_none(sessions, query, left_out))
-    return found, left_out
+    return found, {reason: count for reason, count in counts.items() if count}
 
 
 def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
@@ -55,7 +67,7 @@ def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[s
 
 def _rewarded(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
     rewards = [session.reward(query.reward_weights) for session in group]
-    counts["missing_reward"] += sum(reward is None for reward in rewards)
+    counts.update(each.reason for each in missing_rewards(group, query.reward_weights))
     counts["below_threshold"] += sum(reward is not None and reward < query.threshold for reward in rewards)
     pairs = zip(group, rewards, strict=True)
     return [session for session, reward in pairs if reward is not None and reward >= query.threshold]
@@ -101,5 +113,8 @@ def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[st
     else:
         rewards = [reward for session in sessions if (reward := session.reward(query.reward_weights)) is not None]
         spans = f"rewards are from {min(rewards):g} to {max(rewards):g}: " if rewards else "there are no rewards: "
+        unusable = (found for each in sessions if (found := each.unusable_reward(query.reward_weights)))
+        if not rewards and (first := next(unusable, None)):
+            return f"none of {len(sessions)} sessions is a demonstration ({shown}); of the first: {first.message}"
         advice = f"{spans}lower threshold={query.threshold:g}, or emit rewards with agl.emit_reward"
     return f"none of {len(sessions)} sessions is a demonstration ({shown or 'there are none'}); {advice}"

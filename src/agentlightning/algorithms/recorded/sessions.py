@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.algorithms.recorded.conversations import TOO_LONG, AnswerRenderer
-from agentlightning.assemble import calls, link_rewards, trajectory
+from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, parsed
 from agentlightning.credit import is_target
@@ -27,6 +27,7 @@ from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABL
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
+from agentlightning.store import pending
 from agentlightning.store.base import LightningStore
 from agentlightning.task import task_key
 from agentlightning.trajectory import Reward, Trajectory, Transition
@@ -35,6 +36,8 @@ PAGE: Final = 1000
 """Rollouts in one request to the store."""
 MEASURED: Final = frozenset({"val", "test"})
 """Modes of rollouts that measured something: they are never learned from."""
+PART: Final = " part "
+"""Between the id of a rollout and the number of its part."""
 NO_CALLS: Final = "no_calls"
 NO_MESSAGES: Final = "no_messages"
 NO_TARGET_CALLS: Final = "no_target_calls"
@@ -67,6 +70,8 @@ class Session:
     """Its rewards, and the calls with recorded tokens."""
     calls: tuple[RecordedCall, ...]
     """All calls that count, in order."""
+    rewards: Mapping[str, Reward] = field(default_factory=dict[str, Reward])
+    """See `RewardLinks.parts`."""
 
     @property
     def group(self) -> str:
@@ -83,6 +88,49 @@ class Session:
         except RewardError:
             return None
         return found if found is not None and math.isfinite(found) else None
+
+    def unusable_reward(self, weights: Any = None) -> Rejection | None:
+        """What is wrong with the reward it has: dimensions without weights, say."""
+        try:
+            team_score(self.trajectory, weights)
+        except RewardError as error:
+            return rejection(self.rollout.rollout_id, error)
+        return None
+
+    def parts(self) -> list[Session]:
+        """The session; where it holds several rewards, one for each: a reward belongs to the calls between it and the
+        one before. Calls after the last one have none."""
+        if not self.rewards:
+            return [self]
+        found: list[Session] = []
+        own: list[RecordedCall] = []
+        for call in self.calls:
+            own.append(call)
+            if call.span_id in self.rewards or call is self.calls[-1]:
+                found.append(self._part(len(found) + 1, own, self.rewards.get(call.span_id)))
+                own = []
+        return found
+
+    def _part(self, number: int, own: Sequence[RecordedCall], reward: Reward | None) -> Session:
+        name = f"{self.rollout.rollout_id}{PART}{number}"
+        known = [each.transition and replace(each.transition, rollout_id=name, reward=None) for each in own]
+        calls = tuple(replace(each, transition=t, reward=None) for each, t in zip(own, known, strict=True))
+        transitions = tuple(each for each in known if each is not None)
+        part = replace(self.trajectory, rollout_id=name, transitions=transitions, reward=reward)
+        return Session(replace(self.rollout, rollout_id=name), part, calls)
+
+    @property
+    def has_independent_parts(self) -> bool:
+        """Whether each of several rewards is due to its own part: no call continues an earlier one, and no AIR rule has
+        given rewards beside them."""
+        if not self.rewards or AUTOMATIC_REWARDS in self.trajectory.metadata:
+            return False
+        seen: list[tuple[Message, ...]] = []
+        for call in self.calls:
+            if any(call.messages[: len(each)] == each != call.messages for each in seen if each):
+                return False
+            seen.append(call.messages)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +173,7 @@ async def read_sessions(
 ) -> Sessions:
     """The succeeded rollouts of a store in the order of their creation, without those that are `known`; with `ids`, no
     others."""
+    await asyncio.to_thread(pending.write_pending)
     rollouts = [each async for each in _succeeded(store) if each.rollout_id not in known]
     if ids is not None:
         wanted = set(ids)
@@ -162,13 +211,13 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
     own = [span for span in spans if span.attempt_id == attempt_id]
     try:
         found = trajectory(rollout.rollout_id, attempt_id, own, group_of(rollout))
-        rewards = link_rewards(own).intermediate
-        recorded = tuple(_call(span, found, rewards.get(span.span_id)) for span in calls(own))
+        links = link_rewards(own)
+        recorded = tuple(_call(span, found, links.intermediate.get(span.span_id)) for span in calls(own))
     except (*REJECTING, *UNREADABLE) as error:
         return rejection(rollout.rollout_id, error)
     if not recorded:
         return Rejection(rollout.rollout_id, NO_CALLS, "it made no model call; report them with agl.emit_prompt")
-    return Session(rollout, replace(found, task=rollout.input), recorded)
+    return Session(rollout, replace(found, task=rollout.input), recorded, links.parts)
 
 
 def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
@@ -288,7 +337,8 @@ def missing_rewards(sessions: Iterable[Session], weights: Any = None) -> list[Re
     """The sessions without a reward that is a finite number."""
     way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
     return [
-        Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+        each.unusable_reward(weights)
+        or Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
         for each in sessions
         if each.reward(weights) is None
     ]

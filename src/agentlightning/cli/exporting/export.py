@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.options import Json
+from agentlightning.cli.opening import weights_of
+from agentlightning.cli.options import Json, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.util.printable import printable
 
@@ -35,19 +36,28 @@ def export(
     agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
+    reward_weights: RewardWeights = None,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for transformers or llama.cpp, or its training rollouts as a data set."""
     output = Output(as_json)
     with errors_reported(output):
         keep = out is not None and not overwrite
-        found = _export(run, to, out or run / "export" / to.value, min_reward, agent, store, keep)
+        path = out or run / "export" / to.value
+        found = _export(run, to, path, min_reward, agent, store, reward_weights, keep)
         lines = [f"{key}: {value}" for key, value in found.items()]
         output.finish(found, lambda console: console.print(printable("\n".join(lines)), markup=False, highlight=False))
 
 
 def _export(
-    run: Path, to: Form, out: Path, min_reward: float | None, agent: str | None, store: str | None, keep: bool
+    run: Path,
+    to: Form,
+    out: Path,
+    min_reward: float | None,
+    agent: str | None,
+    store: str | None,
+    weights: str | None,
+    keep: bool,
 ) -> dict[str, Any]:
     from agentlightning.errors import ConfigError
     from agentlightning.store import LightningStore
@@ -55,7 +65,7 @@ def _export(
     from agentlightning.training.export.weights import export_weights
 
     if to in (Form.HF, Form.GGUF):
-        given = {"--min-reward": min_reward, "--agent": agent, "--store": store}
+        given = {"--min-reward": min_reward, "--agent": agent, "--store": store, "--reward-weights": weights}
         unused = [name for name, value in given.items() if value is not None]
         if unused:
             raise ConfigError(
@@ -67,7 +77,7 @@ def _export(
     if keep and path.exists():
         raise ConfigError(f"{path} exists; give another --out, or --overwrite")
     opened = None if store is None else LightningStore(store)
-    found = export_dataset(run, to.value, path, Selection(min_reward, agent), opened)
+    found = export_dataset(run, to.value, path, Selection(min_reward, agent, weights_of(weights, run)), opened)
     return {
         "path": str(found.path),
         "records": found.records,

@@ -49,6 +49,8 @@ def print_result(result: TrainingResult, console: Console) -> None:
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     print_closing(result, console)
+    if result.prompts:
+        console.print(printable(result.diff() or "the prompts have not changed"), markup=False, highlight=False)
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         if path is None:
             continue

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agentlightning.cli.options import Json, Reward
+from agentlightning.cli.opening import weights_of
+from agentlightning.cli.options import Json, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def sft(
     self_verified: Annotated[
         bool, typer.Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
     ] = False,
+    reward_weights: RewardWeights = None,
     output_dir: Annotated[Path | None, typer.Option("--output", help="Also write the model to this directory.")] = None,
     target_agent: Target = None,
     eval_agent: EvalAgent = None,
@@ -95,6 +97,7 @@ def sft(
                 pass_rate=pass_rate,
                 deduplicate=not duplicates,
                 self_verified=self_verified,
+                reward_weights=weights_of(reward_weights, store),
             )
         algorithm = SFTAlgorithm(dataset=records, validation=validation, output=output_dir, config=config)
         _finish(_train(algorithm, model, opened, options, output), output)
@@ -107,6 +110,7 @@ def dpo(
         str | None, typer.Option(help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.")
     ] = None,
     store: StoreFile = None,
+    reward_weights: RewardWeights = None,
     target_agent: Target = None,
     eval_agent: EvalAgent = None,
     held_out: HeldOut = None,
@@ -135,7 +139,10 @@ def dpo(
             return
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
-        config = load_settings(DPOConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
+        weights = weights_of(reward_weights, store)
+        weighed = [] if weights is None else [f"reward_weights={json.dumps(weights)}"]
+        overrides = [f"seed={seed}", *_target(target_agent), *weighed, *(settings or [])]
+        config = load_settings(DPOConfig, overrides=overrides)
         _finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -43,7 +43,12 @@ def store_of_run(run: Path | None, store: str | None, server: str | None) -> str
 
 
 async def rollout_table(
-    store: LightningStoreBase, statuses: Sequence[str] | None, modes: Sequence[str] | None, order: Order, limit: int
+    store: LightningStoreBase,
+    statuses: Sequence[str] | None,
+    modes: Sequence[str] | None,
+    order: Order,
+    limit: int,
+    weights: Mapping[str, float] | None = None,
 ) -> RolloutTable:
     """The table. To sort by reward or time, the newest `MOST_READ` are read."""
     from agentlightning.dashboard.data.summary import Summaries
@@ -51,7 +56,7 @@ async def rollout_table(
     wanted: dict[str, Any] = {"status_in": statuses, "mode_in": modes}
     matching = await store.count_rollouts(**wanted)
     read = limit if order == "newest" else MOST_READ
-    found = await Summaries(store).of(await store.query_rollouts(**wanted, newest_first=True, limit=read))
+    found = await Summaries(store, weights).of(await store.query_rollouts(**wanted, newest_first=True, limit=read))
     if order == "reward":
         found.sort(key=lambda row: (row.reward_number is None, row.reward_number or 0.0))
     elif order == "seconds":
@@ -63,6 +68,8 @@ def print_rollouts(table: RolloutTable, console: Console) -> None:
     """Print a line for each, and how many there are besides."""
     for row in table.rows:
         reward = "-" if row.reward_number is None else f"{row.reward_number:.3f}"
+        if isinstance(row.reward, dict) and row.reward_number is None:
+            reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
         seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
         failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
         text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"

@@ -52,7 +52,7 @@ from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_re
 from agentlightning.tracing.otlp.otel_span import to_span
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.sanitize import sanitize_span
-from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope
+from agentlightning.tracing.scope import current_scope, forbid_implicit, inherited_scope, mark_owner, scope
 from agentlightning.tracing.tracer import flush
 from agentlightning.util.json_values import dumps, loads
 
@@ -75,6 +75,7 @@ class Setup:
 
 def serve(sock: socket.socket, setup: Setup, single: bool) -> None:
     """Run attempts until the runner disconnects. `attempt_environ` and the tracer are installed already."""
+    forbid_implicit()
     if not single:
         asyncio.run(Host(sock, setup, ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")).serve())
         return

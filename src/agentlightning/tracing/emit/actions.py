@@ -9,6 +9,7 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.emit.events import record_event
 from agentlightning.tracing.emit.framework_messages import field, read_tool_call
+from agentlightning.tracing.emit.model_calls import answer_with_tool_call
 from agentlightning.tracing.values import Attribute, json_text
 
 TOOL_OPERATION: Final = "execute_tool"
@@ -27,7 +28,8 @@ def emit_tool_call(
     """Record a call of a tool: its name, arguments and result, or the error it ended with.
 
     In place of the name, a tool call as OpenAI, Anthropic, LangChain and AutoGen have it brings its own arguments.
-    Raises ConfigError for anything else.
+    After a prompt without a response, the call is what the model has answered; arguments that have no names, such as a
+    text, are called `input` in it. Raises ConfigError for anything else.
 
         >>> agl.emit_tool_call("search", {"query": "tea"}, ["a page about tea"])
         >>> agl.emit_tool_call("search", {"query": "tea"}, error=TimeoutError("no answer"))
@@ -52,6 +54,8 @@ def emit_tool_call(
         kind = type(error).__qualname__
         own[names.ERROR_TYPE] = "error" if isinstance(error, str) else kind
         message = error if isinstance(error, str) else f"{kind}: {error}"
+    if propagate:
+        answer_with_tool_call(call_id, name, args, result if message is None else message)
     record_event(f"{TOOL_OPERATION} {name}", own, attributes, propagate, error=message)
 
 

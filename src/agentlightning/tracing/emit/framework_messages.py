@@ -174,7 +174,7 @@ def _one(value: Any, default: str) -> list[Message]:
         content = field(value, "parts")
     if role == "tool" and not isinstance(content, list):
         call_id = field(value, "tool_call_id") or field(value, "id")
-        return [{"role": role, "parts": [_tool_response(call_id, content)]}]
+        return [{"role": role, "parts": [tool_response_part(call_id, content)]}]
     parts = _reasoning(value) + _content(content) + _calls(value)
     if not parts:
         parts = [_text(text)] if (text := _result_text(value)) else []
@@ -215,14 +215,14 @@ def _part(item: Any) -> list[Message]:
         return [_text(item)] if item else []
     kind = field(item, "type")
     if kind == "tool_use":  # Anthropic
-        return [_tool_call(field(item, "id"), field(item, "name"), field(item, "input"))]
+        return [tool_call_part(field(item, "id"), field(item, "name"), field(item, "input"))]
     if kind == "tool_result":
-        return [_tool_response(field(item, "tool_use_id"), _plain(field(item, "content")))]
+        return [tool_response_part(field(item, "tool_use_id"), _plain(field(item, "content")))]
     if kind in ("thinking", "reasoning"):
         text = field(item, "thinking") or field(item, "content") or field(item, "text")
         return [{"type": "reasoning", "content": text}] if isinstance(text, str) else []
     if field(item, "call_id") is not None and field(item, "content") is not None:  # AutoGen
-        return [_tool_response(field(item, "call_id"), field(item, "content"))]
+        return [tool_response_part(field(item, "call_id"), field(item, "content"))]
     if field(item, "arguments") is not None and field(item, "name") is not None:
         return [_call(item)]
     text = field(item, "text") or field(item, "content") or field(item, "refusal")
@@ -245,7 +245,7 @@ def _calls(value: Any) -> list[Message]:
 def _call(value: Any) -> Message:
     inner = field(value, "function") or value
     arguments = next((a for n in ("arguments", "args", "input") if (a := field(inner, n)) is not None), None)
-    return _tool_call(field(value, "call_id") or field(value, "id"), field(inner, "name"), parse_json(arguments))
+    return tool_call_part(field(value, "call_id") or field(value, "id"), field(inner, "name"), parse_json(arguments))
 
 
 def _response_item(value: Any, kind: str) -> Message:
@@ -253,7 +253,7 @@ def _response_item(value: Any, kind: str) -> Message:
     if kind == "function_call":
         return {"role": "assistant", "parts": [_call(value)]}
     if kind == "function_call_output":
-        return {"role": "tool", "parts": [_tool_response(field(value, "call_id"), _plain(field(value, "output")))]}
+        return {"role": "tool", "parts": [tool_response_part(field(value, "call_id"), _plain(field(value, "output")))]}
     summary = cast("Sequence[Any]", field(value, "summary") or field(value, "content") or ())
     text = "\n".join(str(field(each, "text") or "") for each in summary)
     return {"role": "assistant", "parts": [{"type": "reasoning", "content": text}]}
@@ -324,11 +324,11 @@ def _text(text: str) -> Message:
     return {"type": "text", "content": text}
 
 
-def _tool_call(call_id: Any, name: Any, arguments: Any) -> Message:
+def tool_call_part(call_id: Any, name: Any, arguments: Any) -> Message:
     return {"type": "tool_call", "id": call_id, "name": name, "arguments": _plain(arguments)}
 
 
-def _tool_response(call_id: Any, response: Any) -> Message:
+def tool_response_part(call_id: Any, response: Any) -> Message:
     return {"type": "tool_call_response", "id": call_id, "response": _plain(response)}
 
 

@@ -2,14 +2,17 @@
 
 A prompt and the response that follows it become one span of the operation `chat`, with the messages of both in OTel's
 form, as if the gateway had seen the call; only its tokens are unknown. A prompt waits for the response of the same
-agent in the same task or thread, or, where that has none, for the only one of the agent in the attempt. A prompt that
+agent in the same task or thread, or, where that has none, for the only one of the agent in the attempt. A tool call
+that follows a prompt is its response, and what comes next may be the response to the result of the tool. A prompt that
 nothing answers, and a response to nothing, are recorded as such and counted (`recording_status`).
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from agentlightning import span as names
@@ -20,9 +23,11 @@ from agentlightning.tracing.emit.framework_messages import (
     read_messages,
     read_result,
     split_conversation,
+    tool_call_part,
+    tool_response_part,
 )
-from agentlightning.tracing.genai_messages import Message
-from agentlightning.tracing.scope import Lifetime, WaitingPrompt, agent_in, current_location, current_scope
+from agentlightning.tracing.genai_messages import Message, parse_json
+from agentlightning.tracing.scope import Lifetime, WaitingPrompt, agent_in, current_location, recording_scope
 from agentlightning.tracing.status import counters
 from agentlightning.tracing.tracer import record
 from agentlightning.tracing.values import flatten
@@ -52,14 +57,14 @@ def emit_prompt(
         own[names.REQUEST_MODEL] = model
     if not propagate:
         return
-    scope = current_scope()
+    scope = recording_scope()
     if response is not None:
         _record_call(own, read_result(response), None)
     elif scope is None:
         _record_unanswered(own, None)
     else:
         waiting = WaitingPrompt(agent_in(scope), current_location(), time.time(), own)
-        _replace_waiting(scope.lifetime, waiting)
+        _wait(scope.lifetime, waiting)
 
 
 def emit_response(
@@ -122,6 +127,23 @@ def _record_response(
         record_event(names.RESPONSE, {**further, **_described(result)}, None, True)
 
 
+def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result: Any) -> None:
+    """Record the call whose prompt waits: its response is this tool call. The conversation with the result of the tool
+    waits for the next response, or tool call, and is no prompt of the agent's own."""
+    waiting = _take_waiting()
+    scope = recording_scope()
+    if waiting is None or scope is None:
+        return
+    arguments = parse_json(arguments)
+    named = arguments if isinstance(arguments, Mapping | None) else {"input": arguments}
+    answer = {"role": "assistant", "parts": [tool_call_part(call_id, name, named)]}
+    _record_call(waiting.attributes, ModelResult([answer], finish_reasons=("tool_calls",)), waiting.time)
+    response = {"role": "tool", "parts": [tool_response_part(call_id, result)]}
+    messages = [*json.loads(waiting.attributes[names.INPUT_MESSAGES]), answer, response]
+    attributes = {**waiting.attributes, names.INPUT_MESSAGES: messages_json(messages)}
+    _wait(scope.lifetime, replace(waiting, time=time.time(), attributes=attributes, emitted=False))
+
+
 def _record_call(attributes: dict[str, Any], result: ModelResult, start_time: float | None) -> None:
     own = {names.OPERATION_NAME: CHAT, **attributes, **_described(result)}
     model = own.get(names.REQUEST_MODEL) or own.get(names.RESPONSE_MODEL)
@@ -149,18 +171,19 @@ def _record_unanswered(attributes: Mapping[str, Any], start_time: float | None) 
 # -- prompts that wait -------------------------------------------------------------------------------------------------
 
 
-def _replace_waiting(lifetime: Lifetime, waiting: WaitingPrompt) -> None:
+def _wait(lifetime: Lifetime, waiting: WaitingPrompt) -> None:
     for other in lifetime.prompts[:]:
         if (other.agent, other.location) == (waiting.agent, waiting.location):
             lifetime.prompts.remove(other)
-            _record_unanswered(other.attributes, other.time)
+            if other.emitted:
+                _record_unanswered(other.attributes, other.time)
     lifetime.prompts.append(waiting)
     if lifetime.at_end is None:
         lifetime.at_end = lambda: _record_rest(lifetime)
 
 
 def _take_waiting() -> WaitingPrompt | None:
-    scope = current_scope()
+    scope = recording_scope()
     if scope is None or not scope.lifetime.prompts:
         return None
     agent, location, prompts = agent_in(scope), current_location(), scope.lifetime.prompts
@@ -176,5 +199,7 @@ def _record_rest(lifetime: Lifetime) -> None:
     """The attempt ends: what still waits was not answered."""
     prompts, lifetime.prompts = lifetime.prompts, []
     for each in prompts:
+        if not each.emitted:
+            continue
         agent = {} if each.agent is None else {names.AGENT_NAME: each.agent}
         _record_unanswered({**agent, **each.attributes}, each.time)

@@ -65,6 +65,8 @@ def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights
     if trains:
         found.append(check_calls(rollouts))
         found += [check_tokens(rollouts, random_weights)] if any(each.policy_calls for each in rollouts) else []
+    else:
+        found.append(check_recorded_calls(rollouts))
     found += check_prompts(rollouts)
     found += check_tools(rollouts)
     return [*found, *check_reward(rollouts, random_weights)]
@@ -86,6 +88,21 @@ def check_rollouts(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
         "failed" if len(failed) * 2 > len(rollouts) else "warning",
         f"{len(failed)} of {len(rollouts)} failed{times}. The first, {first.rollout_id}:\n{first.failure}",
         "run the agent on this task by itself: " + _short(first.task),
+    )
+
+
+def check_recorded_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
+    """Whether what the agent asks a model is recorded, where none is trained: a critic reads it."""
+    calls = [each.policy_calls for each in rollouts]
+    if recorded := sum(map(bool, calls)):
+        text = f"{sum(calls)} calls of models were recorded, in {recorded} of {len(calls)} rollouts"
+        return DryRunCheck("calls", "ok", text)
+    return DryRunCheck(
+        "calls",
+        "warning",
+        "no model call was recorded: a critic sees tasks and rewards alone, and no tokens are counted",
+        "if the agent calls a model: set OPENAI_BASE_URL and OPENAI_API_KEY (or [gateway]), which the agent has to read"
+        " from its environment, or report calls with agl.emit_prompt",
     )
 
 

@@ -174,9 +174,14 @@ async def _of_page(
 def _of_rollout(task: Any, spans: Sequence[Span], selection: Selection) -> list[Conversation] | str:
     """The conversations of a rollout, or why there are none."""
     try:
-        reward = scalar_reward(find_final_reward(spans), selection.reward_weights)
+        given = find_final_reward(spans)
+    except RewardError as error:
+        return f"with a reward that cannot be used: {error}"
+    try:
+        reward = scalar_reward(given, selection.reward_weights)
     except RewardError:
-        return "with a reward of several dimensions without weights"
+        dimensions = " and ".join(sorted(cast("dict[str, float]", given)))
+        return f"with a reward of {dimensions}, without weights (--reward-weights)"
     if selection.min_reward is not None and (reward is None or reward < selection.min_reward):
         return "without a reward" if reward is None else "below the reward asked for"
     chosen = [span for span in calls(spans) if _is_of(span, selection.agent)]

@@ -27,7 +27,7 @@ from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import Rejection
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.policy.optimizer_config import Objective
 from agentlightning.store.base import LightningStoreBase
@@ -82,8 +82,10 @@ class Planner:
         unscored = missing_rewards([s for s in sessions.usable if s.rollout.rollout_id not in ids(rejected)], weights)
         found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
         rejected = [*rejected, *unscored]
+        if not found and unscored and unscored[0].reason != MISSING_REWARD:
+            raise DatasetError(f"no session has a reward that can be used; of the first: {unscored[0].message}")
         if isinstance(algorithm, LightningRL):
-            return await asyncio.to_thread(self._reinforcement, algorithm, found, rejected, tokenizer)
+            return await asyncio.to_thread(self._reinforcement, algorithm, sessions.usable, found, rejected, tokenizer)
         prepared = with_options(algorithm, self.options)
         trajectories = [without_probabilities(each.trajectory) for each in found]
         if isinstance(prepared, DPO):
@@ -131,6 +133,7 @@ class Planner:
     def _reinforcement(
         self,
         algorithm: LightningRL,
+        sessions: Sequence[Session],
         found: Sequence[TokenizedSession],
         rejected: Sequence[Rejection],
         tokenizer: Tokenizer,
@@ -145,7 +148,10 @@ class Planner:
         singles = [group[0] for group in groups.values() if len(group) == 1]
         pooled += [singles] if singles else []
         known = len(sampled) - len(refused)
+        divided, unusable = _divide(sessions, found, "rejection", tokenizer, weights)
+        wins = [each for each in divided if _score(each.trajectory, weights) >= options.success_threshold]
         counts = DataCounts.of(pooled, known, options.success_threshold)
+        counts = replace(counts, successful=len(wins))
         method = self._method(counts, known)
         notes = [
             f"LightningRL learns by {NAMES[method]}: {counts.sessions} sessions of {len(groups)} tasks, {known} of them"
@@ -153,6 +159,13 @@ class Planner:
         ]
         if singles:
             notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
+        if several := sum(bool(each.rewards) for each in sessions):
+            notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
+        if method == "rejection":
+            found, rejected = wins, [*rejected, *unusable]
+        elif method == "awr":
+            found, unusable = _divide(sessions, found, method, tokenizer, weights)
+            rejected = [*rejected, *unusable]
         usable, further = _usable(found, method, refused)
         rendered, foreign = sum(each.rendered for each in usable), sum(each.foreign for each in usable)
         if foreign:
@@ -161,9 +174,8 @@ class Planner:
         trajectories = [_trajectory(each, method) for each in usable]
         rejected = [*rejected, *further]
         if method == "rejection":
-            wins = [each for each in trajectories if _score(each, weights) >= options.success_threshold]
-            made = self._rejection_sampling(algorithm, wins)
-            return Plan(made, "supervised", wins, method, rejected, {}, rendered, foreign, len(wins), tuple(notes))
+            made, size = self._rejection_sampling(algorithm, trajectories), len(trajectories)
+            return Plan(made, "supervised", trajectories, method, rejected, {}, rendered, foreign, size, tuple(notes))
         prepared = for_recorded(algorithm, method, options.target_agent, options.num_iterations)
         objective: Objective = "reinforcement" if method == "importance" else "supervised"
         prepare = _preparing(tokenizer, prepared, method)
@@ -209,10 +221,39 @@ def _preparing(tokenizer: Tokenizer, algorithm: LightningRL, method: Method) -> 
         found, rejected = tokenized(arrived, tokenizer)
         unscored = missing_rewards(arrived, algorithm.reward_weights)
         found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
+        found, unusable = _divide(arrived, found, method, tokenizer, algorithm.reward_weights)
+        unscored += unusable
         usable, further = _usable(found, method, {})
         return [_trajectory(each, method) for each in usable], [*rejected, *unscored, *further]
 
     return prepare
+
+
+def _divide(
+    sessions: Sequence[Session],
+    found: Sequence[TokenizedSession],
+    method: Method,
+    tokenizer: Tokenizer,
+    weights: Mapping[str, float] | None,
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """What was found, with the parts of sessions that hold several rewards in their place, and parts that cannot be
+    used. A conversation is one episode, whose credit rule says what each reward is due to, unless it is imitated."""
+    known = {each.trajectory.rollout_id for each in found}
+    several = [
+        each
+        for each in sessions
+        if each.rewards and each.rollout.rollout_id in known and (method == "rejection" or each.has_independent_parts)
+    ]
+    if not several or method == "importance":
+        return list(found), []
+    parts = [part for each in several for part in each.parts()]
+    parts = [part for part in parts if any(is_target(call.agent, tokenizer.target) for call in part.calls)]
+    made, rejected = tokenized(parts, tokenizer)
+    unscored = missing_rewards(parts, weights)
+    made = [each for each in made if each.trajectory.rollout_id not in ids(unscored)]
+    divided = {each.rollout.rollout_id for each in several}
+    whole = [each for each in found if each.trajectory.rollout_id not in divided]
+    return [*whole, *made], [*rejected, *unscored]
 
 
 def _usable(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from agentlightning.algorithms.recorded.sessions import Session, TokenizedSession, Tokenizer, read_sessions
+from agentlightning.algorithms.recorded.sessions import PART, Session, TokenizedSession, Tokenizer, read_sessions
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError, TrainingStopped
@@ -117,7 +117,7 @@ class ArrivingSource:
             else:
                 await asyncio.sleep(POLL_SECONDS)
         batch, self._waiting = self._waiting[:wanted], self._waiting[wanted:]
-        self.learned += [each.rollout_id for each in batch]
+        self.learned += [each.rollout_id.partition(PART)[0] for each in batch]
         groups = chunks(batch, request.group_size, random.Random(self.seed))
         collected = await _checked([each for group in groups for each in group], request)
         return replace(collected, seconds=time.monotonic() - started)

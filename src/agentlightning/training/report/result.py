@@ -128,6 +128,7 @@ class TrainingResult:
             "curve": None if self.curve is None else str(self.curve),
             "run_dir": str(self.run_dir),
             "prompts": {name: each.template for name, each in self.prompts.items()},
+            "prompt_diff": self.diff(),
             "stages": [each.as_json() for each in self.stages],
             "cost": self.cost.as_json(),
             "tracker_failures": dict(self.tracker_failures),

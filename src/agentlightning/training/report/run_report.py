@@ -49,7 +49,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
     report, state = loads(path.read_bytes()), read_state(run_dir)
     modes = list(report["held_out"])
-    parts = [_summary(run_dir, report), _stages(report), _cost(run_dir, report), _warnings(report)]
+    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(run_dir, report), _warnings(report)]
     for mode in modes:
         changes = changes_of(run_dir, state, mode)
         parts.append(_tasks(mode, changes))
@@ -100,6 +100,16 @@ def _stages(report: Mapping[str, Any]) -> str:
         tokens = f"{cost['sampled_tokens']} | {cost['search_tokens']}"
         lines.append(f"| {number} {stage['name']} | {stage['steps']} | {stage['rollouts']} | {tokens} | {money} |")
     return "\n".join(lines)
+
+
+def _prompts(report: Mapping[str, Any]) -> str:
+    """The prompt templates of the result, and what the run changed in them."""
+    prompts: Mapping[str, str] = report.get("prompts") or {}
+    if not prompts:
+        return ""
+    diff = report.get("prompt_diff") or ""
+    texts = [f"### {name}\n\n{_block(text)}" for name, text in prompts.items()]
+    return "\n\n".join(["## Prompts", *texts, _block(diff) if diff else "The run has changed none of them."])
 
 
 def _money(value: float | None) -> str:

@@ -65,8 +65,9 @@ class Writer:
     max_transcript_chars: int
     skips: Counter[str] = field(default_factory=Counter[str])
     """Replies that could not be used, by reason."""
-    _in_a_row: int = 0
-    _first: str = ""
+    _in_a_row: Counter[str] = field(default_factory=Counter[str])
+    """By part, critic or editor: its unusable replies since the last one that was of use."""
+    _first: dict[str, str] = field(default_factory=dict[str, str])
 
     async def critique(
         self, texts: Mapping[str, str], rollouts: Sequence[Outcome], playbooks: Sequence[str] = ()
@@ -80,10 +81,10 @@ class Writer:
             return None
         text = reply.text.strip()
         if len(text) > MAX_CRITIQUE_CHARS or reply.truncated:
-            return self.skip("critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
+            return self.skip("critic", "critic_over_long", f"the critic wrote {len(text)} characters, or was cut off")
         if not re.search(r"\w+\W+\w+", text):
-            return self.skip("critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
-        self._in_a_row = 0
+            return self.skip("critic", "critic_nonsense", f"the critic said {text[:100]!r}, which is no advice")
+        self._in_a_row["critic"] = 0
         helpful, harmful = (_numbers(text, word) for word in ("HELPFUL", "HARMFUL"))
         return Critique(_COUNTER.sub("", text).strip(), helpful, harmful)
 
@@ -108,31 +109,32 @@ class Writer:
         try:
             reply = await model.complete([{"role": "system", "content": role}, {"role": "user", "content": text}])
         except ModelError as error:
-            return self.skip(f"{part}_{error.reason}", str(error))
+            return self.skip(part, f"{part}_{error.reason}", str(error))
         self.spending.count_model(model.settings, reply.input_tokens, reply.output_tokens)
         if not reply.text.strip():
-            return self.skip(f"{part}_empty", f"the {part}'s reply is empty")
+            return self.skip(part, f"{part}_empty", f"the {part}'s reply is empty")
         return reply
 
     def accept(self) -> None:
-        """An edit could be read: the models are of use."""
-        self._in_a_row = 0
+        """An edit could be used: the editor is of use."""
+        self._in_a_row["editor"] = 0
 
-    def refuse(self, error: ReplyError) -> None:
-        """Count a reply that cannot be used."""
-        self.skip(error.reason, str(error))
+    def refuse(self, error: ReplyError, reply: str) -> None:
+        """Count a reply of the editor that cannot be used."""
+        self.skip("editor", error.reason, f"{error}; the editor said {reply[:200]!r}")
 
-    def skip(self, reason: str, message: str) -> None:
-        """Count a skipped reply. Raises TrainingStopped after too many in a row."""
+    def skip(self, part: str, reason: str, message: str) -> None:
+        """Count a skipped reply. Raises TrainingStopped after too many of critic or editor in a row."""
         self.skips[reason] += 1
-        self._first = self._first if self._in_a_row else message
-        self._in_a_row += 1
-        if self._in_a_row >= MAX_SKIPS:
+        if not self._in_a_row[part]:
+            self._first[part] = message
+        self._in_a_row[part] += 1
+        if self._in_a_row[part] >= MAX_SKIPS:
             counted = ", ".join(f"{count} {name}" for name, count in self.skips.items())
             raise TrainingStopped(
-                f"{MAX_SKIPS} replies of critic and editor in a row could not be used ({counted}). The first: "
-                f"{self._first}. Use another model (algorithm.critic, algorithm.editor), or raise its max_tokens or"
-                " timeout_seconds; the run can be resumed"
+                f"{MAX_SKIPS} replies of the {part} in a row could not be used ({counted}). The first: "
+                f"{self._first[part]}. Use another model (algorithm.{part}), or raise its max_tokens or timeout_seconds"
+                "; the run can be resumed"
             )
 
 

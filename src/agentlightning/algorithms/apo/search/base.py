@@ -87,16 +87,17 @@ class SearchContext:
         try:
             edits, dropped = read_edits(reply, config.max_edits, config.max_edit_chars)
         except ReplyError as error:
-            self.writer.refuse(error)
+            self.writer.refuse(error, reply)
             return None
-        self.writer.accept()
         self.counts["edits_left_out"] += dropped
         try:
             child = playbook.pruned(apply_edits(parent, edits))
             self.check(child)
         except ReplyError as error:
             self.refuse(error)
+            self.writer.refuse(error, reply)
             return None
+        self.writer.accept()
         if child == parent:
             self.counts["unchanged"] += 1
             return None

@@ -1,15 +1,17 @@
 """Finds the providers that a command uses in its environment, so that its calls are recorded and still go there.
 
-Called by `agl run` if neither a model nor routes are given.
+Used by `agl run`, and by runs that train no model, if neither a model nor routes are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from pydantic import SecretStr
 
+from agentlightning.config import TrainConfig
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.upstream.provider import Provider
 
@@ -70,3 +72,17 @@ def _anthropic(environment: Mapping[str, str]) -> Provider | None:
         headers={} if key or not token else {"authorization": f"Bearer {token}"},
         retries=0,
     )
+
+
+def with_own_providers(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
+    """The settings of a run that trains no model, with the providers of this environment where [gateway] names nothing:
+    its agent's calls are recorded, and go where they went before. They are not kept with the run."""
+    if config.gateway.providers or config.gateway.routes or config.gateway.models:
+        return config
+    found = inherited_config(os.environ)
+    if found is None:
+        return config
+    named = ", ".join(f"{each.name} at {each.base_urls[0]}" for each in found.providers)
+    say(f"calls of the agent are recorded and go to {named}, as the environment says")
+    own = {"providers": found.providers, "routes": found.routes}
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update=own)})
