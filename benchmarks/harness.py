@@ -134,7 +134,8 @@ def postgres(named: str | None) -> Iterator[str | None]:
     if named != "new":
         yield named
         return
-    from agentlightning.testing.postgres import PostgresCluster
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tests.support.postgres import PostgresCluster
 
     with PostgresCluster() as cluster:
         yield cluster.new_database()

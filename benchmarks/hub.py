@@ -35,7 +35,9 @@ from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.ids import new_id
-from agentlightning.testing.postgres import PostgresCluster
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.postgres import PostgresCluster  # noqa: E402
 
 HEARTBEAT_SECONDS = 2.0
 START_SECONDS = 300.0

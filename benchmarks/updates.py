@@ -20,7 +20,9 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.local.update_gate import UpdateGate
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.testing.models import model_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.models import model_tokenizer  # noqa: E402
 
 CALLERS, UPDATES, PROMPT, SHORTEST, LONGEST, LESSON = 32, 4, 100, 16, 400, 100
 ARMS = {"drained": {"in_flight": False}, "in flight": {"in_flight": True}}

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from agentlightning.testing.postgres import PostgresCluster
-    from agentlightning.testing.store_hub import StoreHub
+    from tests.support.postgres import PostgresCluster
+    from tests.support.store_hub import StoreHub
 
 # Two workers with two torch threads each on two cores wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -84,7 +84,7 @@ def _processes_marked(mark: str) -> list[str]:
 @pytest.fixture(scope="session")
 def hub() -> Iterator[StoreHub]:
     """A server of this test process: `hub.serve(store)` is the address of a store on it."""
-    from agentlightning.testing.store_hub import StoreHub
+    from tests.support.store_hub import StoreHub
 
     with StoreHub() as hub:
         yield hub
@@ -93,7 +93,7 @@ def hub() -> Iterator[StoreHub]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresCluster]:
     """A PostgreSQL server of this test process. Tests that stop it make one of their own."""
-    from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError
+    from tests.support.postgres import PostgresCluster, PostgresNotFoundError
 
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'agentlightning[postgres]'")
     try:

@@ -17,6 +17,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.model_server import ScriptedModelServer
+from tests.support.models import tiny_checkpoint
 
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -32,8 +34,6 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing.model_server import ScriptedModelServer
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trainer import Trainer
 from agentlightning.training.report import write_report
 from agentlightning.training.report.result import TrainingResult

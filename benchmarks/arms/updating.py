@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.local import LocalPolicy
@@ -29,11 +30,13 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
-from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.util.event_loop import run_sync
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.support.model_server import ScriptedModelServer  # noqa: E402
 
 ANSWERS, PROMPT, ANSWER = 64, 64, 64
 """What an update learns from: answers, and tokens of each."""

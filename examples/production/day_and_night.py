@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support import DEPARTMENTS, PROMPT
 
 import agentlightning as agl
 from agentlightning.models.tiny import make_tiny
+from support import DEPARTMENTS, PROMPT
 
 HERE = Path(__file__).parent
 ABOUT = {

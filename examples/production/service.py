@@ -17,9 +17,9 @@ import httpx
 from fastapi import FastAPI, HTTPException
 from openai import APIError
 from pydantic import BaseModel, Field
-from support import route
 
 import agentlightning as agl
+from support import route
 
 SERVER = os.environ.get("AGL_STORE", "http://127.0.0.1:4747")
 TOKEN = os.environ.get("AGL_TOKEN", "")

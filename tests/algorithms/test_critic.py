@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.models import tiny_checkpoint
 
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import Collected
@@ -15,7 +16,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Trajectory, Transition
 
 pytestmark = pytest.mark.integration

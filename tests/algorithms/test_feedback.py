@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.models import model_tokenizer
 
 from agentlightning.algorithms.feedback import Feedback, Reprompt, feedback_of
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import Collected
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
-from agentlightning.testing.models import model_tokenizer
 from agentlightning.trajectory import Step, TokenTree, Trajectory, Transition
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.models import tiny_model
 
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import TokenTree, Trajectory, Transition
 
 GOOD, BAD = (41, 42, 43), (61, 62)

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
-from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError
+from tests.support.postgres import PostgresCluster, PostgresNotFoundError
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

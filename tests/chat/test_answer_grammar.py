@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.templates import FAMILIES
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.base import ThoughtMarkers
@@ -16,8 +18,6 @@ from agentlightning.engine.base import Sample
 from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.testing import ByteChatFormat
-from agentlightning.testing.templates import FAMILIES
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 THINKS = ("<think>", "</think>")
 LONGEST = 500

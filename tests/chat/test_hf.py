@@ -4,10 +4,10 @@ import json
 
 import pytest
 from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
+from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
-from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

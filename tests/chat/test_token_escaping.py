@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from tests.support.templates import FAMILIES
+from tests.support.tokenizer import CHATML, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.testing.templates import FAMILIES
-from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 THINKING = ("<think>", "</think>")
 

@@ -231,7 +231,7 @@ async def test_what_need_not_be_kept_is_forgotten_again_and_again(caplog):
 
 @pytest.mark.slow
 def test_models_of_tinker_are_served_to_those_with_the_token_and_weights_go_where_it_says(start, tmp_path):
-    from agentlightning.testing.models import tiny_checkpoint
+    from tests.support.models import tiny_checkpoint
 
     tiny_checkpoint(tmp_path / "model")
     arguments = ("--port", "0", "--db", "s.db", "--tinker", "small=model", "--tinker-weights", "kept", "--json")

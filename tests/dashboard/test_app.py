@@ -12,6 +12,7 @@ import httpx
 import orjson
 import pytest
 from starlette.applications import Starlette
+from tests.support.models import tiny_checkpoint
 
 import agentlightning
 from agentlightning.dashboard.app import VIEWS, dashboard_routes
@@ -22,7 +23,6 @@ from agentlightning.resources import LLM
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.export.jsonl import JsonlReader
-from agentlightning.testing.models import tiny_checkpoint
 
 STATIC = Path(agentlightning.__file__).parent / "dashboard" / "static"
 GRPO = "calculator-grpo"

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from aiohttp import web
 from tests.deploy.kubernetes import ROOT
+from tests.support.postgres import PostgresCluster, PostgresNotFoundError, find_programs
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError, find_programs
 
 AGL = str(Path(sys.executable).parent / "agl")
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")

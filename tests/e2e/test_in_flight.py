@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
+from tests.support.model_server import ScriptedModelServer
 
 import agentlightning as agl
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.testing.model_server import ScriptedModelServer
 from agentlightning.training.sources import in_flight_limit
 
 from .conftest import AGL, Job

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from tests.support.models import tiny_checkpoint
 
 import agentlightning as agl
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.testing.models import tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.models import model_tokenizer
 
 from agentlightning.engine.stop_strings import StopScanner
-from agentlightning.testing.models import model_tokenizer
 
 
 @settings(max_examples=60)

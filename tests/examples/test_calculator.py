@@ -110,7 +110,7 @@ def test_an_agent_trains(name, request, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_agent_is_run_once_with_a_model_of_ones_own(name, request, tmp_path):
-    from agentlightning.testing.models import tiny_checkpoint
+    from tests.support.models import tiny_checkpoint
 
     directory = directory_of(name, request)
     model = tiny_checkpoint(tmp_path / "model", context_length=512)

@@ -8,6 +8,7 @@ import httpx
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.attempt_address import attempt_key
 from agentlightning.attempt_variables import attempt_environment
@@ -20,7 +21,6 @@ from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.provider import ScriptedProvider
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 SECRET = "a-secret-nobody-prints"
 
@@ -145,7 +145,7 @@ def secret():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """The directory of a model small enough for every test."""
-    from agentlightning.testing.models import tiny_checkpoint
+    from tests.support.models import tiny_checkpoint
 
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, LengthFinishReasonError
 from starlette.applications import Starlette
+from tests.support.templates import FAMILIES
+from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
@@ -19,8 +21,6 @@ from agentlightning.engine.base import Sample
 from agentlightning.gateway.app import Gateway
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.templates import FAMILIES
-from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "y": {"type": "number"}}}
 THOUGHT = "<think>\nhm\n</think>\n\n"

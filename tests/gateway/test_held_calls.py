@@ -9,6 +9,7 @@ import httpx2
 import jsonschema_rs
 import pytest
 from openai import AsyncOpenAI
+from tests.support.models import TEXTS, tiny_checkpoint
 from tokenizers import AddedToken
 
 from agentlightning.attempt_address import attempt_key
@@ -21,7 +22,6 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLATIONS
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing.models import TEXTS, tiny_checkpoint
 
 pytestmark = pytest.mark.integration
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.model_server import ScriptedModelServer, logprob_of
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
@@ -18,8 +20,6 @@ from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.open import open_served_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
-from agentlightning.testing.model_server import ScriptedModelServer, logprob_of
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 SECRET = "a-secret-nobody-prints"
 

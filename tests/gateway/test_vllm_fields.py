@@ -4,11 +4,11 @@ import json
 
 import openai
 import pytest
+from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning import span as names
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS
-from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 OFF = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 SWITCH = CHATML.replace("<|im_start|>assistant\n", f"<|im_start|>assistant\n{OFF}")

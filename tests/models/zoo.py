@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.support.models import model_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,7 +36,6 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.testing.models import model_tokenizer
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 CONTEXT = 512

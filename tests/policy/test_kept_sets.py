@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.policy.config import PolicyConfig
@@ -16,7 +17,6 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

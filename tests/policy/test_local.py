@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.support.models import tiny_checkpoint, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.engine.base import Sample, SamplingParams
@@ -24,7 +25,6 @@ from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadConfig
-from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]

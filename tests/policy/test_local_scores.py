@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models import tiny_checkpoint, tiny_model
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
@@ -17,7 +18,6 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.testing.models import tiny_checkpoint, tiny_model
 from agentlightning.training.recorded.run import RecordedTraining, learner_of
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.support.models import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.base import Sample, SamplingParams
@@ -18,7 +19,6 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import LR_FACTOR, Lora, adapters_of
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 PROMPT = tuple(range(5, 25))

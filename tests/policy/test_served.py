@@ -12,6 +12,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 from safetensors import safe_open
+from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 from transformers import AutoModelForCausalLM
 
 from agentlightning.config import TrainConfig
@@ -22,7 +23,6 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.training.trainer_settings import with_absolute_paths
 from agentlightning.weight_sync.disk import CheckpointFolder

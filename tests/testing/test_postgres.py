@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.support.postgres import PostgresCluster, PostgresNotFoundError, find_programs
 
 from agentlightning.testing import postgres as module
-from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError, find_programs
 
 slow = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_what_was_committed_survives_a_crash_at_the_same_address(cluster: Postgr
 
 
 START_AND_HANG = """
-from agentlightning.testing.postgres import PostgresCluster
+from tests.support.postgres import PostgresCluster
 cluster = PostgresCluster()
 ((data,),) = cluster.run("SHOW data_directory")
 print(open(data + "/postmaster.pid").readline().strip(), data, flush=True)

@@ -4,9 +4,9 @@ import asyncio
 import ssl
 
 import pytest
+from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
-from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
 from agentlightning.transport.connector import ConnectOptions

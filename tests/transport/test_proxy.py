@@ -13,9 +13,9 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
-from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
 from agentlightning.transport.connector import ConnectOptions

@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.support.store_hub import StoreHub
 
 from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.runner.hosts.messages import FrameDecoder, Job, encode
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-from agentlightning.testing.store_hub import StoreHub
 from agentlightning.util.json_values import dumps, loads
 
 LARGE = 2**70

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.postgres import PostgresCluster, PostgresNotFoundError
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
@@ -24,7 +25,6 @@ from agentlightning.span import POLICY_VERSION, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.testing.postgres import PostgresCluster, PostgresNotFoundError
 from agentlightning.trainer import Trainer
 
 from .test_runs import AGL, NEAR, WORDS, Model, Weights, given, versions_of

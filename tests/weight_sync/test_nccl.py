@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
@@ -19,7 +20,6 @@ from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.weight_sync import select
 from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES

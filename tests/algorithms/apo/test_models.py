@@ -214,7 +214,7 @@ async def test_errors_of_a_client_are_counted_not_raised(model):
 
 @pytest.mark.slow
 async def test_a_local_model_writes_and_says_when_a_text_is_too_long_for_it(tmp_path):
-    from agentlightning.testing.models import tiny_checkpoint
+    from tests.support.models import tiny_checkpoint
 
     path = tiny_checkpoint(tmp_path / "model")
     async with AsyncExitStack() as stack:

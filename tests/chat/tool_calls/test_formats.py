@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.templates import FAMILIES
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tool_calls import FORMATS, call_format
 from agentlightning.chat.tool_calls.format import ParsedToolCall, is_short_id
 from agentlightning.chat.tool_calls.reader import CallReader, parse_answer
 from agentlightning.errors import ConfigError
-from agentlightning.testing.templates import FAMILIES
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 ASKED = {"role": "user", "content": "?"}
 

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("zstandard", reason="pip install 'agentlightning[weights]'")
 
+from tests.support.model_server import ScriptedModelServer
+
 import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
-from agentlightning.testing.model_server import ScriptedModelServer
 
 TASKS = [{"word": word} for word in ("red", "green", "blue", "white", "black", "pink", "grey", "brown")]
 

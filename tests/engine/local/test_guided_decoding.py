@@ -8,6 +8,7 @@ import math
 import jsonschema_rs
 import pytest
 import torch
+from tests.support.models import model_tokenizer, tiny_checkpoint, tiny_model
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, token_masks
@@ -21,7 +22,6 @@ from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.models import model_tokenizer, tiny_checkpoint, tiny_model
 
 SCHEMA = {
     "type": "object",

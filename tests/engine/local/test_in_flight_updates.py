@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 import torch
+from tests.support.models import Architecture, model_tokenizer, tiny_checkpoint, tiny_model
 from transformers import PreTrainedModel
 
 from agentlightning.credit import training_samples
@@ -22,7 +23,6 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import Architecture, model_tokenizer, tiny_checkpoint, tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 pytestmark = pytest.mark.integration

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from tests.support.models import tiny_model
 from transformers import PreTrainedModel
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.models.lora import Adapters
-from agentlightning.testing.models import tiny_model
 
 PROMPT = [5, 6, 7, 8]
 

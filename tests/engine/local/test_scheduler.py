@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.models import Architecture, model_tokenizer, tiny_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -28,7 +29,6 @@ from agentlightning.engine.local import cascade_attention, kv_cache
 from agentlightning.engine.local.kv_cache import probe_layout, vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.testing.models import Architecture, model_tokenizer, tiny_model
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.local import worker
 from agentlightning.engine.local.switch_interval import SWITCH_SECONDS, SwitchInterval
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import open_policy
-from agentlightning.testing.models import tiny_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.sglang import SGLangServer
@@ -18,7 +19,6 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
-from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.transport import open_transport
 

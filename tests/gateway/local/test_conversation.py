@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
+from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.message_digest import same_meaning, text_of
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Conversations, PrefixIndex
-from agentlightning.testing.tokenizer import CHATML, tiny_tokenizer
 
 ATTEMPT = ("ro-1", "at-1")
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]

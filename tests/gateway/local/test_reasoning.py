@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning import span as names
 from agentlightning.chat.base import ThoughtMarkers
@@ -13,7 +14,6 @@ from agentlightning.gateway.dialects.output import ReasoningDelta
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 # As Qwen writes it: thoughts after the last question only, an empty one where the last answer has none.
 LATE = """\

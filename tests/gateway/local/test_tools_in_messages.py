@@ -5,9 +5,9 @@ import re
 
 import openai
 import pytest
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models import tiny_checkpoint, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -25,7 +26,6 @@ from transformers import (
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.lora import Adapters, read_weights, set_weights
 from agentlightning.models.lora.files import WEIGHTS, read_adapter_config, saved_targets, write_adapter
-from agentlightning.testing.models import tiny_checkpoint, tiny_model
 
 IDS = torch.arange(4, 16).view(2, 6)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.models import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import PolicyError
@@ -14,7 +15,6 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 IDS = tuple(range(5, 25))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Sample, SamplingParams
@@ -19,7 +20,6 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.testing.model_server import END, ScriptedModelServer, logprob_of, next_token
 from agentlightning.testing.scripted_engine import ByteChatFormat
 
 AGENTS: dict[str, Any] = {"writer": Lora(r=4), "critic/1": Lora(r=12), "editor": "frozen"}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.support.models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +36,6 @@ from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.trained_weights import TrainedWeights, trained_weights
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.models import tiny_model
 
 from agentlightning.policy.fsdp.division import divide, prices_of
 from agentlightning.policy.update.forward import Forward
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 prices = st.lists(st.floats(0, 1e6), max_size=30)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.models import tiny_checkpoint
 
 import agentlightning
 from agentlightning.errors import ConfigError, RankError
 from agentlightning.policy.fsdp.config import TOKEN, RanksConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import open_policy
-from agentlightning.testing.models import tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.base import SamplingParams
@@ -21,7 +22,6 @@ from agentlightning.policy.fsdp.policy import FsdpPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.open import open_policy
-from agentlightning.testing.models import tiny_checkpoint
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.losses import TokenBatch
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Trajectory, Transition
 
 Rows = Sequence[tuple[float, float, float, float]]

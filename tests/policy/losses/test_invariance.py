@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.losses import LOSSES, token_losses
@@ -20,7 +21,6 @@ from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("tinker", reason="pip install 'agentlightning[tinker]'")
 
+from tests.support.models import tiny_checkpoint
+
 from agentlightning.policy.adapters.host import AdapterHost
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
@@ -22,7 +24,6 @@ from agentlightning.policy.tinker.policy import TinkerPolicy
 from agentlightning.server.app import Server
 from agentlightning.server.tinker.routes import tinker_routes
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.models import tiny_checkpoint
 
 TOKEN = "secret"
 

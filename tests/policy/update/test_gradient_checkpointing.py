@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models import tiny_model
 from transformers import PreTrainedModel
 
 from agentlightning.credit import training_samples
@@ -15,7 +16,6 @@ from agentlightning.policy.update.gradient_checkpointing import layers_to_recomp
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.policy.update.value_head_config import ValueHeadConfig
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

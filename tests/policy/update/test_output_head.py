@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.support.models import tiny_model
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -27,7 +28,6 @@ from transformers import (
 from agentlightning.policy.update import chunked_logprobs, output_head
 from agentlightning.policy.update.chunked_logprobs import Chosen, logprobs_from_logits
 from agentlightning.policy.update.output_head import OutputHead, token_logprobs
-from agentlightning.testing.models import tiny_model
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
@@ -17,7 +18,6 @@ from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

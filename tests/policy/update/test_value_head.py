@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models import tiny_model
 
 from agentlightning.errors import PolicyError
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import FILE, ValueHead
 from agentlightning.policy.update.value_head_config import ValueHeadConfig
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

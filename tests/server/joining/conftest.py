@@ -2,8 +2,7 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
-
-from agentlightning.testing.model_server import ScriptedModelServer
+from tests.support.model_server import ScriptedModelServer
 
 from .runs import Hub
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.support.model_server import ScriptedModelServer
 
 import agentlightning as agl
 from agentlightning import span as names
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.testing.model_server import ScriptedModelServer
 
 AGL = str(Path(sys.executable).parent / "agl")
 TOKEN = "hub-token"

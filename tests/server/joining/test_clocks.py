@@ -8,8 +8,7 @@ from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
 import pytest
-
-from agentlightning.testing.model_server import ScriptedModelServer
+from tests.support.model_server import ScriptedModelServer
 
 from .runs import Hub, account, command, environment
 

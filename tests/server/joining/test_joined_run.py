@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.model_server import ScriptedModelServer
 
 import agentlightning as agl
 from agentlightning.engine.servers.joining import BASE_PATH
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.testing.model_server import ScriptedModelServer
 
 from .runs import AGENT, STEPS, TOKEN, Hub, account, command, fit, said, settings, start
 

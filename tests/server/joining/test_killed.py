@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from agentlightning.testing.model_server import ScriptedModelServer
+from tests.support.model_server import ScriptedModelServer
 
 from .runs import AGENT, Hub, account, command, fit, said, settings, start
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.model_server import ScriptedModelServer
+from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
@@ -24,8 +26,6 @@ from agentlightning.server.joining.service import JoinedPolicies
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.model_server import ScriptedModelServer
-from agentlightning.testing.tokenizer import tiny_tokenizer
 
 TOKEN, SECRET = "hub-token", "a-secret-nobody-prints"
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.support.models import tiny_checkpoint
 
 from agentlightning.policy.adapters.host import AdapterHost
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -19,7 +20,6 @@ from agentlightning.server.tinker.routes import tinker_routes
 from agentlightning.server.tinker.service import TinkerService
 from agentlightning.server.tinker.wire import CreateSampler, CreateSession, SampleRequest
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.models import tiny_checkpoint
 
 TOKENS = list(range(5, 15))
 

@@ -9,10 +9,10 @@ import urllib.request
 from typing import Any
 
 import pytest
+from tests.support.tokenizer import tiny_tokenizer
 
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.testing.tokenizer import tiny_tokenizer
 from agentlightning.training.dry_run.checks import DryRun
 from agentlightning.training.dry_run.rehearsal import check_tool_format
 

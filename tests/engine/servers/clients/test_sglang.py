@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.model_server import ScriptedModelServer
+from tests.support.proxy import LocalProxy
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.base import ModelServerError, SampleRequest, TokenChunk
 from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.clients.sglang import SGLangServer, _ResponseReader
-from agentlightning.testing.model_server import ScriptedModelServer
-from agentlightning.testing.proxy import LocalProxy
 from agentlightning.transport import open_transport
 from agentlightning.transport.connector import ConnectOptions
 

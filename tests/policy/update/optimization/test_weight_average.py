@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
-from agentlightning.testing.models import tiny_model
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

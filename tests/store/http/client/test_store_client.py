@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.support.store_hub import StoreHub
 
 from agentlightning import LightningStoreClient
 from agentlightning.errors import (
@@ -27,7 +28,6 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase, paging
 from agentlightning.store.http.client import store_client, transport
-from agentlightning.testing.store_hub import StoreHub
 
 Store = LightningStoreBase
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.store_hub import StoreHub
 
 from agentlightning import LightningStoreClient
 from agentlightning.resources import PromptTemplate
@@ -18,7 +19,6 @@ from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.session import answered_calls
 from agentlightning.store.sql.tables import statements
-from agentlightning.testing.store_hub import StoreHub
 
 pytestmark = pytest.mark.integration
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from tests.support.store_hub import StoreHub
 
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest
 from agentlightning.server.app import Server
@@ -19,7 +20,6 @@ from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.operations import OPERATIONS
 from agentlightning.store.instrumented import instrument
 from agentlightning.store.paging import PAGE
-from agentlightning.testing.store_hub import StoreHub
 
 pytestmark = pytest.mark.integration
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tests.support.postgres import PostgresCluster
 
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
 from agentlightning.store import LightningStore
@@ -20,7 +21,6 @@ from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.dialect import TABLES, encode
 from agentlightning.store.sql.postgres.errors import explain
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
-from agentlightning.testing.postgres import PostgresCluster
 
 pytestmark = pytest.mark.integration
 

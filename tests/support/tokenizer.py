@@ -35,7 +35,7 @@ def tiny_tokenizer(
 ) -> Any:
     """A `PreTrainedTokenizerFast` for any text, with enough merges that text can be tokenized in many ways.
 
-    `special` are the special tokens of the template besides `eos`; see `agentlightning.testing.templates`."""
+    `special` are the special tokens of the template besides `eos`; see `tests.support.templates`."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast

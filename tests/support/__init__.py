@@ -1,0 +1,1 @@
+"""Servers, models and fakes that tests and benchmarks share."""
