@@ -37,7 +37,7 @@ from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.ids import new_id
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tests.support.postgres import PostgresCluster  # noqa: E402
+from tests.support.postgres import PostgresCluster
 
 HEARTBEAT_SECONDS = 2.0
 START_SECONDS = 300.0

@@ -35,7 +35,7 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tests.support.models import model_tokenizer  # noqa: E402
+from tests.support.models import model_tokenizer
 
 CALLERS, UPDATES, PROMPT, SHORTEST, LONGEST, LESSON = 32, 4, 100, 16, 400, 100
 ARMS = {"drained": {"in_flight": False}, "in flight": {"in_flight": True}}

@@ -36,7 +36,7 @@ from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.util.event_loop import run_sync
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from tests.support.model_server import ScriptedModelServer  # noqa: E402
+from tests.support.model_server import ScriptedModelServer
 
 ANSWERS, PROMPT, ANSWER = 64, 64, 64
 """What an update learns from: answers, and tokens of each."""
