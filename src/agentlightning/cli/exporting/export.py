@@ -67,8 +67,8 @@ def _export(
             raise ConfigError(
                 f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
             )
-        weights = export_weights(run, to.value, out)
-        return {"path": str(weights.path), "files": list(weights.files), "merged": weights.merged}
+        written = export_weights(run, to.value, out)
+        return {"path": str(written.path), "files": list(written.files), "merged": written.merged}
     path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     opened = None if store is None else LightningStore(store)
     found = export_dataset(run, to.value, path, Selection(min_reward, agent, weights_of(weights, run)), opened)
