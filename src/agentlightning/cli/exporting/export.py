@@ -71,8 +71,8 @@ def _export(
             raise ConfigError(
                 f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
             )
-        weights = export_weights(run, to.value, out)
-        return {"path": str(weights.path), "files": list(weights.files), "merged": weights.merged}
+        written = export_weights(run, to.value, out)
+        return {"path": str(written.path), "files": list(written.files), "merged": written.merged}
     path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     if keep and path.exists():
         raise ConfigError(f"{path} exists; give another --out, or --overwrite")
