@@ -19,6 +19,8 @@ def test_an_architecture_is_equal_to_transformers_or_refused_by_name(architectur
     if "not tiny" in row.cells["engine"]:
         pytest.skip(row.cells["engine"])
     for column, cell in row.cells.items():
+        if (architecture, column) in zoo.KNOWN:
+            pytest.xfail(zoo.KNOWN[architecture, column])
         assert cell == zoo.EQUAL or cell.startswith("refused: "), f"{column}: {cell}"
 
 

@@ -98,6 +98,10 @@ VARIANTS: Mapping[str, str] = {"falcon-alibi": "falcon", "mixtral-router-logits"
 """Settings with which an architecture computes otherwise: name of the row -> architecture."""
 
 
+KNOWN: Mapping[tuple[str, str], str] = {
+    ("laguna", "lora"): "peft reads the names of its shared experts by a pattern that matches them twice"
+}
+"""What differs for a reason outside of this project."""
 ARCHITECTURES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 

@@ -113,7 +113,7 @@ class Forward:
                 self.model(input_ids=tensor([prefix]), **cached)
                 _expand_to_rows(cache, families)
                 found = self.model(input_ids=tensor(ids), **cached, **inputs).logits.view_as(whole)
-            except FORWARD_ERRORS:
+            except (*FORWARD_ERRORS, PolicyError):
                 return False
             spread = whole.amax() - whole.amin()
             return bool((found - whole).abs().amax() <= spread * (3e-4 if self.dtype == torch.float32 else 0.1))

@@ -61,12 +61,12 @@ def head_at_positions(
 
 
 def tokenwise_last_mlp(model: PreTrainedModel) -> nn.Module | None:
-    """The feed-forward block of the last layer, if it treats every token independently; else None.
+    """The feed-forward block of the last layer, if it treats every token independently and runs once; else None.
 
     It is probed.
     """
     block = last_mlp(model)
-    return block if block is not None and _is_tokenwise(block, model) else None
+    return block if block is not None and _is_tokenwise(block, model) and _runs_once(block, model) else None
 
 
 def last_mlp(model: PreTrainedModel) -> nn.Module | None:
@@ -74,6 +74,19 @@ def last_mlp(model: PreTrainedModel) -> nn.Module | None:
     layers: Sequence[Any] = list(getattr(model.get_decoder(), "layers", []))
     block = getattr(layers[-1], "mlp", None) if layers else None
     return block if isinstance(block, nn.Module) else None
+
+
+@torch.no_grad()
+def _runs_once(block: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether no attention can follow. Some models run their layers several times."""
+    calls: list[nn.Module] = []
+
+    def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        calls.append(module)
+
+    with block.register_forward_pre_hook(count):
+        model(input_ids=torch.ones(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    return len(calls) == 1
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -115,16 +114,6 @@ def _edited(text: str, edits: Iterable[Edit]) -> str:
         result += [] if line is None else [line]
         result += added.get(number, [])
     return "\n".join(result) + ("\n" if text.endswith("\n") and result else "")
-
-
-def changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> int:
-    """The number of lines that two candidates do not share, a changed line counted once."""
-    total = 0
-    for name in {**before, **after}:
-        old = Counter(before.get(name, "").splitlines())
-        new = Counter(after.get(name, "").splitlines())
-        total += max((old - new).total(), (new - old).total())
-    return total
 
 
 def _json_in(reply: str) -> Any:
