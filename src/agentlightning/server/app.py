@@ -91,6 +91,9 @@ class Server:
         probes = Probes(store)
         self.app = Starlette(
             routes=[
+                *(
+                    route for route in calls if route.methods == {"POST"}
+                ),  # first, as nearly all requests are model calls
                 *probes.routes(),
                 *feedback_routes(store, secret, token),
                 *store_routes(store, token, max_body_bytes=max_body_bytes),
@@ -98,7 +101,7 @@ class Server:
                 *self.traces.routes(),
                 *(metrics_routes(metrics, token) if metrics else []),
                 *pages,
-                *calls,
+                *(route for route in calls if route.methods != {"POST"}),
             ],
             middleware=_cross_origin(origins, token),
             exception_handlers={HTTPException: _http_error, Exception: _server_error},
@@ -146,6 +149,7 @@ class Server:
                 timeout_graceful_shutdown=self._grace,
                 server_header=False,
                 date_header=False,
+                proxy_headers=False,
             )
         )
         self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
