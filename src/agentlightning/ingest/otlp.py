@@ -147,16 +147,14 @@ class OtlpReceiver:
 
     async def _read(self, http: HttpRequest, content_type: str) -> Request:
         body, coding = await self._body(http), http.headers.get("content-encoding", "")
-        if len(body) > INLINE_BYTES:
-            async with self._large:
-                return await asyncio.to_thread(
-                    lambda: decode(decompress_now(body, coding, self._max_body_bytes), content_type)
-                )
-        content = await decompress(body, coding, self._max_body_bytes)
-        if len(content) <= INLINE_BYTES:
-            return decode(content, content_type)
+        if len(body) <= INLINE_BYTES:
+            body, coding = await decompress(body, coding, self._max_body_bytes), ""
+            if len(body) <= INLINE_BYTES:
+                return decode(body, content_type)
         async with self._large:
-            return await asyncio.to_thread(decode, content, content_type)
+            return await asyncio.to_thread(
+                lambda: decode(decompress_now(body, coding, self._max_body_bytes), content_type)
+            )
 
     async def _body(self, http: HttpRequest) -> bytes:
         parts: list[bytes] = []
@@ -164,7 +162,8 @@ class OtlpReceiver:
         async for part in http.stream():
             size += len(part)
             if size > self._max_body_bytes:
-                raise _too_large(self._max_body_bytes)
+                limit = self._max_body_bytes
+                raise OtlpRequestError(413, f"the body is larger than {limit} bytes; send fewer spans at once")
             parts.append(part)
         return b"".join(parts)
 
@@ -239,7 +238,3 @@ def decode(body: bytes, content_type: str) -> Request:
     """The spans in a body. Raises OtlpError."""
     now = time.time()
     return decode_json(body, now) if content_type == JSON else decode_protobuf(body, now)
-
-
-def _too_large(limit: int) -> OtlpRequestError:
-    return OtlpRequestError(413, f"the body is larger than {limit} bytes; send fewer spans at once")

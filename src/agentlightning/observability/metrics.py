@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -108,9 +108,10 @@ class Metrics:
         if not call.waits:
             self._histogram_of(self._calls, method).observe(call.seconds)
         if call.result is not None:
-            self._count_result(method, call, call.result)
+            self._count_result(call)
 
-    def _count_result(self, method: str, call: CallRecord, result: Any) -> None:
+    def _count_result(self, call: CallRecord) -> None:
+        method, result = call.method, call.result
         if call.spans:
             self._count_spans(len(call.spans))
         elif method == "dequeue_many_rollouts":

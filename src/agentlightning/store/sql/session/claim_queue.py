@@ -8,19 +8,18 @@ ten.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush, nsmallest
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from msgspec import field
 
 from agentlightning.rollouts import WAITING, is_private_queue
+from agentlightning.store.sql.session.pending_writes import PendingWrites
 from agentlightning.store.sql.session.rows import OPEN, MutableRow, RolloutRow
 from agentlightning.store.sql.tables import statements
+from agentlightning.store.sql.tables.backend import Connection
 from agentlightning.store.validation import NO_LIMIT
-
-if TYPE_CHECKING:
-    from agentlightning.store.sql.session.unit_of_work import UnitOfWork
 
 HEAD_SIZE: Final = 1024
 """Waiting rollouts read at once."""
@@ -63,10 +62,35 @@ class ClaimQueue(MutableRow, eq=False):
         return self.limit is not None and self.open is not None and self.open + self.reserved >= self.limit
 
 
+class QueueHost(Protocol):
+    """What the queues need of the unit of work they belong to."""
+
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def pending(self) -> PendingWrites: ...
+
+    @property
+    def rollouts(self) -> Mapping[str, RolloutRow]: ...
+
+    @property
+    def expected_claims(self) -> int: ...
+
+    def load(self, rollout_ids: Sequence[str], /) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def modify_queue(self, queue: ClaimQueue, /) -> None: ...
+
+
 class ClaimQueues:
     """Every queue that the unit of work knows of."""
 
-    def __init__(self, unit: UnitOfWork) -> None:
+    def __init__(self, unit: QueueHost) -> None:
         self._unit = unit
         self._queues: dict[str, ClaimQueue] = {}
         self._limits_loaded = False
