@@ -8,6 +8,8 @@ from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
+from agentlightning.util import templates
+from agentlightning.util.templates import TemplateLimitError
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +206,28 @@ def test_text_is_encoded_as_it_is_after_what_is_before(kind, template):
     tokens, exact = chat.encode_after("The capi", "tal of")
     assert not exact
     assert chat.decode(chat.encode("x") + tokens) == "xtal of"
+
+
+LOOPS = {
+    "in every rendering": "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "without an end": "{% macro m(n) %}{% for a in range(99999) %}{{ m(n) }}{% endfor %}{% endmacro %}{{ m(1) }}",
+    "in what it writes": "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_chat_template_that_does_not_end_is_refused_when_it_is_opened(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.3)
+    with pytest.raises((TemplateLimitError, ConfigError)):
+        HFChatFormat(tiny_tokenizer(CHATML + loop))
+
+
+def test_a_chat_template_that_does_not_end_for_some_messages_fails_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.3)
+    loops = "{% if 'loop' in messages[0].content %}" + LOOPS["in every rendering"] + "{% endif %}"
+    chat = HFChatFormat(tiny_tokenizer(CHATML + loops))
+    with pytest.raises(ConfigError, match="runs for more than"):
+        chat.render([{"role": "user", "content": "loop"}])
+    assert "hello" in chat.render([{"role": "user", "content": "hello"}])

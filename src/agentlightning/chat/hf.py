@@ -33,9 +33,17 @@ from agentlightning.chat.tool_calls.reader import parse_answer
 from agentlightning.chat.tool_calls.response_template import response_template_format
 from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, NAME, probe_layout
 from agentlightning.errors import ConfigError
+from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
 _PROBE: Final = KEY
-_TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_TEMPLATE_ERRORS: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)
 _SHORT_IDS: Final = IDS
 _TRAILING_MARKER: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """A marker at the end of a prompt."""
@@ -130,7 +138,7 @@ class HFChatFormat(ChatFormat):
             messages, tools = self._escaper.escape_messages(messages, tools)
         try:
             return self._apply(messages, tools, add_generation_prompt)
-        except _TEMPLATE_ERRORS as error:
+        except (*_TEMPLATE_ERRORS, TemplateLimitError) as error:
             raise ConfigError(f"the chat template of {self._name} cannot hold these messages: {error}") from error
 
     def _check_tools(self, offered: bool, used: bool) -> None:
@@ -223,13 +231,15 @@ class HFChatFormat(ChatFormat):
             messages, tools = offer_tools(messages, tools, self._takes_system) if tools else messages, None
         if self._wants_parts:
             messages = [_with_parts(message) for message in messages]
-        return self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=generate,
-            tokenize=False,
-            **self.template_kwargs,
-        )
+        with bounded():
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=generate,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        return check_length(text)
 
     def _try(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, generate: bool = False

@@ -16,7 +16,7 @@ from functools import cache
 from types import FrameType
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError
 
 SECONDS: Final = 2.0
 CHARACTERS: Final = 10_000_000
@@ -26,7 +26,7 @@ TEMPLATE_FILE: Final = "<template>"
 """What Jinja calls the code of a template that is not in a file."""
 
 
-class TemplateLimitError(ConfigError):
+class TemplateLimitError(AgentLightningError):
     """A template that does not end, or writes too much."""
 
 

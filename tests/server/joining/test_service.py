@@ -125,6 +125,24 @@ async def settle() -> None:
     await asyncio.sleep(0.3)
 
 
+@pytest.mark.parametrize("place", ["{{ messages[0].content }}", "{% if tools %}x{% endif %}"])
+async def test_a_template_that_does_not_end_is_refused_while_the_server_answers_others(
+    trainer: Trainer, hub: Hub, place: str
+) -> None:
+    loop = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = tiny_tokenizer()
+    chat = HFChatFormat(tokenizer)
+    chat._tokenizer.chat_template = place + loop
+    joining = asyncio.create_task(trainer.join(tokenizer=base64.b64encode(pack_tokenizer(chat)).decode()))
+    alive = 0
+    while not joining.done():
+        async with asyncio.timeout(2):
+            alive += (await hub.client.get("/livez")).status_code == 200
+        await asyncio.sleep(0.05)
+    assert joining.result().status_code == 422
+    assert alive > 3
+
+
 async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, hub: Hub):
     await trainer.join()
     assert (await hub.ask())[1][names.POLICY_VERSION] == 0

@@ -337,7 +337,8 @@ async def _open_chat(request: JoinRequest) -> HFChatFormat:
             raise ConfigError(f"the tokenizer's archive is not base64: {error}") from error
         await asyncio.to_thread(unpack_tokenizer, packed, Path(directory))
         chat = await load_chat_format(directory, request.tool_calls, request.eos_token_ids)
-    if tuple(probe_tokens(chat)) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
+        probe = await asyncio.to_thread(probe_tokens, chat)
+    if tuple(probe) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
         raise ConfigError(
             "this server's tokenizer gives other tokens than the trainer's: it has another version of transformers or"
             " tokenizers; install the trainer's"
