@@ -185,7 +185,7 @@ class FairSlots:
 
     def _grant(self) -> None:
         while self._free:
-            waiting = {owner for owner, turns in self._waiting.items() if turns and self._running[owner] < self._most}
+            waiting = [owner for owner in self._waiting if self._running[owner] < self._most]
             if not waiting:
                 return
             owner = min(waiting, key=self._running.__getitem__)
