@@ -6,8 +6,7 @@ package. The archives in git were made by commit 5267b49 (2.0.0.dev0, November 2
     git worktree add ../before 5267b49 && make -C ../before .venv/.installed
     ../before/.venv/bin/python tests/compat/make_fixtures.py tests/compat/fixtures
 
-The rows of their databases were then copied into tables of schema 1, the first that is read: that commit had an earlier
-one.
+The rows of their databases were then copied into tables of schema 1, the first one: that commit was before it.
 
 Each archive holds a folder, and beside the data `expected.json`: what that version itself reads from it.
 """

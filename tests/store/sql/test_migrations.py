@@ -48,7 +48,7 @@ def test_each_step_above_the_version_is_taken_in_order_and_once(tmp_path: Path) 
     for _ in range(2):
         bring_up(connection, later[-1], {number: step(number) for number in later})
     assert taken == list(later)
-    assert about(connection) == [("schema", str(later[-1]))]
+    assert about(connection) == [("schema_version", str(later[-1])), ("since", "2.0")]
     connection.close()
 
 
@@ -63,28 +63,29 @@ def test_a_step_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="power cut"):
         bring_up(connection, SCHEMA_VERSION + 1, {SCHEMA_VERSION + 1: breaks})
     assert shape(connection) == before
-    assert about(connection) == [("schema", str(SCHEMA_VERSION))]
+    assert about(connection) == [("schema_version", str(SCHEMA_VERSION)), ("since", "2.0")]
     connection.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("rows", "said"),
     [
-        ("schema", "99", "99"),
-        ("schema", "0", "0"),
-        ("schema", "new", "new"),
-        ("schema_version", "1", "not numbered"),  # development versions of 2.0
-        ("schema_version", "4", "not numbered"),
+        ({"schema_version": "99", "since": "2.0"}, "99"),
+        ({"schema_version": "0", "since": "2.0"}, "0"),
+        ({"schema_version": "new", "since": "2.0"}, "new"),
+        ({"schema_version": "1"}, "of a development one"),
+        ({"schema_version": "4"}, "of a development one"),
     ],
 )
 def test_a_database_of_another_version_is_refused_untouched_with_the_way_out(
-    tmp_path: Path, name: str, value: str, said: str
+    tmp_path: Path, rows: dict[str, str], said: str
 ) -> None:
     path = tmp_path / "store.db"
     connection = store_in(path)
-    connection.execute("UPDATE about SET name = ?, value = ?", (name, value))
+    connection.execute("DELETE FROM about")
+    connection.executemany("INSERT INTO about VALUES (?, ?)", rows.items())
     message = rf"store\.db was written by another version of agentlightning \(its schema is {said}, .*agl store export"
     with pytest.raises(StoreError, match=message):
         LightningStore(path)
-    assert about(connection) == [(name, value)]
+    assert dict(about(connection)) == rows
     connection.close()

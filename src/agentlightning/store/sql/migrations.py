@@ -42,34 +42,37 @@ Step = Callable[[Schema], None]
 
 STEPS: Final[Mapping[int, Step]] = {}
 """By version: the step from the version before."""
-_NAME: Final = "schema"
-"""Of the version in the table `about`. Development versions of 2.0 counted theirs under another name."""
+_SINCE: Final = "2.0"
+"""Beside the version in the table `about`, as development versions of 2.0 counted schemas of their own."""
+
+
+def _version(about: Mapping[str, str]) -> str:
+    return about.get("schema_version", "") if about.get("since") == _SINCE else ""
 
 
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
     """Migrate a database to version `latest`. Raises StoreError for one of another version, or no store."""
-    if schema.about().get(_NAME) == str(latest):
+    if _version(schema.about()) == str(latest):
         return
     with schema.exclusive():
         about = schema.about()  # another process may have migrated it meanwhile
-        if about.get(_NAME) == str(latest):
+        if _version(about) == str(latest):
             return
         if not about:
             schema.create()
         else:
-            for step in _steps(schema.name, about, latest, steps):
+            for step in _steps(schema.name, _version(about), latest, steps):
                 step(schema)
-        schema.execute(f"DELETE FROM about WHERE name = '{_NAME}'")
-        schema.execute(f"INSERT INTO about (name, value) VALUES ('{_NAME}', '{latest}')")
+        schema.execute("DELETE FROM about")
+        schema.execute(f"INSERT INTO about (name, value) VALUES ('schema_version', '{latest}'), ('since', '{_SINCE}')")
 
 
-def _steps(name: str, about: Mapping[str, str], latest: int, steps: Mapping[int, Step]) -> list[Step]:
-    found = about.get(_NAME, "")
+def _steps(name: str, found: str, latest: int, steps: Mapping[int, Step]) -> list[Step]:
     numbers = range(int(found) + 1, latest + 1) if found.isdecimal() else ()
     if not numbers or not set(numbers) <= steps.keys():
         raise StoreError(
-            f"{name} was written by another version of agentlightning (its schema is {found or 'not numbered'}, this "
-            f"version has {latest}); export it with that version (agl store export FILE.jsonl) and import the file "
-            "into a new store with this one (agl store import FILE.jsonl)"
+            f"{name} was written by another version of agentlightning (its schema is "
+            f"{found or 'of a development one'}, this one has {latest}); export it with that version (agl store "
+            "export FILE.jsonl) and import the file into a new store with this one (agl store import FILE.jsonl)"
         )
     return [steps[number] for number in numbers]

@@ -75,7 +75,7 @@ def test_without_the_driver_the_extra_to_install_is_named(monkeypatch: pytest.Mo
 def test_an_empty_database_gets_our_tables_and_version(postgres: PostgresCluster, postgres_url: str) -> None:
     PostgresDatabase(postgres_url).prepare()
     assert tables(postgres, postgres_url) == set(TABLES)
-    version = postgres.run("SELECT value FROM about WHERE name = 'schema'", name_of(postgres_url))
+    version = postgres.run("SELECT value FROM about WHERE name = 'schema_version'", name_of(postgres_url))
     assert version == [(str(SCHEMA_VERSION),)]
 
 
@@ -97,12 +97,12 @@ def test_a_schema_keeps_a_store_apart_from_the_other_tables_of_a_database(
         assert tables(postgres, postgres_url, schema) == set(TABLES)
 
 
-@pytest.mark.parametrize(("name", "value"), [("schema", "99"), ("schema_version", "4")])
+@pytest.mark.parametrize("change", ["UPDATE about SET value = '99'", "DELETE FROM about WHERE name = 'since'"])
 def test_a_database_of_another_version_is_refused_with_the_way_out(
-    postgres: PostgresCluster, postgres_url: str, name: str, value: str
+    postgres: PostgresCluster, postgres_url: str, change: str
 ) -> None:
     PostgresDatabase(postgres_url).prepare()
-    postgres.run(f"UPDATE about SET name = '{name}', value = '{value}'", name_of(postgres_url))
+    postgres.run(change, name_of(postgres_url))
     with pytest.raises(StoreError, match=r"another version of agentlightning .*agl store export .*agl store import"):
         PostgresDatabase(postgres_url).prepare()
 
