@@ -50,7 +50,12 @@ def _leaves_the_checkout_alone() -> Iterator[None]:
 
 TEST_PROCESS = "AGL_TEST_PROCESS"
 """Variable by which the processes that the tests of one pytest process have started are found, whoever adopted them."""
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky.backend.resource_tracker")
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "loky.backend.resource_tracker",
+    "orphan_guard.py",
+)
 """Processes that end with the one that started them."""
 
 

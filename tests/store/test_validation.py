@@ -42,7 +42,7 @@ def test_a_number_json_cannot_hold_is_refused_by_its_place(value: Any, name: str
         validation.to_json(value, "task")
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), {1: 2}, 2**70, b"bytes"])
+@pytest.mark.parametrize("value", [{1, 2}, object(), {1: 2}, b"bytes"])
 def test_what_is_not_json_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="task cannot be stored as JSON"):
         validation.to_json(value, "task")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.support import postgres as module
 from tests.support.postgres import PostgresCluster, PostgresNotFoundError, find_programs
-
-from agentlightning.testing import postgres as module
 
 slow = pytest.mark.slow
 

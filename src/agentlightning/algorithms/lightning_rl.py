@@ -184,14 +184,6 @@ class LightningRLConfig(BaseModel):
         """Whether rewards play a part in one of the losses."""
         return any(ADVANTAGES in loss.needs for loss in self.losses)
 
-    @property
-    def assignment(self) -> Assignment:
-        """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
-        imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in self.losses)
-        filters = imitates or (self.dynamic_sampling > 0 and self.reads_advantages)
-        equal_groups = self.equal_groups or ("filter" if filters else "keep")
-        return Assignment.of(self.credit, self.normalization, self.agent_rewards, self.reward_weights, equal_groups)
-
     @model_validator(mode="after")
     def _check_losses(self) -> Self:
         if self.mismatch is not None:
@@ -257,12 +249,20 @@ class LightningRLConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> Self:
-        rule = self.assignment.rule
+        rule = assignment_of(self).rule
         rule.check_group_size(self.group_size)
         check_critic(rule, self.loss)
         if ANSWER_LOGPROBS in rule.needs:
             AgentRoles(self.agents).check_answers(rule.type)
         return self
+
+
+def assignment_of(config: LightningRLConfig) -> Assignment:
+    """The credit rule and the settings around it. Raises ConfigError where they do not go together."""
+    imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in config.losses)
+    filters = imitates or (config.dynamic_sampling > 0 and config.reads_advantages)
+    equal_groups = config.equal_groups or ("filter" if filters else "keep")
+    return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
 
 
 class LightningRLSettings(TypedDict, total=False):
@@ -326,7 +326,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         )
         self._roles = AgentRoles(self.config.agents)
         self._credit = CreditAssigner(
-            self.config.assignment, self.config.aggregate, trains_values=trains_values(self.config.loss)
+            assignment_of(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)
         )
         replay = self.config.replay
         self._replay = None if replay is None else ReplayBuffer(replay, self.config.reward_weights)

@@ -116,11 +116,11 @@ class Session:
             self._outer.lifetime.only_marked |= self._only_marked
             self._annotate()
             return self
-        self._entered = enter_scope(self.begin())
+        self._entered = enter_scope(self._begin_own())
         self._entered.__enter__()
         return self
 
-    def begin(self) -> Scope:
+    def _begin_own(self) -> Scope:
         """Begin it as a rollout of its own, without entering its scope."""
         settings = current_settings()
         self._own = self._record(settings)
@@ -242,7 +242,7 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    inside = implicit_sessions[speaker] = Session(None, None, IMPLICIT, None, None, False).begin()
+    inside = implicit_sessions[speaker] = Session(None, None, IMPLICIT, None, None, False)._begin_own()
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside

@@ -79,6 +79,7 @@ def test_the_report_of_a_run_has_these_fields() -> None:
         "curve": "run/curve.png",
         "run_dir": "run",
         "prompts": {"prompt": "Be kind.\nSay {word}."},
+        "prompt_diff": result.diff(),
         "stages": [stage],
         "cost": {
             "sampled_tokens": 12,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.agents import AgentRoles
 from agentlightning.algorithms.group_filter import most_uncertain
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of
 from agentlightning.algorithms.reward_shaping import with_overlong_penalty
 from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
 from agentlightning.credit import Assignment, group_trajectories, training_samples
@@ -47,7 +47,7 @@ class BatchCredit:
 def credit_of(trajectories: Sequence[Trajectory], config: LightningRLConfig) -> BatchCredit:
     """The credit of the rollouts of a step."""
     try:
-        assignment = config.assignment
+        assignment = assignment_of(config)
     except AgentLightningError as error:
         return BatchCredit(notes=(f"the credit rule cannot be made from the settings: {error}",))
     rule = assignment.rule

@@ -266,7 +266,7 @@ class _Joining:
             if now - begun > self._settings.timeout_seconds:
                 raise RankError(
                     f"{len(self._joined)} of {self._settings.processes} ranks have joined in"
-                    f" {self._settings.timeout_seconds:g} s ({self._strangers} connections had no token or another);"
+                    f" {self._settings.timeout_seconds:g} seconds ({self._strangers} connections had no valid token);"
                     " start the others, or set policy.processes"
                 )
             if now - said > SAY_SECONDS:

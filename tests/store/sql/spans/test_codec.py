@@ -166,7 +166,6 @@ class Note:
         ({"sequence_id": 2**60}, "sequence_id=1152921504606846976"),
         ({"sequence_id": "3"}, "sequence_id='3'"),
         ({"attributes": {"a": object()}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON"),
-        ({"attributes": {"a": 2**64}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON.*64-bit"),
         ({"attributes": {"a": "\ud800"}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON.*surrogates"),
         ({"attributes": {3: "a"}}, "3, the name of an attribute of span 'work', is not a string"),
         ({"attributes": {"a": {3: "a"}}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON"),
