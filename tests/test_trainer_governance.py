@@ -177,7 +177,7 @@ async def test_many_small_losses_do_not_pass_unseen(job: Job) -> None:
     """Each version loses too little to the one before; the second has lost too much to the first."""
     rewards = {"0": 1.0, "1": 0.8, "2": 0.6, "3": 0.4}
     job.reward = lambda answer, number: rewards[answer[0]]
-    await job.fit(Publishes(["1{word}", "2{word}"]), start="0{word}", gate=agl.GateConfig(every=1))
+    await job.fit(Publishes(["1{word}", "2{word}"]), start="0{word}", gate=agl.GateConfig(every=1, margin=0.25))
     assert [line["gate_promoted"] for line in job.metrics] == [1.0, 0.0]
     assert "the version that the run started from" in agl.read_audit(job.directory / "run")[-1].reason
 

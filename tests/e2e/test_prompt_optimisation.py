@@ -189,7 +189,7 @@ def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):
     ("settings", "prompts", "named"),
     [
         ({"resources": ["system"]}, None, "no prompt template is called system; the run was given prompt"),
-        ({}, {"prompt": agl.PromptTemplate(template="Report {task")}, "'prompt' cannot be read"),
+        ({}, {"prompt": agl.PromptTemplate(template="Report {% if", engine="jinja")}, "'prompt' cannot be read"),
         ({}, {"llm": agl.LLM(endpoint="http://x", model="m")}, "there is no prompt template"),
     ],
 )

@@ -242,7 +242,8 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    inside = implicit_sessions[speaker] = Session(None, None, IMPLICIT, None, None, False)._begin_own()
+    session = Session(None, None, IMPLICIT, None, None, False)
+    inside = implicit_sessions[speaker] = session._begin_own()  # pyright: ignore[reportPrivateUsage]
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside

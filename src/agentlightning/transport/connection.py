@@ -343,10 +343,6 @@ class HttpResponse:
         self.wake()
 
 
-def _body_too_large() -> TransportError:
-    return TransportError(f"the response is longer than {MAX_BODY_BYTES} bytes", "protocol")
-
-
 _INFLATED: Final = (b"gzip", b"x-gzip", b"deflate")
 
 
