@@ -98,12 +98,13 @@ def read_cases(printed: str) -> Iterator[Reading]:
 
 
 def read_gateway(printed: str) -> Iterator[Reading]:
-    """Calls a second and the median latency at each concurrency; of streams, seconds and memory."""
+    """CPU and the median latency of a call under each load; of streams, seconds and memory."""
     found = last_json(printed)
     for arm, runs in found["measured"].items():
-        for concurrency, (run,) in runs.items():
-            yield Reading(f"{arm}, calls/s at {concurrency}", run["rate"])
-            yield Reading(f"{arm}, p50 at {concurrency}, ms", run["p50"], is_time=True)
+        for load, (run,) in runs.items():
+            if run["cpu"]:
+                yield Reading(f"{arm}, ms of CPU a call, {load}", run["cpu"], is_time=True)
+            yield Reading(f"{arm}, p50 in ms, {load}", run["p50"], is_time=True)
     if found["streams"]:
         yield Reading("ours, seconds of all streams", found["streams"]["seconds"], is_time=True)
         yield Reading("ours, MB at most with streams", found["streams"]["mb"], is_time=True)
@@ -158,7 +159,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "gateway": Benchmark(
-        "--ours --rounds 1 --seconds 3 --streams 1000", "--ours --rounds 1 --seconds 1 --streams 0", read_gateway
+        "--ours --rounds 1 --seconds 10 --streams 1000", "--ours --rounds 1 --seconds 4 --streams 0", read_gateway
     ),
     "store": Benchmark("--ours --rounds 1 --seconds 2", "--ours --rounds 1 --seconds 1", read_cases),
     "store_http": Benchmark("--ours --rounds 1 --seconds 2", "--ours --rounds 1 --seconds 1", read_cases),
