@@ -138,8 +138,12 @@ def _waiters(text):
 async def test_a_second_signal_ends_it_at_once(start):
     program = start("serve", "--port", "0", "--db", ":memory:", "--json")
     url = program.line()["url"]
+    client = LightningStoreClient(url)
+    started = await client.start_rollout("a task")
+    await client.close()
+    path = f"{attempt_path(started.rollout_id, started.attempt.attempt_id)}/v1/chat/completions"
     _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")  # never ends
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())  # never ends
     await writer.drain()
     program.process.send_signal(signal.SIGTERM)
     while not any("stopping" in line for line in program.errors):  # noqa: ASYNC110
