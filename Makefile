@@ -1,4 +1,4 @@
-# Everything below needs only Python 3.11 or newer (tested with 3.11, 3.12 and 3.13); the first target that needs it makes .venv.
+# Everything below needs only Python 3.11 or newer; the first target that needs it makes .venv.
 #   make demo PYTHON=python3.12        another interpreter than python3
 #   make demo TORCH_INDEX=URL          torch from another package index than pip's own
 # On Linux the torch of PyPI brings CUDA libraries (about 5 GB installed). PyTorch's index of CPU builds is

@@ -76,6 +76,16 @@ def test_a_finished_run_without_a_gain_is_not_healthy(invoke, tmp_path):
     assert "worse than the one it started from" in worse
 
 
+def test_a_finished_run_that_nothing_can_be_compared_in_says_so(invoke, tmp_path):
+    path = finished(tmp_path / "run", [HEALTHY] * 5, 0.1, 0.3)
+    unknown = {"before": None, "after": None, "gain": None, "interval": [None, None], "tasks": 0}
+    held_out = {"greedy": unknown | {"missing_before": 1, "missing_after": 12, "reasons_after": {"failed": 12}}}
+    (path / "report.json").write_text(json.dumps({"held_out": held_out}))
+    done = invoke("doctor", str(path))
+    assert done.exit_code == 1
+    assert "greedy: 1 have none before, 12 none after" in done.output
+
+
 def test_a_run_in_progress_is_examined_beside_it(invoke, tmp_path):
     run_dir = RunDir.create(tmp_path / "run")
     run_dir.write_state(RunState(run_id="r1"))

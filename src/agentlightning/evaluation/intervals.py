@@ -92,11 +92,10 @@ def paired_test(
     The interval excludes `null` exactly where the p-value is below 1 - confidence.
     """
     (low, high), p_value, above = _paired_test(least, span, confidence, null)
-    if most == least or above:
-        highest = high if most == least else _paired_test(most, span, confidence, null)[0][1]
-        return (low, highest), p_value
-    (_, high), p_value, above = _paired_test(most, span, confidence, null)
-    return (low, high), 1.0 if above else p_value
+    if most != least:
+        (_, high), other, rises = _paired_test(most, span, confidence, null)
+        p_value = p_value if above else 1.0 if rises else other
+    return (low, high), p_value
 
 
 def _paired_test(
@@ -164,7 +163,7 @@ def widened(bounds: Interval | None, values: Sequence[float], failed_as: object 
 
 def check_bounds(bounds: Interval | None) -> None:
     """Raises ConfigError unless the bounds are two finite numbers, the lower one first."""
-    if bounds is not None and not (all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
+    if bounds is not None and not -math.inf < bounds[0] < bounds[1] < math.inf:
         raise ConfigError(f"bounds={bounds} are not the lowest and the highest reward possible; give such as (0, 100)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,11 @@ def _closing_warnings(run_dir: Path, records: Sequence[StepRecord], notes: list[
     """What the run did not achieve, by its report."""
     try:
         held_out = orjson.loads((run_dir / "report.json").read_bytes())["held_out"]
-        gains = {mode: msgspec.convert(gain, Gain) for mode, gain in held_out.items() if gain["tasks"]}
+        # Without tasks that could be compared the numbers are NaN, which JSON has not.
+        unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
+        gains = {
+            mode: msgspec.convert(gain if gain["tasks"] else gain | unknown, Gain) for mode, gain in held_out.items()
+        }
     except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
         notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
         return {}

@@ -40,7 +40,7 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
     found: dict[str, str] = {}
     if any(record.groups for record in records) and not any(record.groups_trained for record in records):
         found["nothing_learned"] = "nothing was learned: no group of rollouts had rewards that differ"
-    moved = sum(each.optimizer_steps * each.lr for each in records if each.lr is not None)
+    moved = sum(each.optimizer_steps * (each.lr or 0.0) for each in records)
     updates = sum(each.optimizer_steps for each in records)
     more = "train for more steps, or"
     if updates and moved < LEAST_MOVED:

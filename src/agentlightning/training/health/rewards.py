@@ -81,8 +81,9 @@ def _seen_otherwise(records: Records) -> bool:
 def _depends_on_task_alone(records: Records, causes: Mapping[str, int]) -> bool:
     """Whether tasks differ in reward, and no group of the run ever had rewards that differ."""
     differ = causes["groups_constant"] or (causes["groups_failed"] and causes["groups_solved"])
-    flat = all(record.groups == record.groups_without_spread for record in records)
-    return bool(differ) and flat and reward_range(records[-WINDOW:]) > 1e-9
+    if not differ or not _seen_otherwise(records[-WINDOW:]):
+        return False
+    return all(record.groups == record.groups_without_spread for record in records)
 
 
 _OUTPUTS_DIFFER: Final = ("groups_failed", "groups_solved", "groups_constant")

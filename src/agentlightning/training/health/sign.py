@@ -77,7 +77,7 @@ def best_reward(records: Records) -> float:
 def reward_range(records: Records) -> float:
     """The distance between the lowest and the highest reward seen; 0 if unknown."""
     low, high = reward_limits(records)
-    return high - low if high > low else 0.0
+    return max(0.0, high - low)
 
 
 def reward_limits(records: Records) -> tuple[float, float]:
