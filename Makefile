@@ -10,6 +10,7 @@ CHECK_PYTHON = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("e
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLUGINS := ./plugins/sglang ./plugins/tinker ./plugins/weights
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integration test-slow test-chaos test-pythons lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean
@@ -18,11 +19,11 @@ help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # torch goes first, by its pin: anything that depends on it would otherwise bring gigabytes of CUDA packages.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	@test -x $(BIN)/python || $(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' $(PLUGINS:%=-e %)
 	touch $(STAMP)
 
 demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
@@ -46,8 +47,8 @@ test-pythons: $(STAMP)  ## Run tests that need no torch on the other Pythons tha
 	tests/pythons.sh
 
 lint: $(STAMP)  ## Check style and formatting
-	$(BIN)/ruff check src tests tools benchmarks examples
-	$(BIN)/ruff format --check src tests tools benchmarks examples
+	$(BIN)/ruff check src plugins tests tools benchmarks examples
+	$(BIN)/ruff format --check src plugins tests tools benchmarks examples
 
 type: $(STAMP)  ## Check types (pyright, strict on src)
 	$(BIN)/pyright

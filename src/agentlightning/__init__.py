@@ -94,11 +94,9 @@ if TYPE_CHECKING:
     from agentlightning.chat.base import ChatFormat
     from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, Triplet
     from agentlightning.compat.algorithm import FunctionalAlgorithm, algo
-    from agentlightning.compat.hooks import Hook
     from agentlightning.compat.logging import setup_logging
-    from agentlightning.compat.runner import LitAgentRunner
+    from agentlightning.compat.runner import AgentOpsTracer, Hook, LitAgentRunner, OtelTracer
     from agentlightning.compat.store_server import LightningStoreServer
-    from agentlightning.compat.tracer import AgentOpsTracer, OtelTracer
     from agentlightning.config import (
         Branching,
         CurriculumConfig,
@@ -150,12 +148,11 @@ if TYPE_CHECKING:
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
-    from agentlightning.policy.config import PolicyConfig
+    from agentlightning.policy.config import PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.lora_config import Lora
     from agentlightning.policy.losses.nll import NLLLoss
     from agentlightning.policy.losses.ppo import PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
-    from agentlightning.policy.tinker.config import TinkerConfig
     from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.feedback import feedback_link
     from agentlightning.recording.flushing import flush_recording, recording_status
@@ -214,7 +211,6 @@ if TYPE_CHECKING:
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress, RolloutCounts
-    from agentlightning.weight_sync.versions.config import WeightsConfig
 
 _NAMES = {
     "algorithms.base": "Algorithm",
@@ -229,11 +225,9 @@ _NAMES = {
     "chat.base": "ChatFormat",
     "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
     "compat.algorithm": "FunctionalAlgorithm algo",
-    "compat.hooks": "Hook",
     "compat.logging": "setup_logging",
-    "compat.runner": "LitAgentRunner",
+    "compat.runner": "AgentOpsTracer Hook LitAgentRunner OtelTracer",
     "compat.store_server": "LightningStoreServer",
-    "compat.tracer": "AgentOpsTracer OtelTracer",
     "config": (
         "Branching CurriculumConfig DataConfig EvaluationConfig GateConfig RewardGuard RunConfig RunnerConfig "
         "TrackingConfig TrainConfig TurnLimit WarmStartConfig"
@@ -254,9 +248,7 @@ _NAMES = {
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
-    "policy.config": "PolicyConfig",
-    "policy.tinker.config": "TinkerConfig",
-    "weight_sync.versions.config": "WeightsConfig",
+    "policy.config": "PolicyConfig TinkerConfig WeightsConfig",
     "policy.losses.nll": "NLLLoss",
     "policy.losses.ppo": "PPOLoss",
     "policy.lora_config": "Lora",

@@ -48,8 +48,10 @@ class ConfigError(AgentLightningError, ValueError):
 class MissingExtraError(ConfigError, ImportError):
     """An optional dependency is not installed."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'agentlightning[{extra}]'")
+    def __init__(self, package: str, extra: str, *, plugin: bool = False) -> None:
+        """`plugin`: it is a distribution of its own, below plugins/ in a checkout of this repository."""
+        where = f"./plugins/{extra} (in a checkout of Agent Lightning)" if plugin else f"'agentlightning[{extra}]'"
+        super().__init__(f"{package} is not installed; run: pip install {where}")
 
 
 class DatasetError(AgentLightningError, ValueError):

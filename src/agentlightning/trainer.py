@@ -23,8 +23,7 @@ from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.recorded.method import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
-from agentlightning.compat.hooks import Hook, with_hooks
-from agentlightning.compat.tracer import check_tracer
+from agentlightning.compat.runner import Hook, check_tracer, with_hooks
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -9,11 +10,14 @@ import typer
 
 from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
+from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.recorded import learn
 from agentlightning.cli.starting import init
 from agentlightning.cli.viewing import dashboard, report, status
-from agentlightning.cli.weights import weights
+from agentlightning.errors import ConfigError
+from agentlightning.util.plugins import load_plugin, plugin_names
 
+ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 VERBS = (
     init,
     demo,
@@ -31,8 +35,9 @@ VERBS = (
     store,
     credit,
     export,
-    weights,
 )
+PLUGIN_VERBS = frozenset({"weights"})
+"""Those that plugins of this repository bring; without the plugin, the verb says how to get it."""
 
 
 def build() -> typer.Typer:
@@ -48,7 +53,22 @@ def build() -> typer.Typer:
     app.callback()(_program)
     for verb in VERBS:
         verb.register(app)
+    for name in sorted(PLUGIN_VERBS | plugin_names("commands")):
+        try:
+            load_plugin("commands", name)(app)
+        except ConfigError as error:
+            app.command(name, hidden=True, context_settings=ANY_ARGUMENTS)(_refusal(error))
     return app
+
+
+def _refusal(error: ConfigError) -> Callable[[], None]:
+    """A verb that says why it is not here."""
+
+    def refuse() -> None:
+        with errors_reported(Output(as_json=False)):
+            raise error
+
+    return refuse
 
 
 def _print_version(wanted: bool) -> None:

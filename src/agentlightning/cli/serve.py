@@ -283,13 +283,10 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     """The routes of the Tinker API for the models of `--tinker`; none without."""
     if not options.tinker:
         return []
-    from agentlightning.policy.open import open_host
-    from agentlightning.server.tinker.routes import tinker_routes
+    from agentlightning.util.plugins import load_plugin
 
-    named = [model.partition("=") for model in options.tinker]
-    paths = {name if equals else Path(name).name: path if equals else name for name, equals, path in named}
-    hosts = {name: await open_host(name, path) for name, path in paths.items()}
-    routes = tinker_routes(hosts, options.tinker_weights, options.token, max_body_bytes=options.max_body_bytes)
+    open_routes = load_plugin("server_routes", "tinker")
+    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.max_body_bytes)
     return await stack.enter_async_context(routes)
 
 

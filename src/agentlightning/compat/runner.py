@@ -1,21 +1,230 @@
-"""`LitAgentRunner` of 0.x: runs an agent in this process's own time. `agl.Runner` is what training runs use."""
+"""How 0.x ran agents: `Hook`, `OtelTracer`, `AgentOpsTracer` and `LitAgentRunner`.
+
+Agents are always traced with OpenTelemetry here, so that a trainer has nothing to choose; `agl.Runner` is what training
+runs use.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import secrets
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from opentelemetry import trace
+
 from agentlightning.attempt_address import attempt_secret
-from agentlightning.compat.hooks import Hook, with_hooks
-from agentlightning.compat.tracer import AgentOpsTracer, OtelTracer, check_tracer
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import PRIVATE_QUEUE, Rollout, RolloutConfig, RolloutMode
+from agentlightning.rollouts import PRIVATE_QUEUE, AttemptedRollout, Rollout, RolloutConfig, RolloutMode
 from agentlightning.runner import Runner
+from agentlightning.runner.agents.agent import load_agent
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.litagent import LitAgent
+from agentlightning.runner.agents.spec import CommandLine, agent_spec
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.scope import SpanSink, current_scope, enter_scope, scope
+from agentlightning.tracing.tracer import install_globally, tracer_provider
+from agentlightning.util.event_loop import run_sync
+
+
+class Hook:
+    """Code around each attempt. Override what is needed; every method may be left out. It runs in the process of the
+    agent, so it is pickled; an exception in it fails the attempt.
+
+    `spans` and `tracer.get_last_trace()` are what this process has recorded so far. Model calls, which the gateway
+    records, are in the store.
+
+        >>> class Print(agl.Hook):
+        ...     async def on_rollout_start(self, *, agent, runner, rollout):
+        ...         print(rollout.rollout_id)
+    """
+
+    async def on_rollout_start(self, *, agent: Any, runner: Any, rollout: AttemptedRollout) -> None:
+        """Before the attempt."""
+
+    async def on_trace_start(self, *, agent: Any, runner: Any, tracer: Any, rollout: AttemptedRollout) -> None:
+        """Before the agent begins, when what is emitted is recorded."""
+
+    async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: AttemptedRollout) -> None:
+        """After the agent has ended, while what is emitted is still recorded."""
+
+    async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: AttemptedRollout, spans: list[Span]) -> None:
+        """After the attempt, also where the agent has failed."""
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What hooks see as `tracer`; also the sink that notes what is recorded."""
+
+    sink: SpanSink
+    spans: list[Span] = field(default_factory=list[Span])
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.spans.extend(spans)
+        self.sink.put(spans)
+
+    def get_last_trace(self) -> list[Span]:
+        return list(self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunnerView:
+    """What hooks see as `runner`."""
+
+    worker_id: str | None
+
+    def get_worker_id(self) -> str | None:
+        return self.worker_id
+
+
+class HookedAgent(LitAgent[Any]):
+    """An agent with hooks around each attempt."""
+
+    def __init__(self, agent: Any, hooks: Sequence[Hook]) -> None:
+        super().__init__(trained_agents=getattr(agent, "trained_agents", None))
+        self.agent, self.hooks = agent, tuple(hooks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HookedAgent, (self.agent, self.hooks)
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        """In a thread, as agents that block are run."""
+        return run_sync(self._attempt(task, resources, rollout))
+
+    async def _attempt(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        inside = current_scope()
+        if inside is None:
+            raise RuntimeError("an attempt runs inside a scope")
+        shared: dict[str, Any] = {"agent": self.agent, "runner": _RunnerView(rollout.attempt.worker_id)}
+        shared["rollout"] = rollout
+        trace = _Trace(inside.sink)
+        await self._call("on_rollout_start", **shared)
+        try:
+            with enter_scope(replace(inside, sink=trace)):
+                await self._call("on_trace_start", tracer=trace, **shared)
+                try:
+                    return await self._run(Invocation(rollout, resources, task=task))
+                finally:
+                    await self._call("on_trace_end", tracer=trace, **shared)
+        finally:
+            await self._call("on_rollout_end", spans=list(trace.spans), **shared)
+
+    async def _run(self, invocation: Invocation) -> Any:
+        found = load_agent(self.agent).start(invocation)
+        return await found if inspect.isawaitable(found) else found
+
+    async def _call(self, name: str, **arguments: Any) -> None:
+        for hook in self.hooks:
+            found = getattr(hook, name)(**arguments)
+            if inspect.isawaitable(found):
+                await found
+
+
+def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None) -> Any:
+    """The agent with hooks around each attempt. Raises ConfigError for what is no hook, and for commands, which run in
+    a process of their own."""
+    chosen = () if hooks is None else (hooks,) if isinstance(hooks, Hook) else tuple(hooks)
+    if not chosen or agent is None:
+        return agent
+    for each in chosen:
+        if not isinstance(each, Hook):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"hooks={each!r} is no hook; give objects of subclasses of agl.Hook")
+    if isinstance(agent_spec(agent), CommandLine):
+        raise ConfigError(f"hooks run in the process of a Python agent, and {agent!r} is a command; leave them out")
+    return HookedAgent(agent, chosen)
+
+
+class _Collector:
+    """A sink that keeps spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.spans.extend(spans)
+
+
+class OtelTracer:
+    """Records what a block of your own code traces or emits: `async with tracer.trace_context(): ...`, and then
+    `tracer.get_last_trace()`. A trainer traces every attempt in this way, with this argument or without it.
+
+        >>> tracer = agl.OtelTracer()
+        >>> async def record():
+        ...     async with tracer.trace_context():
+        ...         agl.emit_reward(0.5)
+        >>> asyncio.run(record())
+        >>> agl.find_final_reward(tracer.get_last_trace())
+        0.5
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Span] = []
+
+    @asynccontextmanager
+    async def trace_context(
+        self,
+        name: str | None = None,
+        *,
+        store: LightningStoreBase | None = None,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> AsyncGenerator[trace.Tracer]:
+        """The spans of the block are those of an attempt of `store`, to which they are written at its end; without a
+        store they are only remembered. Yields an OpenTelemetry tracer called `name`. Raises ConfigError where some of
+        store, rollout_id and attempt_id are given, and not all of them."""
+        given = {"store": store, "rollout_id": rollout_id, "attempt_id": attempt_id}
+        missing = [key for key, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise ConfigError(f"{', '.join(missing)} not given: spans are written with all of {', '.join(given)}")
+        install_globally()
+        collected = _Collector()
+        try:
+            with scope(
+                rollout_id or f"ro-{secrets.token_hex(8)}", attempt_id or f"at-{secrets.token_hex(8)}", collected
+            ):
+                yield tracer_provider().get_tracer(name or "agentlightning")
+        finally:
+            self.remember(collected.spans)
+            if store is not None and collected.spans:
+                await store.add_many_spans(collected.spans)
+
+    def get_last_trace(self) -> list[Span]:
+        """The spans of the last block, or of the last step of a `LitAgentRunner` with this tracer."""
+        return list(self._last)
+
+    def remember(self, spans: Sequence[Span]) -> None:
+        """Make these the last trace."""
+        self._last = list(spans)
+
+    def get_langchain_handler(self) -> None:
+        """None: LangChain needs no callback handler, as the gateway records its model calls."""
+        return None
+
+
+class AgentOpsTracer(OtelTracer):
+    """An `OtelTracer`. What AgentOps recorded, model calls, the gateway of a training run and `agl run` record. Where
+    an agent calls a provider directly, `agl.track_all()` does; a `LitAgentRunner` says so.
+
+    >>> agl.AgentOpsTracer().get_last_trace()
+    []
+    """
+
+
+def check_tracer(tracer: Any) -> None:
+    """Raises ConfigError for a tracer other than an OtelTracer, which says what is done anyway."""
+    kind = tracer if isinstance(tracer, type) else type(tracer)
+    if tracer is not None and kind.__name__ not in ("OtelTracer", "AgentOpsTracer"):
+        raise ConfigError(
+            f"tracer={tracer!r} has no place here: attempts are traced with OpenTelemetry, whatever records the spans."
+            " Leave it out; instrument libraries in the agent, or export spans with OTEL_EXPORTER_OTLP_ENDPOINT"
+            " (docs/guides/operations/opentelemetry.md)"
+        )
+
 
 logger = logging.getLogger(__name__)
 

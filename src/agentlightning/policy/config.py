@@ -9,11 +9,51 @@ from pydantic import Field, model_validator
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.fsdp.config import RanksConfig, parse_address
 from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.tinker.config import TinkerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.settings import Section
-from agentlightning.weight_sync.versions.config import WeightsConfig
+
+
+class TinkerConfig(Section):
+    """The server of the Tinker API that trains a policy, and what it trains.
+
+    >>> agl.TinkerConfig(url="http://trainer.example:4747", base_model="Qwen/Qwen3-8B").key_env
+    'TINKER_API_KEY'
+    """
+
+    url: str | None = None
+    """The server's address. None: TINKER_BASE_URL, else the hosted service of the `tinker` package."""
+    base_model: str | None = None
+    """The name of the model there. None: that of `policy.model`, whose tokenizer and chat template are used here."""
+    key_env: str = "TINKER_API_KEY"
+    """The environment variable that holds the API key, which begins with `tml-`."""
+    attention: bool = True
+    """Whether the adapter changes attention layers."""
+    mlp: bool = True
+    """Whether it changes MLP layers."""
+    head: bool = False
+    """Whether it changes the output head."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """A request that takes longer has failed, and ends the run, which can be resumed."""
+    unreachable_seconds: float = Field(default=60.0, gt=0)
+    """How long the server may be unreachable while a request waits for it. Needs `url` or TINKER_BASE_URL."""
+    telemetry: bool = False
+    """Whether the `tinker` package may send the server reports on its use."""
+
+
+class WeightsConfig(Section):
+    """Where each version of the weights of a run is published, for hosts that pull it (`agl weights pull`).
+
+    >>> agl.WeightsConfig(url="s3://bucket/run-7").full_every
+    20
+    """
+
+    url: str | None = None
+    """A URL of fsspec: file:///DIR, s3://BUCKET/DIR, gs://BUCKET/DIR ... None: weights are not published."""
+    full_every: int = Field(default=20, ge=1)
+    """After so many versions comes a full one; those between hold only what changed since the one before."""
+    keep_full: int = Field(default=2, ge=1)
+    """The newest full versions that are kept, with all that follow the older of them."""
 
 
 class PolicyConfig(Section):

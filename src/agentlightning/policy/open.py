@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -18,11 +18,8 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
+from agentlightning.util.plugins import load_plugin
 from agentlightning.util.settings import settings_from
-
-if TYPE_CHECKING:
-    from agentlightning.policy.adapters.host import AdapterHost
-
 
 TINY: Final = "tiny"
 TINY_CONTEXT: Final = 4096
@@ -106,11 +103,9 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
 
 
 async def open_trained(settings: PolicyConfig, config: LocalPolicyConfig) -> Policy:
-    """The policy that a run trains, as its `kind` says. Raises as `open_policy` and `TinkerPolicy.open`."""
+    """The policy that a run trains, as its `kind` says. Raises as `open_policy`, `load_plugin` and its `open`."""
     if settings.kind == "tinker":
-        from agentlightning.policy.tinker.policy import TinkerPolicy
-
-        return await TinkerPolicy.open(config, settings.tinker)
+        return await load_plugin("backends", settings.kind).open(config, settings.tinker)
     return await open_policy(config)
 
 
@@ -134,16 +129,6 @@ async def open_frozen(name: str, path: str) -> Policy:
         raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
     config = policy_config(PolicyConfig(), path)
     return await open_policy(config.model_copy(update={"name": name}))
-
-
-async def open_host(name: str, path: str) -> AdapterHost:
-    """A model over which adapters are trained and sampled. Raises ConfigError where there is none."""
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
-    config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
-    from agentlightning.policy.adapters.host import AdapterHost
-
-    return await asyncio.to_thread(AdapterHost.open, config)
 
 
 async def open_models(

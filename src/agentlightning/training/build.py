@@ -34,7 +34,6 @@ from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config, routes_models
 from agentlightning.training.curriculum.task_order import task_order
-from agentlightning.training.export.versions import weight_versions
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
 from agentlightning.training.governance.reward_watch import RewardWatch
@@ -55,6 +54,7 @@ from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
 from agentlightning.training.tracking.tracking import Tracking
 from agentlightning.training.watch import watch_rollouts
+from agentlightning.util.plugins import load_plugin
 
 
 async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: AsyncExitStack) -> LightningStoreBase:
@@ -255,13 +255,14 @@ def make_learner(
             drain_seconds=drain_seconds,
             can_go_on=policy.can_update_in_flight,
         )
+    published, folder = config.policy.weights, run_dir.path / "weights"
     return PolicyLearner(
         policy,
         updating,
         config.policy.token_budget,
         lr_factor=lambda: state.lr_factor,
         resumes=state.resumes,
-        weights=weight_versions(policy, config.policy.weights, run_dir.path / "weights"),
+        weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
     )
 
 

@@ -9,14 +9,21 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
-from agentlightning.training.export.versions import WeightVersions
 from agentlightning.training.sources.versions import Resumes, updates_of
 from agentlightning.trajectory import TokenTree, TrainingSample
+
+
+class WeightPublisher(Protocol):
+    """Publishes the weights of a policy where other hosts pull them."""
+
+    async def publish(self) -> Mapping[str, float]:
+        """Publish them as they are now; returns what that cost."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class PolicyLearner:
     """The factor of the learning rate, lower after a return to an earlier checkpoint."""
     resumes: Resumes = ()
     """Of the run: loading a checkpoint raises the version, and is no update."""
-    weights: WeightVersions | None = None
+    weights: WeightPublisher | None = None
     """Where each version is published."""
 
     @property

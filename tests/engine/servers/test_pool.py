@@ -12,7 +12,6 @@ import pytest
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.clients.sglang import SGLangServer
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
@@ -21,6 +20,7 @@ from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.transport import open_transport
+from agentlightning_sglang import SGLangServer
 
 PROMPT = [40, 41, 42]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentlightning.policy.losses import TokenBatch, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update.interpolation import corrected, interpolated
-from agentlightning.policy.update.updater import _sum_of_losses  # pyright: ignore[reportPrivateUsage]
+from agentlightning.policy.update.updater import sum_of_losses
 
 
 def literal(now: float, sampled: float, behind: int, advantage: float, mismatch: str) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def test_the_loss_and_its_weights_are_the_formula(mismatch: str, seed: int) -> N
         rollout=torch.zeros(12, dtype=torch.int64),
     )
     made, sums, count = corrected(interpolated(tokens), corrections(mismatch))
-    loss = _sum_of_losses(token_losses({"type": "ppo", "dual_clip": 1.5}), made)[0].loss
+    loss = sum_of_losses(token_losses({"type": "ppo", "dual_clip": 1.5}), made)[0].loss
     expected = [literal(*each, mismatch) for each in found]
     assert loss.item() == pytest.approx(sum(each for _, each in expected), rel=1e-9, abs=1e-9)
     assert count == 12

@@ -14,7 +14,6 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.base import ModelServer
-from agentlightning.engine.servers.clients.sglang import SGLangServer
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
@@ -23,6 +22,7 @@ from agentlightning.engine.servers.replica import Replica, WeightChannel
 from agentlightning.engine.servers.weights import PoolWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.transport import Transport, open_transport
+from agentlightning.util.plugins import load_plugin
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ async def open_servers(
 
 
 def _client(kind: str, transport: Transport, config: ServersConfig, url: str, token: str | None) -> ModelServer:
-    server = VllmServer if kind == "vllm" else SGLangServer
+    server = VllmServer if kind == "vllm" else load_plugin("model_servers", kind)
     return server(transport, url, token=token, seconds=config.timeout_seconds)
 
 

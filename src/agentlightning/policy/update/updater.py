@@ -240,7 +240,7 @@ class Updater:
                 if within:
                     tokens, sums, count = interpolation.corrected(tokens, within)
                     _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
-                value, counts = _sum_of_losses(losses, tokens)
+                value, counts = sum_of_losses(losses, tokens)
                 value.loss.backward()
                 _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
@@ -394,7 +394,7 @@ def _counts(tokens: TokenBatch, loss: TokenLoss) -> Tensor:
     return tokens.columns[streams.weights_name(loss, tokens.columns)] != 0
 
 
-def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
+def tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     """The tokens with a weight in the stream of a loss, with its weights."""
     name = streams.weights_name(loss, tokens.columns)
     if loss.decoupled and name == WEIGHTS and CORRECTED_WEIGHTS in tokens.columns:
@@ -416,14 +416,14 @@ def _tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     )
 
 
-def _sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[LossValue, dict[str, float]]:
+def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[LossValue, dict[str, float]]:
     """The sum of all losses, and for each of their metrics the number of tokens it is a sum over. Where two losses log
     under one name, the later one's has its type before it."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, float] = {}
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
-        own = _tokens_of(tokens, loss)
+        own = tokens_of(tokens, loss)
         value = loss(own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}

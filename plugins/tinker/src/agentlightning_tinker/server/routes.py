@@ -1,0 +1,372 @@
+"""The routes of the Tinker API under /api/v1, for a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote, urlencode
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.open import policy_config
+from agentlightning_tinker.server import wire
+from agentlightning_tinker.server.requests import JSON, PROTOBUF
+from agentlightning_tinker.server.service import SCHEME, TinkerService
+
+if TYPE_CHECKING:
+    from agentlightning_tinker.server.host import AdapterHost
+
+
+# -- downloads -------------------------------------------------------------------------------------------------------
+
+# Signed URLs of the files of saved weights: who has one may download the file, without the API key, for an hour.
+
+SECONDS: Final = 3600.0
+"""How long a URL is valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Downloads:
+    """Signs, with a key that lasts as long as the server."""
+
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def query(self, path: str, file: str, expires: float) -> str:
+        """The query of the URL of a file of the weights at `path`."""
+        until = str(int(expires))
+        return urlencode({"path": path, "file": file, "expires": until, "signature": self._sign(path, file, until)})
+
+    def allows(self, path: str, file: str, expires: str, signature: str) -> bool:
+        """Whether this server has signed these, and they have not expired."""
+        expected = self._sign(path, file, expires)
+        return hmac.compare_digest(expected.encode(), signature.encode()) and float(expires) > time.time()
+
+    def _sign(self, path: str, file: str, expires: str) -> str:
+        return hmac.new(self.key, "\0".join((path, file, expires)).encode(), sha256).hexdigest()
+
+
+BASE: Final = "/api/v1"
+DOWNLOAD: Final = "/download"
+MAX_BODY_BYTES: Final = 64 << 20
+POLL_SECONDS: Final = 20.0
+"""How long a request for a result waits for it."""
+OLDEST_SDK: Final = (0, 30)
+"""The oldest version of the `tinker` package whose requests this server reads."""
+CLIENT_CONFIG: Final = {
+    "pjwt_auth_enabled": False,
+    "credential_default_source": "api_key",
+    "proto_compress_fwdbwd": False,
+    "custom_loss_server_side": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "use_pyqwest_transport": False,
+}
+W = TypeVar("W", bound=wire.WireRequest)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@asynccontextmanager
+async def open_routes(
+    models: Sequence[str], folder: Path, token: str | None, max_body_bytes: int
+) -> AsyncGenerator[list[BaseRoute]]:
+    """The routes for models named as [NAME=]DIR; the rest as `tinker_routes`. Raises ConfigError where there is no such
+    directory."""
+    named = [model.partition("=") for model in models]
+    paths = {name if equals else Path(name).name: path if equals else name for name, equals, path in named}
+    hosts = {name: await _open_host(name, path) for name, path in paths.items()}
+    async with tinker_routes(hosts, folder, token, max_body_bytes=max_body_bytes) as routes:
+        yield routes
+
+
+async def _open_host(name: str, path: str) -> AdapterHost:
+    """A model over which adapters are trained and sampled."""
+    if not await asyncio.to_thread(Path(path).is_dir):
+        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
+    from agentlightning_tinker.server.host import AdapterHost
+
+    return await asyncio.to_thread(AdapterHost.open, config)
+
+
+@asynccontextmanager
+async def tinker_routes(
+    hosts: Mapping[str, AdapterHost], folder: Path, token: str | None, *, max_body_bytes: int = MAX_BODY_BYTES
+) -> AsyncGenerator[list[BaseRoute]]:
+    """The routes, which serve `hosts` by the name of their model and close them at the end. Saved weights go below
+    `folder`. With a `token`, all but the health check need it as the API key, with or without the prefix `tml-`."""
+    service = TinkerService(hosts, folder)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        watch = asyncio.create_task(service.end_silent_sessions())
+        stack.callback(watch.cancel)
+        yield _routes(_Endpoints(service, max_body_bytes), token)
+
+
+def _routes(of: _Endpoints, token: str | None) -> list[BaseRoute]:
+    posts: dict[str, Endpoint] = {
+        "/client/config": of.client_config,
+        "/client/dynamic_config": of.dynamic_config,
+        "/create_session": of.create_session,
+        "/session_heartbeat": of.heartbeat,
+        "/sessions/{name}/finish": of.finish,
+        "/telemetry": of.telemetry,
+        "/create_model": of.create_model,
+        "/get_info": of.get_info,
+        "/forward_backward": of.forward_backward,
+        "/optim_step": of.optim_step,
+        "/save_weights": of.save_weights,
+        "/save_weights_for_sampler": of.save_for_sampler,
+        "/save_weights_external": of.save_external,
+        "/load_weights": of.load_weights,
+        "/weights_info": of.weights_info,
+        "/create_sampling_session": of.create_sampler,
+        "/asample": of.sample,
+        "/retrieve_future": of.fetch,
+        "/cancel_future": of.cancel,
+    }
+    gets: dict[str, Endpoint] = {
+        "/get_server_capabilities": of.capabilities,
+        "/samplers/{name}": of.get_sampler,
+        "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
+    }
+    return [
+        Route(f"{BASE}/healthz", of.health, methods=["GET"]),
+        Route(BASE + DOWNLOAD, _guarded(of.download, None), methods=["GET"]),
+        *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
+        *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
+        Route(f"{BASE}/{{path:path}}", _guarded(of.unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
+    ]
+
+
+def _guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
+    """The endpoint for those who have the key, with errors as answers."""
+
+    async def answer(request: Request) -> Response:
+        given = request.headers.get("x-api-key", "")
+        if token is not None and not any(
+            hmac.compare_digest(given.encode(), each.encode()) for each in (token, f"tml-{token}")
+        ):
+            return _error(401, "the API key is not that of this server; set TINKER_API_KEY to tml- and its token")
+        try:
+            return await endpoint(request)
+        except NotFoundError as error:
+            return _error(404, str(error))
+        except (ConfigError, ContextLengthError) as error:
+            return _error(400, str(error))
+        except ClientDisconnect:
+            return _error(400, "the request ended before its body")
+        except AgentLightningError as error:
+            return _error(500, str(error))
+
+    return answer
+
+
+def _error(status: int, message: str) -> Response:
+    return _json({"error": message, "detail": message}, status)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type=JSON)
+
+
+class _Endpoints:
+    """Reads requests, and answers with what the service returns."""
+
+    def __init__(self, service: TinkerService, max_body_bytes: int) -> None:
+        self._service, self._max, self._downloads = service, max_body_bytes, Downloads()
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max:
+                raise ConfigError(
+                    f"the body exceeds {self._max} bytes; send fewer sequences at once, or raise --max-body"
+                )
+        return bytes(body)
+
+    async def _read(self, request: Request, kind: type[W]) -> W:
+        return self._parsed(await self._body(request), kind, request)
+
+    def _parsed(self, body: bytes, kind: type[W], request: Request) -> W:
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            raise ConfigError(f"{request.url.path}: {found}") from error
+
+    async def _queued(self, request: Request, kind: type[W], enqueue: Callable[[W], str]) -> Response:
+        """Queue a request. One that cannot be read is queued too, and fails when its turn comes."""
+        body = await self._body(request)
+        try:
+            return _later(enqueue(self._parsed(body, kind, request)))
+        except ConfigError as error:
+            try:
+                place = wire.Place.model_validate_json(body)
+            except ValidationError:
+                raise error from None
+            return _later(self._service.fail(place.model_id, place.seq_id, error))
+
+    # -- the server and its sessions -------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def unknown(self, request: Request) -> Response:
+        return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
+
+    async def client_config(self, request: Request) -> Response:
+        check_sdk((await self._read(request, wire.CreateSession)).sdk_version)
+        return _json(CLIENT_CONFIG)
+
+    async def dynamic_config(self, request: Request) -> Response:
+        return _json({"sample_cancel_enabled": True})
+
+    async def capabilities(self, request: Request) -> Response:
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": host.context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name, host in self._service.hosts.items()
+        ]
+        return _json({"supported_models": models})
+
+    async def create_session(self, request: Request) -> Response:
+        given = await self._read(request, wire.CreateSession)
+        check_sdk(given.sdk_version)
+        return _json(self._service.create_session(given))
+
+    async def heartbeat(self, request: Request) -> Response:
+        try:
+            self._service.session((await self._read(request, wire.SessionId)).session_id)
+        except NotFoundError as error:
+            return _error(410, str(error))
+        return _json({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        await self._service.end_session(request.path_params["name"])
+        return _json({})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Is read and dropped."""
+        await self._body(request)
+        return _json({"status": "accepted"})
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    async def create_model(self, request: Request) -> Response:
+        return _later(self._service.create_model(await self._read(request, wire.CreateModel)))
+
+    async def get_info(self, request: Request) -> Response:
+        return _json(self._service.info((await self._read(request, wire.ModelId)).model_id))
+
+    async def forward_backward(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "")
+        if PROTOBUF not in kind or request.headers.get("content-encoding"):
+            raise ConfigError(
+                f"forward_backward came as {kind or 'unknown'} {request.headers.get('content-encoding', '')}, and this"
+                f" server reads {PROTOBUF}: use version {'.'.join(map(str, OLDEST_SDK))} or newer of the tinker package"
+            )
+        return _later(self._service.forward_backward(await self._body(request)))
+
+    async def optim_step(self, request: Request) -> Response:
+        return await self._queued(request, wire.OptimStep, self._service.optim_step)
+
+    async def save_weights(self, request: Request) -> Response:
+        return await self._queued(request, wire.SaveWeights, self._service.save_weights)
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        return await self._queued(request, wire.SaveForSampler, self._service.save_for_sampler)
+
+    async def save_external(self, request: Request) -> Response:
+        return await self._queued(request, wire.SaveExternal, self._service.save_external)
+
+    async def external_urls(self, request: Request) -> Response:
+        """A signed URL for each file, at the address by which the client reaches this server."""
+        given, expires = request.path_params, int(time.time() + SECONDS)
+        path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
+        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
+        files = await self._service.external_files(path)
+        urls = {name: f"{root}?{self._downloads.query(path, name, expires)}" for name in files}
+        return _json({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+    async def download(self, request: Request) -> Response:
+        """A file, for who has its signed URL."""
+        path, file, expires, signature = (
+            request.query_params.get(name, "") for name in ("path", "file", "expires", "signature")
+        )
+        if not self._downloads.allows(path, file, expires, signature):
+            return _error(403, "this URL was not signed by this server, or has expired; ask for another one")
+        files = await self._service.external_files(path)
+        if file not in files:
+            raise NotFoundError(f"{path} has no file {file!r} any more")
+        return FileResponse(files[file], media_type="application/octet-stream")
+
+    async def load_weights(self, request: Request) -> Response:
+        return await self._queued(request, wire.LoadWeights, self._service.load_weights)
+
+    async def weights_info(self, request: Request) -> Response:
+        return _json(await self._service.weights_info((await self._read(request, wire.WeightsPath)).tinker_path))
+
+    # -- sampling, and results -------------------------------------------------------------------------------------
+
+    async def create_sampler(self, request: Request) -> Response:
+        return _json(await self._service.create_sampler(await self._read(request, wire.CreateSampler)))
+
+    async def get_sampler(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        found = self._service.sampler(name)
+        return _json({"sampler_id": name, "base_model": found.base, "model_path": found.path})
+
+    async def sample(self, request: Request) -> Response:
+        name, sequences = await self._service.sample(await self._read(request, wire.SampleRequest))
+        return _json({"request_id": name, "sample_sequence_ids": sequences})
+
+    async def fetch(self, request: Request) -> Response:
+        name = (await self._read(request, wire.RequestId)).request_id
+        try:
+            result = await self._service.requests.fetch(name, POLL_SECONDS)
+        except KeyError:
+            raise NotFoundError(
+                f"request {name} is unknown: its session has ended, or the server was started again"
+            ) from None
+        if result is None:
+            return _json({"type": "try_again", "request_id": name, "queue_state": "active"})
+        return Response(result.body, media_type=result.media_type)
+
+    async def cancel(self, request: Request) -> Response:
+        with suppress(KeyError):
+            self._service.requests.cancel((await self._read(request, wire.RequestId)).request_id)
+        return _json({})
+
+
+def _later(request_id: str) -> Response:
+    return _json({"request_id": request_id})
+
+
+def check_sdk(version: str) -> None:
+    """Raises ConfigError for a version of the `tinker` package that is too old. One that cannot be read passes."""
+    parts = version.split(".")[:2]
+    if len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) < OLDEST_SDK:
+        raise ConfigError(
+            f"version {version} of the tinker package is too old for this server; install"
+            f" {'.'.join(map(str, OLDEST_SDK))} or newer"
+        )

@@ -1,0 +1,459 @@
+"""What the Tinker API does, over models of this machine: sessions, training runs, samplers and saved weights.
+
+A training run is an adapter over one of the models (`policy.adapters.host`). Saved weights are directories in peft's
+format below `folder`, and stay when the server stops; sessions, training runs and samplers are forgotten then, and when
+nothing was heard of a session for `session_seconds`. Errors are ConfigError where the client asked for what cannot be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from secrets import randbits, token_hex
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, unquote
+
+import orjson
+
+from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
+from agentlightning.errors import ConfigError, NotFoundError, PolicyError
+from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
+from agentlightning_tinker.server.requests import PROTOBUF, FairSlots, Requests, Result
+
+if TYPE_CHECKING:
+    from agentlightning_tinker.server.host import AdapterHost, AdapterShape, Datum
+
+logger = logging.getLogger(__name__)
+
+SCHEME: Final = "tinker://"
+WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+ABOUT: Final = "tinker.json"
+SESSION_SECONDS: Final = 900.0
+Copy = tuple[str, Path, "AdapterShape"]
+
+
+@dataclass(slots=True)
+class Session:
+    heard: float
+    models: list[str] = field(default_factory=list[str])
+    samplers: list[str] = field(default_factory=list[str])
+    snapshots: list[Copy] = field(default_factory=list[Copy])
+    """Weights without a name, which end with the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A training run."""
+
+    base: str
+    shape: AdapterShape
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    base: str
+    copy: Copy | None
+    """None: the model below the adapters."""
+    path: str | None
+
+
+class TinkerService:
+    """Serves `hosts`, by the name of their model."""
+
+    def __init__(
+        self, hosts: Mapping[str, AdapterHost], folder: Path, *, session_seconds: float = SESSION_SECONDS
+    ) -> None:
+        self.hosts = hosts
+        self.requests = Requests()
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._slots = {name: FairSlots(host.config.max_batch_size) for name, host in hosts.items()}
+        self._copies: dict[Path, str] = {}
+        """The name of each saved directory that was sampled from; another save of the same place has another one."""
+        self._folder, self._session_seconds = folder.absolute(), session_seconds
+
+    async def close(self) -> None:
+        """Stop all requests, end all sessions, and close the models."""
+        await self.requests.close()
+        for session in list(self.sessions):
+            await self.end_session(session)
+        for host in self.hosts.values():
+            await host.close()
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def create_session(self, request: wire.CreateSession) -> dict[str, Any]:
+        name = token_hex(8)
+        self.sessions[name] = Session(time.monotonic())
+        logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
+        return {"type": "create_session", "session_id": name}
+
+    def session(self, name: str) -> Session:
+        """Raises NotFoundError for a session that has ended."""
+        if name not in self.sessions:
+            raise NotFoundError(f"session {name!r} is unknown: it has ended, or the server was started again")
+        self.sessions[name].heard = time.monotonic()
+        return self.sessions[name]
+
+    async def end_session(self, name: str) -> None:
+        """Forget its training runs and samplers; weights that were saved under a name stay."""
+        if (session := self.sessions.pop(name, None)) is None:
+            return
+        self.requests.forget(name, session.models)
+        for model in session.models:
+            if (run := self.models.pop(model, None)) is not None:
+                await self.hosts[run.base].remove(model)
+        for sampler in session.samplers:
+            self._samplers.pop(sampler, None)
+        for host in self.hosts.values():
+            await host.drop_copies([copy[0] for copy in session.snapshots])
+        for _, directory, _ in session.snapshots:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def end_silent_sessions(self) -> None:
+        """End the sessions that were not heard of for too long. Never returns."""
+        while True:
+            await asyncio.sleep(self._session_seconds / 10)
+            limit = time.monotonic() - self._session_seconds
+            for name in [name for name, session in self.sessions.items() if session.heard < limit]:
+                logger.warning("session %s ends: nothing was heard of it for %g s", name, self._session_seconds)
+                await self.end_session(name)
+
+    # -- training runs ---------------------------------------------------------------------------------------------
+
+    def create_model(self, request: wire.CreateModel) -> str:
+        session, base = self.session(request.session_id), self._host(request.base_model)
+        if (lora := request.lora_config) is None:
+            raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
+        from agentlightning_tinker.server.host import AdapterShape
+
+        seed = randbits(31) if lora.seed is None else lora.seed
+        shape = AdapterShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        name = f"{request.session_id}:train:{request.model_seq_id}"
+
+        async def work() -> Result:
+            await base.create(name, shape)
+            self.models[name] = Model(request.base_model, shape)
+            return Result.of(type="create_model", model_id=name)
+
+        if name not in session.models:
+            session.models.append(name)
+        return self.requests.open_queue(request.session_id, name, work)
+
+    def model(self, name: str) -> Model:
+        """Raises NotFoundError."""
+        if name not in self.models:
+            raise NotFoundError(
+                f"model {name!r} is unknown here: its session has ended, or the server was started again; create a"
+                " training client from a saved state"
+            )
+        return self.models[name]
+
+    def forward_backward(self, body: bytes) -> str:
+        request = messages.read_request(body)
+
+        async def work() -> Result:
+            host = self.hosts[self.model(request.model_id).base]
+            loss = make_loss(request.loss_fn, request.loss_config)
+            data = await asyncio.to_thread(_data, request, host)
+            found = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
+            body = await asyncio.to_thread(messages.loss_output, found.logprobs, {"loss:sum": found.loss})
+            return Result(body, PROTOBUF)
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    def optim_step(self, request: wire.OptimStep) -> str:
+        from agentlightning_tinker.server.host import AdamStep
+
+        given = request.adam_params
+        clip = given.grad_clip_norm if given.grad_clip_norm > 0 else None
+        step = AdamStep(given.learning_rate, (given.beta1, given.beta2), given.eps, given.weight_decay, clip)
+
+        async def work() -> Result:
+            host = self.hosts[self.model(request.model_id).base]
+            return Result.of(type="optim_step", metrics=await host.optim_step(request.model_id, step))
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    def info(self, name: str) -> dict[str, Any]:
+        model = self.model(name)
+        return {
+            "type": "get_info",
+            "model_id": name,
+            "model_name": model.base,
+            "model_data": {"model_name": model.base, "tokenizer_id": str(self.hosts[model.base].config.model)},
+            "is_lora": True,
+            "lora_rank": model.shape.rank,
+        }
+
+    # -- saved weights ---------------------------------------------------------------------------------------------
+
+    def save_weights(self, request: wire.SaveWeights) -> str:
+        async def work() -> Result:
+            path = await self._save(request.model_id, WEIGHTS, request.path, overwrite=request.overwrite)
+            return Result.of(type="save_weights", path=path)
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    def save_for_sampler(self, request: wire.SaveForSampler) -> str:
+        async def work() -> Result:
+            if request.sampling_session_seq_id is None:
+                path = await self._save(request.model_id, SAMPLER, request.path)
+                return Result.of(type="save_weights_for_sampler", path=path)
+            owner = request.model_id.partition(":")[0]
+            model = self.model(request.model_id)
+            path = await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}")
+            copy = await self._copy(path)
+            self.session(owner).snapshots.append(copy)
+            name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(model.base, copy, None))
+            return Result.of(type="save_weights_for_sampler", sampling_session_id=name)
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    def save_external(self, request: wire.SaveExternal) -> str:
+        """For other programs, which download the files."""
+
+        async def work() -> Result:
+            path = await self._save(request.model_id, EXTERNAL, request.path)
+            size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
+            return Result.of(type="save_weights_external", path=path, size_bytes=size)
+
+        return self._enqueue(request.model_id, request.seq_id, work)
+
+    async def external_files(self, path: str) -> dict[str, Path]:
+        """The files of weights that were saved for other programs, by their name. Raises ConfigError."""
+        await self._about(path)
+        directory = self._directory(path)
+        if directory.parent.name != EXTERNAL:
+            raise ConfigError(f"{path} is not for other programs; save with save_weights_external, and download that")
+        found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
+        return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != ABOUT}
+
+    def load_weights(self, request: wire.LoadWeights) -> str:
+        """Into a training run; or a new one, with the shape of what was saved."""
+        if request.model_id is not None and request.seq_id is not None:
+            model_id = request.model_id
+            return self._enqueue(model_id, request.seq_id, lambda: self._load(model_id, request))
+        if request.session_id is None or request.model_seq_id is None:
+            raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        session, owner = self.session(request.session_id), request.session_id
+        name = f"{owner}:train:{request.model_seq_id}"
+
+        async def work() -> Result:
+            about = await self._about(request.path)
+            base = request.base_model or str(about["base"])
+            shape = _shape(about)
+            await self._host(base).create(name, shape)
+            self.models[name] = Model(base, shape)
+            return await self._load(name, request)
+
+        if name not in session.models:
+            session.models.append(name)
+        return self.requests.open_queue(owner, name, work)
+
+    async def weights_info(self, path: str) -> dict[str, Any]:
+        about = await self._about(path)
+        shape = _shape(about)
+        return {
+            "base_model": about["base"],
+            "is_lora": True,
+            "lora_rank": shape.rank,
+            "train_unembed": shape.head,
+            "train_mlp": shape.mlp,
+            "train_attn": shape.attention,
+        }
+
+    async def _load(self, name: str, request: wire.LoadWeights) -> Result:
+        host = self.hosts[self.model(name).base]
+        await self._about(request.path)
+        await host.load(name, self._directory(request.path), optimizer=request.optimizer)
+        return Result.of(type="load_weights", path=request.path, model_id=name)
+
+    async def _save(self, model_id: str, kind: str, given: str | None, *, overwrite: bool = False) -> str:
+        model, name = self.model(model_id), given or f"save-{token_hex(4)}"
+        path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
+        directory = self._directory(path)
+        if await asyncio.to_thread(directory.exists):
+            if not overwrite:
+                raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
+            self._copies.pop(directory, None)
+        beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
+        await self.hosts[model.base].save(model_id, beside, optimizer=kind == WEIGHTS)
+        about = {"base": model.base, "shape": asdict(model.shape), "saved": time.time()}
+
+        def publish() -> None:
+            (beside / ABOUT).write_bytes(orjson.dumps(about))
+            shutil.rmtree(directory, ignore_errors=True)
+            beside.rename(directory)
+
+        try:
+            await asyncio.to_thread(publish)
+        except OSError as error:
+            raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
+        return path
+
+    def _directory(self, path: str) -> Path:
+        """Where the weights of a path are. Raises ConfigError for what is no path."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER, EXTERNAL):
+            raise ConfigError(f"{path!r} is no path of saved weights; one is {SCHEME}MODEL/{WEIGHTS}/NAME")
+        model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
+        return self._folder / model / kind / name
+
+    async def _about(self, path: str) -> dict[str, Any]:
+        try:
+            return orjson.loads(await asyncio.to_thread((self._directory(path) / ABOUT).read_bytes))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} holds no saved weights here: {error}") from error
+
+    async def _copy(self, path: str) -> Copy:
+        about, directory = await self._about(path), self._directory(path)
+        return self._copies.setdefault(directory, f"copy-{token_hex(8)}"), directory, _shape(about)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def create_sampler(self, request: wire.CreateSampler) -> dict[str, Any]:
+        self.session(request.session_id)
+        sampler = await self._make_sampler(request.base_model, request.model_path)
+        name = self._add_sampler(request.session_id, request.sampling_session_seq_id, sampler)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def sampler(self, name: str) -> Sampler:
+        """Raises NotFoundError."""
+        if name not in self._samplers:
+            raise NotFoundError(f"sampler {name!r} is unknown: its session has ended, or the server was started again")
+        return self._samplers[name]
+
+    async def sample(self, request: wire.SampleRequest) -> tuple[str, list[str]]:
+        """The id of the request, and one for each sequence."""
+        if request.sampling_session_id is None:
+            raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
+        sampler, owner = self.sampler(request.sampling_session_id), request.sampling_session_id.partition(":")[0]
+        if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
+            raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
+        host = self.hosts[sampler.base]
+        tokens = _checked(request.prompt.tokens, host)
+        room_for_answer(tokens, host.context_length)
+        turn = partial(self._slots[sampler.base].slot, owner)
+        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, turn))
+        return name, [f"{name}:{number}" for number in range(request.num_samples)]
+
+    async def _make_sampler(self, base: str | None, path: str | None) -> Sampler:
+        if path is not None:
+            about = await self._about(path)
+            self._host(str(about["base"]))
+            return Sampler(str(about["base"]), await self._copy(path), path)
+        if base is None:
+            raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
+        self._host(base)
+        return Sampler(base, None, None)
+
+    def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
+        name = f"{owner}:sample:{number}"
+        self._samplers[name] = sampler
+        self.session(owner).samplers.append(name)
+        return name
+
+    def _host(self, name: str) -> AdapterHost:
+        if name not in self.hosts:
+            raise ConfigError(f"the model {name!r} is not served here; there are {', '.join(self.hosts)}")
+        return self.hosts[name]
+
+    def fail(self, model: str, number: int, error: Exception) -> str:
+        """Give a request this error as its result, so that those after it are not kept waiting for it."""
+
+        async def work() -> Result:
+            raise error
+
+        return self._enqueue(model, number, work)
+
+    def _enqueue(self, model: str, number: int, work: Any) -> str:
+        return self.requests.enqueue(model.partition(":")[0], model, number, work)
+
+
+def _shape(about: Mapping[str, Any]) -> AdapterShape:
+    from agentlightning_tinker.server.host import AdapterShape
+
+    return AdapterShape(**about["shape"])
+
+
+def _data(request: messages.ForwardBackward, host: AdapterHost) -> list[Datum]:
+    """Raises ConfigError for sequences that the loss or the model cannot use."""
+    import numpy as np
+
+    from agentlightning_tinker.server.host import Datum
+
+    found: list[Datum] = []
+    for tokens, inputs in request.data():
+        check_inputs(request.loss_fn, len(tokens), inputs)
+        columns = {name: np.asarray(inputs[name], np.float32) for name in RL_INPUTS if name in inputs}
+        targets = tuple(inputs["target_tokens"].tolist())
+        found.append(Datum(tokens, targets, token_weights(request.loss_fn, inputs), **columns))
+        _checked([*tokens, *targets], host)
+        if len(tokens) > host.context_length:
+            raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {host.context_length}")
+    if not found:
+        raise ConfigError("there are no sequences to learn from; give at least one")
+    return found
+
+
+def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
+    if not tokens:
+        raise ConfigError("the prompt has no tokens; give at least one")
+    if min(tokens) < 0 or max(tokens) >= host.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < host.vocab_size)
+        raise ConfigError(f"token {wrong} is not one of the {host.vocab_size} of the model; use its own tokenizer")
+    return tokens
+
+
+async def _sample(
+    host: AdapterHost,
+    copy: Copy | None,
+    tokens: Sequence[int],
+    request: wire.SampleRequest,
+    turn: Callable[[], AbstractAsyncContextManager[None]],
+) -> Result:
+    async def sample(each: SamplingParams) -> Sample:
+        async with turn():
+            return await host.sample(copy, tokens, each)
+
+    params = [_params(request, number) for number in range(request.num_samples)]
+    prompt = None
+    if request.prompt_logprobs:
+        async with turn():
+            scores = (await host.score(copy, tokens)).tolist() if len(tokens) > 1 else []
+        prompt = [float("nan"), *scores]
+        unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
+        prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
+    samples = await asyncio.gather(*map(sample, params))
+    found = [
+        messages.SampledTokens(each.token_ids, each.logprobs, each.finish_reason == "stop", each.top_logprobs)
+        for each in samples
+    ]
+    return Result(messages.sample_output(found, prompt), PROTOBUF)
+
+
+def _params(request: wire.SampleRequest, number: int) -> SamplingParams:
+    """A list of `stop` takes the place of the model's own end tokens; None leaves these."""
+    given = request.sampling_params
+    stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    return SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=max(0, given.top_k),
+        max_tokens=given.max_tokens,
+        stop=tuple(each for each in stop if isinstance(each, str)),
+        stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
+        ignore_eos=given.stop is not None,
+        seed=None if given.seed is None else given.seed + number,
+        top_logprobs=request.topk_sample_logprobs,
+    )

@@ -1,0 +1,320 @@
+"""A training run on a server of the Tinker API: the calls of the `tinker` package, with its errors as ours.
+
+Methods without `async` block; call them in a thread. Nothing else here imports the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final, cast
+
+import httpx
+import numpy as np
+
+from agentlightning.engine.base import SamplingParams
+from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+from agentlightning.policy.config import TinkerConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.trajectory import FloatArray
+
+BASE_URL: Final = "TINKER_BASE_URL"
+KEY_PREFIX: Final = "tml-"
+HEALTH: Final = "/api/v1/healthz"
+POLL_SECONDS: Final = 5.0
+"""How often the server is asked for a sign of life while a request waits."""
+CLOSE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """A row of tokens, and for each but the last one what the loss needs of the next [T - 1]."""
+
+    token_ids: tuple[int, ...]
+    inputs: Mapping[str, FloatArray]
+
+
+class TinkerSession:
+    """One training run. Make it with `TinkerSession.open`."""
+
+    def __init__(self, config: TinkerConfig, service: Any, training: Any, base_model: str) -> None:
+        self.config, self.base_model = config, base_model
+        self._service, self._training = service, training
+        self._health = ServerHealth(config)
+
+    @classmethod
+    def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
+        """Begin a training run. Raises MissingExtraError, ConfigError for a key, and PolicyError for a server that is
+        not there, or has no such model."""
+        if find_spec("tinker") is None:
+            raise MissingExtraError("tinker", "tinker", plugin=True)
+        key = os.environ.get(config.key_env, "")
+        if not key.startswith(KEY_PREFIX):
+            raise ConfigError(
+                f"the environment variable {config.key_env} (policy.tinker.key_env) "
+                f"{f'does not begin with {KEY_PREFIX}' if key else 'is not set'}; the key of a server of one's own is"
+                f" {KEY_PREFIX} and its token"
+            )
+        os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
+        import tinker  # pyright: ignore[reportMissingImports]
+
+        url, base = server_of(config), config.base_model or model
+        if url is not None:
+            _require_server(url)
+        with _errors(config, "open a session"):
+            service = tinker.ServiceClient(base_url=url, api_key=key)
+            try:
+                training = _wait(
+                    ServerHealth(config),
+                    service.create_lora_training_client(
+                        base,
+                        rank=rank,
+                        seed=seed,
+                        train_mlp=config.mlp,
+                        train_attn=config.attention,
+                        train_unembed=config.head,
+                    ).future(),
+                    f"make an adapter over {base!r}",
+                )
+            except BaseException:
+                _end(service, "errored")
+                raise
+        return cls(config, service, training, base)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], *, backward: bool = True
+    ) -> list[FloatArray]:
+        """Add the gradient of a loss, or without `backward` compute it alone; returns log p of the tokens of each row
+        but the first [T - 1]."""
+        from tinker import types  # pyright: ignore[reportMissingImports]
+
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(list(row.token_ids[:-1])),
+                loss_fn_inputs=cast(
+                    Any,  # the SDK makes tensors of arrays
+                    {
+                        "target_tokens": np.asarray(row.token_ids[1:], np.int64),
+                        **{name: np.asarray(values, np.float32) for name, values in row.inputs.items()},
+                    },
+                ),
+            )
+            for row in rows
+        ]
+        call = self._training.forward_backward if backward else self._training.forward
+        config = dict(settings) or None
+        output = self._result(lambda: call(data, loss, config), f"compute the loss {loss!r}")
+        return [np.asarray(each["logprobs"].to_numpy(), np.float32) for each in output.loss_fn_outputs]
+
+    def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
+        """A step of AdamW by the gradient so far; returns the server's metrics."""
+        from tinker import types  # pyright: ignore[reportMissingImports]
+
+        params = types.AdamParams(
+            learning_rate=lr,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.clip_norm or 0.0,
+        )
+        return self._result(lambda: self._training.optim_step(params), "take an optimiser step").metrics or {}
+
+    def save(self, name: str) -> str:
+        """Save weights and optimiser on the server; returns their path there."""
+        return self._result(lambda: self._training.save_state(name), "save the weights").path
+
+    def load(self, path: str) -> None:
+        """Continue from what `save` saved, in a new training run on the server."""
+        found = self._result(
+            lambda: self._service.create_training_client_from_state_with_optimizer(path), f"load {path}"
+        )
+        self._training = found
+
+    def sampler(self) -> Any:
+        """What samples from the weights as they are now."""
+        return self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
+
+    def base_sampler(self) -> Any:
+        """What samples from the model below the adapter."""
+        return self._result(lambda: self._service.create_sampling_client(base_model=self.base_model), "open its base")
+
+    def close(self) -> None:
+        """End the session on the server; what was saved stays. Never fails: the server may be gone."""
+        _end(self._service, "success")
+
+    def _result(self, call: Any, what: str) -> Any:
+        with _errors(self.config, what):
+            return _wait(self._health, call().future(), what)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
+        """One sequence; `stop` as the package has it."""
+        from tinker import types  # pyright: ignore[reportMissingImports]
+
+        settings = types.SamplingParams(
+            max_tokens=params.max_tokens,
+            seed=params.seed,
+            stop=stop,
+            temperature=params.temperature,
+            top_k=params.top_k or -1,
+            top_p=params.top_p,
+        )
+        tokens = types.ModelInput.from_ints(list(prompt))
+        top = params.top_logprobs
+        with _errors(self.config, "sample"):
+            call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
+            return (await self._awaited(call.future(), "sample")).sequences[0]
+
+    async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
+        """log p of each token, None for the first."""
+        from tinker import types  # pyright: ignore[reportMissingImports]
+
+        with _errors(self.config, "score tokens"):
+            call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
+            return await self._awaited(call.future(), "score tokens")
+
+    async def _awaited(self, future: Future[Any], what: str) -> Any:
+        since = time.monotonic()
+        waiting = asyncio.ensure_future(asyncio.wrap_future(future))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
+                await asyncio.to_thread(self._health.check, since, what)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+
+def server_of(config: TinkerConfig) -> str | None:
+    """The server's address; None: the hosted service."""
+    url = config.url or os.environ.get(BASE_URL)
+    return url.rstrip("/") if url else None
+
+
+class ServerHealth:
+    """Whether the server of a session is there, asked at most every `POLL_SECONDS`, however many requests wait."""
+
+    def __init__(self, config: TinkerConfig) -> None:
+        self._config, self._url = config, server_of(config)
+        self._asking = threading.Lock()
+        self._asked = time.monotonic()
+        self._gone_since: float | None = None
+
+    def check(self, since: float, what: str) -> None:
+        """Raises PolicyError for a request that began too long ago, and for a server that is gone for too long."""
+        now = time.monotonic()
+        if now - since > self._config.timeout_seconds:
+            raise PolicyError(
+                f"{_name(self._config)} did not {what} in {self._config.timeout_seconds:g} s; resume the run, or"
+                " raise policy.tinker.timeout_seconds"
+            )
+        if self._url is None:
+            return
+        if now - self._asked >= POLL_SECONDS and self._asking.acquire(blocking=False):
+            try:
+                self._ask(self._url)
+            finally:
+                self._asking.release()
+        gone = 0.0 if self._gone_since is None else self._asked - self._gone_since
+        if gone > self._config.unreachable_seconds:
+            raise PolicyError(
+                f"{self._url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the"
+                " run"
+            )
+
+    def _ask(self, url: str) -> None:
+        alive = _is_alive(url)
+        self._asked = time.monotonic()
+        if alive:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = self._asked
+
+
+def _end(service: Any, status: str) -> None:
+    """End the session. The package retries for hours and sends heartbeats meanwhile: a server that is gone is left
+    after `CLOSE_SECONDS`."""
+    with suppress(Exception):  # the run's own error, or its result, is what counts
+        ending = service.close(status).future()
+        try:
+            ending.result(timeout=CLOSE_SECONDS)
+        except FutureTimeoutError:
+            ending.cancel()
+
+
+def _wait(health: ServerHealth, future: Future[Any], what: str) -> Any:
+    since = time.monotonic()
+    while True:
+        try:
+            return future.result(timeout=POLL_SECONDS)
+        except FutureTimeoutError:
+            if future.done():
+                raise
+            try:
+                health.check(since, what)
+            except PolicyError:
+                future.cancel()
+                raise
+
+
+@contextmanager
+def _errors(config: TinkerConfig, what: str) -> Generator[None]:
+    """Errors of the package as PolicyError; of the key as ConfigError."""
+    import tinker  # pyright: ignore[reportMissingImports]
+
+    where = _name(config)
+    try:
+        yield
+    except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
+        raise ConfigError(f"{where} refuses the key in {config.key_env}: {error}") from error
+    except tinker.NotFoundError as error:
+        raise PolicyError(
+            f"{where} could not {what}: {error}; it has forgotten this session (resume the run), or is of another"
+            f" version than the tinker package here ({tinker.__version__})"
+        ) from error
+    except tinker.APIConnectionError as error:
+        raise PolicyError(f"{where} cannot be reached to {what}: {error}; resume the run when it is back") from error
+    except (tinker.TinkerError, ValueError, RuntimeError, TimeoutError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise PolicyError(
+            f"{where} could not {what}: {error} (tinker {tinker.__version__}); resume the run once that is mended"
+        ) from error
+
+
+def _name(config: TinkerConfig) -> str:
+    return server_of(config) or "the Tinker service"
+
+
+def _is_alive(url: str) -> bool:
+    try:
+        return httpx.get(url + HEALTH, timeout=POLL_SECONDS).status_code < 500
+    except httpx.HTTPError:
+        return False
+
+
+def _require_server(url: str) -> None:
+    """The package would try for minutes."""
+    try:
+        status = httpx.get(url + HEALTH, timeout=30).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PolicyError(
+            f"no server of the Tinker API answers at {url} (policy.tinker.url): {error}; start one with agl serve"
+            " --tinker NAME=DIR, or mend the address"
+        ) from error
+    if status == 404:
+        raise PolicyError(
+            f"the server at {url} does not speak the Tinker API: GET {HEALTH} gave 404; start it with agl serve"
+            " --tinker NAME=DIR, or mend policy.tinker.url"
+        )

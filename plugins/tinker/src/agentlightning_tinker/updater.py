@@ -1,0 +1,314 @@
+"""Updates of weights on a server of the Tinker API: the steps of `Updater`, with its passes made there.
+
+One loss that the API has is computed on the server. Any other that needs log-probabilities alone, and several together,
+are computed here from the server's log-probabilities, and the gradient goes back as weights of a cross entropy, which
+has the same one: sum_t w_t log p_t with w_t = -dL/dlog p_t. That costs a second forward pass.
+
+The server computes at temperature 1 and over the whole vocabulary. Entropies are not known there: what is logged as
+`entropy` is the mean of -log p of the sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.losses import (
+    CISPOLoss,
+    ImportanceLoss,
+    LossSetting,
+    NLLLoss,
+    PPOLoss,
+    TokenBatch,
+    TokenLoss,
+    token_losses,
+)
+from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS
+from agentlightning.policy.mismatch import Correction
+from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.update import interpolation, streams
+from agentlightning.policy.update.micro_batch import MicroBatch
+from agentlightning.policy.update.packing import Sharing, plan
+from agentlightning.policy.update.updater import (
+    COUNT_OF,
+    EntropyHistory,
+    Updater,
+    sum_of_losses,
+    tokens_of,
+)
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning_tinker.session import LossRow, TinkerSession
+
+EPS: Final = 1e-8
+"""Of AdamW, as torch has it."""
+ROW_BUDGET: Final = 1 << 40
+"""All rows are sent at once; the server divides them."""
+
+
+class RowPlanner:
+    """Stands for `Forward`: which rows are computed."""
+
+    def plan(
+        self, samples: Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
+    ) -> list[MicroBatch]:
+        """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
+        the server to decide. Raises ConfigError for a way of sharing that needs the model."""
+        if sharing == "shared":
+            raise ConfigError(
+                'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
+            )
+        batches = plan(samples, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
+        rows = tuple(row for batch in batches for row in batch.rows)
+        return [MicroBatch(rows, batches[0].table)] if rows else []
+
+    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values)
+
+
+class RemoteOptimizer:
+    """Stands for `Optimizer`: the learning rate of each step is computed here, the step is made on the server."""
+
+    def __init__(self, session: TinkerSession, config: OptimizerConfig) -> None:
+        """Raises ConfigError for settings that the API lacks."""
+        if config.type != "adamw":
+            raise ConfigError(f'optimizer type "{config.type}" is not in the Tinker API; use "adamw"')
+        if config.lr is None:
+            raise ConfigError(
+                "set algorithm.optimizer.lr (or that of policy.lora): the default follows from the number of weights,"
+                ' which is not known for policy.kind = "tinker"; 1e-4 is usual for adapters'
+            )
+        if config.schedule != "constant" and config.total_steps is None:
+            raise ConfigError(f'schedule="{config.schedule}" needs total_steps')
+        self.config, self.steps, self.lr_factor = config, 0, 1.0
+        self._session = session
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at this point of the schedule."""
+        assert self.config.lr is not None
+        return self.config.lr * self.config.factor(self.steps) * self.lr_factor
+
+    def grad_norm(self) -> Tensor:
+        """Not known before the step."""
+        return torch.zeros(())
+
+    def zero_grad(self) -> None:
+        """The server drops a gradient by its step alone, and by a loss that is not finite."""
+
+    def step(self, loss: float = 0.0, norm: Tensor | None = None) -> dict[str, float]:
+        """Raises PolicyError for a loss that is not finite."""
+        if not math.isfinite(loss):
+            raise PolicyError(
+                f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
+            )
+        metrics, lr = self._session.optim_step(self.lr, self.config, EPS), self.lr
+        self.steps += 1
+        found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
+        return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["steps"])
+
+
+class RemoteUpdater(Updater):
+    """`Updater` of a training run on a server."""
+
+    def __init__(self, session: TinkerSession, optimizer: OptimizerConfig) -> None:
+        """Raises ConfigError for an optimiser that the API lacks."""
+        self.session = session
+        self.optimizer = cast(Any, RemoteOptimizer(session, optimizer))
+        self.forward = cast(Any, RowPlanner())
+        self.value_head = self.value_optimizer = self.average = None
+        self.entropy = EntropyHistory()
+
+    def step(self, samples: Sequence[TrainingSample], **options: Any) -> dict[str, float]:
+        """See `Updater.step`. Raises PolicyError for losses and options that the API cannot express, before anything is
+        sent, and UnfaithfulSampleError for tokens that were not sampled at temperature 1 from the whole vocabulary."""
+        if options.get("average") is not None:
+            raise ConfigError('a moving average of the weights cannot be kept with policy.kind = "tinker"')
+        losses = token_losses(options.get("loss", "ppo"))
+        check_losses(losses)
+        at_temperature = any(SAMPLED_LOGPROBS in loss.needs for loss in losses)
+        for sample in samples:
+            check_adapter(sample.adapter)
+            if at_temperature:
+                check_sampling(sample.tree)
+        return super().step(samples, **options)
+
+    def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
+        """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
+        samples = [
+            TrainingSample(tree, weights=[np.ones(len(n.token_ids) if n.sampled else 0) for n in tree.nodes])
+            for tree in trees
+        ]
+        columns = [[np.zeros(len(each), np.float32) for each in sample.weights] for sample in samples]
+        for batch in self.forward.plan(samples, token_budget=ROW_BUDGET):
+            zeros = np.zeros(len(batch.places), np.float32)
+            found = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
+            flat = np.zeros(len(batch.table.call), np.float32)
+            flat[batch.places] = found
+            for own, starts in zip(columns, batch.table.starts, strict=True):
+                for column, start in zip(own, starts.tolist(), strict=True):
+                    column[:] = flat[start : start + len(column)]
+        return [tuple(own) for own in columns]
+
+    def restore(self, about: Mapping[str, Any]) -> None:
+        """Continue from what a checkpoint says of the optimiser."""
+        self.optimizer.load_state_dict(about["optimizer"])
+        mean, steps = about["entropy"]
+        self.entropy = EntropyHistory(float(mean), int(steps))
+
+    def _step(self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Any) -> dict[str, float]:
+        """Rollouts whose data is not finite are left out before anything is sent."""
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        left_out = 0
+        kept: list[TrainingSample] = []
+        for sample in part:
+            broken = streams.not_finite_in_data(sample, needs)
+            left_out += len(broken)
+            kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
+        sums = gradient(kept)
+        if not sums:
+            return {}
+        return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
+    ) -> dict[str, float]:
+        """See `Updater.accumulate`."""
+        losses, totals = token_losses(loss), dict[str, float]()
+        for batch in batches:
+            for name, value in self._accumulate(batch, losses, within).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def _accumulate(
+        self, batch: MicroBatch, losses: Sequence[TokenLoss], within: Sequence[Correction]
+    ) -> dict[str, float | Tensor]:
+        entropy_N, sums = torch.zeros(len(batch.places)), dict[str, float | Tensor]()
+        own = native(losses[0]) if len(losses) == 1 and not within else None
+        if own is not None:
+            unknown = self._tokens(batch, torch.zeros(len(batch.places)), entropy_N, None)
+            logprobs_N = self._native(batch, _tokens_with_all(unknown, losses[0]), losses[0], *own)
+        else:
+            zeros = np.zeros(len(batch.places), np.float32)
+            logprobs_N = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).requires_grad_()
+        tokens = replace(self._tokens(batch, logprobs_N, entropy_N, None), entropy=None)
+        if within:
+            tokens, corrected, count = interpolation.corrected(tokens, within)
+            sums |= {**corrected, **dict.fromkeys((f"{COUNT_OF}{name}" for name in corrected), float(count))}
+        value, counts = sum_of_losses(losses, tokens)
+        if own is None:
+            if not bool(torch.isfinite(value.loss)):
+                raise PolicyError("the loss of this step is not finite; nothing was sent to be learned from")
+            value.loss.backward()
+            assert logprobs_N.grad is not None
+            self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
+        count = len(logprobs_N)
+        return {
+            **sums,
+            "loss": value.loss.detach(),
+            "entropy": -logprobs_N.detach().sum(),
+            **value.sums,
+            **counts,
+            "tokens_trained": count,
+            "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
+            "micro_batches": 1,
+            "shared_prefixes": 0,
+        }
+
+    def _native(
+        self, batch: MicroBatch, tokens: TokenBatch, loss: TokenLoss, name: str, settings: Mapping[str, float]
+    ) -> Tensor:
+        weights = (tokens.weights * loss.coefficient_at(tokens.step)).numpy()
+        if name == "cross_entropy":
+            return self._send(batch, name, settings, {"weights": weights})
+        advantages = weights * tokens.columns[ADVANTAGES].numpy()
+        return self._send(batch, name, settings, {"advantages": advantages, "logprobs": tokens.old_logprobs.numpy()})
+
+    def _send(
+        self,
+        batch: MicroBatch,
+        loss: str,
+        settings: Mapping[str, float],
+        columns: Mapping[str, np.ndarray[Any, Any]],
+        *,
+        backward: bool = True,
+    ) -> Tensor:
+        """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
+        rows: list[LossRow] = []
+        start = 0
+        for row in batch.rows:
+            end = start + len(row.targets)
+            inputs = {name: np.zeros(len(row.token_ids) - 1, np.float32) for name in columns}
+            for name, values in columns.items():
+                inputs[name][row.targets - 1] = values[start:end]
+            rows.append(LossRow(row.token_ids, inputs))
+            start = end
+        found = self.session.forward_backward(rows, loss, settings, backward=backward)
+        return torch.from_numpy(
+            np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
+        )
+
+
+def _tokens_with_all(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
+    """All tokens, with the weights of the loss's stream: those that have none keep a weight of 0."""
+    name = streams.weights_name(loss, tokens.columns)
+    chosen = tokens_of(tokens, loss)
+    weights_N = torch.zeros(len(tokens.trained_logprobs))
+    weights_N[tokens.columns[name] != 0] = chosen.weights
+    return replace(tokens, columns={**tokens.columns, "weights": weights_N})
+
+
+def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
+    """The API's name for a loss, and its settings there; None for one that it lacks."""
+    low, high = "clip_low_threshold", "clip_high_threshold"
+    if isinstance(loss, NLLLoss):
+        return "cross_entropy", {}
+    if isinstance(loss, ImportanceLoss) and loss.level == "token":
+        return "importance_sampling", {}
+    if isinstance(loss, PPOLoss) and loss.dual_clip is None:
+        return "ppo", {low: 1 - loss.clip_low, high: 1 + loss.clip_high}
+    if isinstance(loss, CISPOLoss):
+        return "cispo", {low: 0.0 if loss.clip_low is None else 1 - loss.clip_low, high: 1 + loss.clip_high}
+    return None
+
+
+def check_losses(losses: Sequence[TokenLoss]) -> None:
+    """Raises ConfigError for a loss that needs more of the model than log-probabilities."""
+    for loss in losses:
+        lacks = "the entropy of distributions" if loss.needs_entropy else "a critic" if loss.needs_values else None
+        if lacks is not None:
+            raise ConfigError(
+                f'loss "{loss.type}" needs {lacks}, and the Tinker API gives log-probabilities alone: leave it out, or'
+                ' train with policy.kind = "local"'
+            )
+
+
+def check_adapter(name: str | None) -> None:
+    """Raises PolicyError for any but the one adapter that there is."""
+    if name is not None:
+        raise PolicyError(
+            f"samples are for the adapter {name!r}, and a policy of the Tinker API has one; leave algorithm.agents out"
+        )
+
+
+def check_sampling(tree: TokenTree) -> None:
+    """Raises UnfaithfulSampleError for tokens whose probability the API cannot compute."""
+    for node in tree.nodes:
+        if node.sampled and (node.temperature != 1.0 or node.kept_sets is not None):
+            how = f"temperature={node.temperature:g}" if node.kept_sets is None else "top_p or top_k"
+            raise UnfaithfulSampleError(
+                f"call {node.call} of rollout {node.rollout_id} was sampled with {how}, and the Tinker API computes"
+                " probabilities at temperature 1 over all tokens: set algorithm.temperature = 1, top_p = 1, top_k = 0"
+            )

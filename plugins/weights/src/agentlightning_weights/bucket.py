@@ -1,0 +1,219 @@
+"""Versions of weights at a URL, through fsspec with its errors as ours, and what a version consists of.
+
+URL/000007/manifest.json      written last: a version without it does not exist
+URL/000007/NAME               a file of a full version, or one that has no difference
+URL/000007/NAME.xor           the differences of the tensors of a safetensors file, one behind the other
+URL/wanted/HOST.json          a host that needs a full version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
+
+FORMAT: Final = 1
+"""Of manifests; a host refuses a newer one."""
+MANIFEST: Final = "manifest.json"
+DIFFERENCE: Final = ".xor"
+
+
+def _checked_name(name: str) -> str:
+    """A file name is a path below the directory that a version is written to, whoever wrote the manifest."""
+    parts = PurePosixPath(name).parts
+    if name != "/".join(parts) or not parts or {"/", ".."} & set(parts) or any(each in name for each in "\\:\0"):
+        raise ValueError(f"{name!r} is no path below the directory of a version")
+    return name
+
+
+class Part(BaseModel):
+    """The bytes of a file from `begin` to `end`: one tensor, or the header."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    begin: int = Field(ge=0)
+    end: int = Field(ge=0)
+    digest: str
+    """BLAKE2b of these bytes in the new version, 16 bytes."""
+    stored: int = Field(default=0, ge=0)
+    """Bytes of the compressed difference; 0: there is none."""
+
+
+class FileEntry(BaseModel):
+    """A file of the directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, AfterValidator(_checked_name)]
+    size: int = Field(ge=0)
+    kind: Literal["whole", "same", "xor"]
+    """whole: stored as it is; same: that of the base; xor: its difference from that of the base."""
+    digest: str = ""
+    """Of the whole file."""
+    parts: tuple[Part, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        ends = (0, *(part.end for part in self.parts))
+        if self.kind == "xor" and (
+            ends[-1] != self.size or any(p.begin != e for p, e in zip(self.parts, ends, strict=False))
+        ):
+            raise ValueError(f"the parts of {self.name} do not follow one another from its first byte to its last")
+        return self
+
+
+class Manifest(BaseModel):
+    """A version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = FORMAT
+    version: int = Field(ge=0)
+    id: str
+    """A random name: a version that was published again has another one."""
+    base: tuple[int, str] | None = None
+    """Version and id that the differences are from; None: a full version."""
+    files: tuple[FileEntry, ...]
+    stored: int
+    """Bytes written for it, without this file."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.base is not None and not 0 <= self.base[0] < self.version:
+            raise ValueError(f"version {self.version} is a difference from {self.base[0]}, which is no earlier version")
+        names = {file.name for file in self.files}
+        if len(names) != len(self.files) or any(str(each) in names for n in names for each in PurePosixPath(n).parents):
+            raise ValueError("two of its files have one name, or one of them is a folder of another")
+        return self
+
+
+class WeightStoreError(PolicyError):
+    """Weights cannot be written to a URL, or read from it."""
+
+
+def require_packages() -> None:
+    """Raises MissingExtraError."""
+    for package in ("fsspec", "zstandard", "numpy"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "weights", plugin=True)
+
+
+OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
+"""Protocols of stores that need no folders; where one is made in a bucket that does not exist, some make the bucket."""
+
+
+MOST_MANIFEST: Final = 2**25
+"""Bytes of a manifest: so many name 150,000 tensors."""
+
+
+class Bucket:
+    """The objects below a URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises MissingExtraError, and ConfigError for a URL that nothing here can open."""
+        require_packages()
+        import fsspec
+
+        self.url = url
+        try:
+            self._files: Any
+            self._files, self._root = fsspec.url_to_fs(url)
+            self._has_folders = OBJECT_STORES.isdisjoint(_protocols(self._files))
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{url} cannot be opened: {error}; give file:///DIR, s3://BUCKET/DIR (pip install s3fs), gs://BUCKET/DIR"
+                " (pip install gcsfs) or another URL of fsspec"
+            ) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object. Raises WeightStoreError."""
+        with self._errors(f"write {name}"):
+            if self._has_folders:
+                self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(self._path(name), data)
+
+    def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
+        """An object, or a part of it. Raises WeightStoreError."""
+        with self._errors(f"read {name}"):
+            return bytes(self._files.cat_file(self._path(name), start=begin, end=end))
+
+    def read_at_most(self, name: str, size: int) -> bytes:
+        """An object of at most so many bytes. Raises WeightStoreError for a larger one."""
+        data = self.read(name, 0, size + 1)
+        if len(data) > size:
+            raise WeightStoreError(f"{self.url}/{name} has more than the {size} bytes that it should have")
+        return data
+
+    def exists(self, name: str) -> bool:
+        with self._errors(f"look for {name}"):
+            self._files.invalidate_cache()
+            return bool(self._files.exists(self._path(name)))
+
+    def names(self, folder: str = "") -> list[str]:
+        """The last part of the names directly below a folder, sorted; none where there is no such folder."""
+        with self._errors(f"list {folder or 'it'}"):
+            self._files.invalidate_cache()
+            try:
+                found: list[str] = self._files.ls(self._path(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    def remove(self, name: str) -> None:
+        """Remove an object, or all below it."""
+        with self._errors(f"remove {name}"):
+            self._files.rm(self._path(name), recursive=True)
+
+    def versions(self) -> list[int]:
+        """The versions that are complete, in order."""
+        numbers = [name for name in self.names() if name.isascii() and name.isdigit()]
+        return [int(name) for name in numbers if self.exists(f"{name}/{MANIFEST}")]
+
+    def manifest(self, version: int) -> Manifest:
+        """Raises WeightStoreError for one that is missing, damaged or of a newer format."""
+        name = f"{folder_of(version)}/{MANIFEST}"
+        body = self.read_at_most(name, MOST_MANIFEST)
+        try:
+            found = Manifest.model_validate_json(body)
+        except ValidationError as error:
+            raise WeightStoreError(f"{self.url}/{name} is damaged, and nothing of it was used: {error}") from error
+        if found.version != version:
+            raise WeightStoreError(f"{self.url}/{name} is damaged: it is that of a version {found.version}")
+        if found.format > FORMAT:
+            raise WeightStoreError(
+                f"{self.url} has versions of format {found.format}, and this host reads up to {FORMAT}; install the"
+                " trainer's version of agentlightning here"
+            )
+        return found
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextmanager
+    def _errors(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except (PolicyError, ConfigError):
+            raise
+        except Exception as error:
+            raise WeightStoreError(
+                f"cannot {what} at {self.url}: {type(error).__name__}: {error}; check the address, its permissions and"
+                " credentials"
+            ) from error
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    found: str | tuple[str, ...] = files.protocol
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def folder_of(version: int) -> str:
+    """The folder of a version below the URL."""
+    return f"{version:06d}"

@@ -1,0 +1,120 @@
+"""`agl weights`: brings the weights that a run publishes to this host, and to its model server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from agentlightning.cli.formatting.units import show_size
+from agentlightning.cli.options import Json
+from agentlightning.cli.output import Output, errors_reported
+
+if TYPE_CHECKING:
+    from agentlightning_weights.pull import Pulled, WeightPuller
+
+Url = Annotated[str, typer.Argument(help="Where the run publishes (policy.weights.url).")]
+Directory = Annotated[Path, typer.Argument(help="The directory for the two newest versions on this host.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Go on with each version that comes, until stopped.")]
+Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks for a new version, with --follow.")]
+ModelServer = Annotated[
+    str | None,
+    typer.Option(help="Let the model server at this URL load each version; it sees the directory.", show_default=False),
+]
+Kind = Annotated[Literal["vllm", "sglang"], typer.Option(help="The kind of that server.")]
+
+
+def register(app: typer.Typer) -> None:
+    verbs = typer.Typer(name="weights", no_args_is_help=True, help="Bring the weights of a run to other hosts.")
+    verbs.callback()(_group)
+    verbs.command("pull")(pull)
+    app.add_typer(verbs)
+
+
+def _group() -> None:
+    """Bring the weights of a run to other hosts."""
+
+
+def pull(
+    url: Url,
+    directory: Directory,
+    follow: Follow = False,
+    every: Every = 2.0,
+    model_server: ModelServer = None,
+    engine: Kind = "vllm",
+    as_json: Json = False,
+) -> None:
+    """Pull the newest version: what changed since the one that is here, or all of it."""
+    output = Output(as_json)
+    with errors_reported(output):
+        from agentlightning_weights.pull import WeightPuller
+
+        puller = WeightPuller(url, directory)
+
+        def show(pulled: Pulled) -> None:
+            if model_server is not None and pulled.steps:
+                asyncio.run(_load(model_server, engine, pulled))
+            output.finish(_record(pulled), lambda console: console.print(_line(pulled)))
+
+        if follow:
+            _follow(puller, every, show)
+        else:
+            _once(puller, show)
+
+
+def _once(puller: WeightPuller, show: Callable[[Pulled], None]) -> None:
+    from agentlightning.errors import ConfigError
+
+    if (pulled := puller.pull()) is None:
+        raise ConfigError(f"nothing is published at {puller.bucket.url} yet; wait for the run, or use --follow")
+    show(pulled)
+
+
+def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) -> None:
+    """A version that cannot be had is named, and the next one tried."""
+    from agentlightning.errors import PolicyError
+
+    while True:
+        try:
+            pulled = puller.pull()
+        except PolicyError as error:
+            typer.echo(f"warning: {error}", err=True)
+        else:
+            if pulled is not None and pulled.steps:
+                show(pulled)
+        time.sleep(every)
+
+
+async def _load(url: str, engine: str, pulled: Pulled) -> None:
+    """Let a server load a version. Raises ModelServerError."""
+    from agentlightning.engine.servers.clients.vllm import VllmServer
+    from agentlightning.transport import open_transport
+    from agentlightning.util.plugins import load_plugin
+
+    transport = open_transport()
+    try:
+        server = (VllmServer if engine == "vllm" else load_plugin("model_servers", engine))(transport, url)
+        await server.load_weights(pulled.directory, f"version-{pulled.version}", lambda: None)
+    finally:
+        await transport.close()
+
+
+def _record(pulled: Pulled) -> dict[str, object]:
+    return {
+        "version": pulled.version,
+        "directory": str(pulled.directory),
+        "bytes": pulled.bytes,
+        "seconds": pulled.seconds,
+        "steps": pulled.steps,
+        "refused": pulled.refused,
+    }
+
+
+def _line(pulled: Pulled) -> str:
+    if not pulled.steps:
+        return f"version {pulled.version} is here: {pulled.directory}"
+    return f"version {pulled.version}: {show_size(pulled.bytes)} in {pulled.seconds:.2f} s: {pulled.directory}"

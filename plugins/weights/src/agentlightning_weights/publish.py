@@ -1,0 +1,127 @@
+"""Publishes versions of weights: a full one now and then, and between these only what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+
+from agentlightning.policy.base import Policy
+from agentlightning.policy.config import WeightsConfig
+from agentlightning.weight_sync.disk import CheckpointFolder
+from agentlightning_weights.bucket import DIFFERENCE, MANIFEST, Bucket, FileEntry, Manifest, folder_of
+from agentlightning_weights.differences import difference, digest, total
+
+logger = logging.getLogger(__name__)
+
+WANTED = "wanted"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a publication cost."""
+
+    version: int
+    full: bool
+    bytes: int
+    """Written."""
+    size: int
+    """Of the files of the version."""
+    seconds: float
+
+
+class WeightPublisher:
+    """Writes versions to a URL. Not thread safe; blocks."""
+
+    def __init__(self, url: str, *, full_every: int = 20, keep_full: int = 2) -> None:
+        """Every `full_every`-th version is full, and so is the first one, one that a host asked for, and one whose
+        tensors have other shapes. Versions before the `keep_full` newest full ones are removed. Raises as `Bucket`."""
+        self.bucket = Bucket(url)
+        self._full_every, self._keep_full = full_every, keep_full
+        self._base: tuple[int, str, Path] | None = None
+        self._since_full = 0
+
+    def publish(self, directory: Path, version: int) -> Published:
+        """Write the weights in `directory`, which must stay as it is until the next version is published. Raises
+        WeightStoreError; hosts then see the version before, and the next one is full."""
+        since = time.monotonic()
+        wanted = self.bucket.names(WANTED)
+        full = self._base is None or self._since_full >= self._full_every or bool(wanted)
+        base, self._base = self._base, None
+        manifest = self._write(directory, version, None if full else base)
+        for host in wanted:
+            logger.warning("version %d is full, because %s asked for it", version, host.removesuffix(".json"))
+            self.bucket.remove(f"{WANTED}/{host}")
+        self._base = (version, manifest.id, directory)
+        self._since_full = 1 if manifest.base is None else self._since_full + 1
+        self._prune()
+        seconds = time.monotonic() - since
+        return Published(version, manifest.base is None, manifest.stored, total(manifest.files), seconds)
+
+    def _write(self, directory: Path, version: int, base: tuple[int, str, Path] | None) -> Manifest:
+        folder, entries, stored = folder_of(version), list[FileEntry](), 0
+        for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+            entry, data = _entry(file, directory, None if base is None else base[2])
+            if data is not None:
+                self.bucket.write(f"{folder}/{entry.name}{DIFFERENCE if entry.kind == 'xor' else ''}", data)
+                stored += len(data)
+            entries.append(entry)
+        manifest = Manifest(
+            version=version,
+            id=token_hex(8),
+            base=base[:2] if base is not None and any(entry.kind != "whole" for entry in entries) else None,
+            files=tuple(entries),
+            stored=stored,
+        )
+        self.bucket.write(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode())
+        return manifest
+
+    def _prune(self) -> None:
+        versions = self.bucket.versions()
+        full = [version for version in versions if self.bucket.manifest(version).base is None]
+        if len(full) <= self._keep_full:
+            return
+        for version in versions:
+            if version < full[-self._keep_full]:
+                self.bucket.remove(f"{folder_of(version)}/{MANIFEST}")  # First, so that nobody begins to read it.
+                self.bucket.remove(folder_of(version))
+
+
+def _entry(file: Path, directory: Path, base: Path | None) -> tuple[FileEntry, bytes | None]:
+    """The entry of a file, and what is stored of it; None: nothing."""
+    name = file.relative_to(directory).as_posix()
+    before = None if base is None else base / name
+    if before is not None and (found := difference(before, file)) is not None:
+        return found.entry.model_copy(update={"name": name}), found.data
+    data = file.read_bytes()
+    own = digest(data)
+    if before is not None and before.exists() and digest(before.read_bytes()) == own:
+        return FileEntry(name=name, size=len(data), kind="same", digest=own), None
+    return FileEntry(name=name, size=len(data), kind="whole", digest=own), data
+
+
+class WeightVersions:
+    """The published versions of one policy. `folder` gets the two newest, of which differences are made."""
+
+    def __init__(self, policy: Policy, config: WeightsConfig, folder: Path) -> None:
+        """Raises MissingExtraError, and ConfigError for a URL that cannot be opened."""
+        assert config.url is not None
+        self._policy, self._folder = policy, CheckpointFolder(folder)
+        self._publisher = WeightPublisher(config.url, full_every=config.full_every, keep_full=config.keep_full)
+
+    async def publish(self) -> Mapping[str, float]:
+        """Publish the weights as they are now: bytes written, of all files, whether the version is full, and seconds.
+        Raises WeightStoreError."""
+        directory = await self._folder.write(self._policy)
+        found = await asyncio.to_thread(self._publisher.publish, directory, self._policy.policy_version)
+        await self._folder.prune(directory)
+        return {
+            "weights_bytes": float(found.bytes),
+            "weights_size": float(found.size),
+            "weights_full": float(found.full),
+            "weights_seconds": found.seconds,
+        }

@@ -1,0 +1,181 @@
+"""Pulls versions of weights to a directory of this host: by their differences where it has the version before, else
+from the last full one.
+
+DIR/version-000007/      a Hugging Face directory, complete as soon as it has this name
+DIR/state.json           which version that is
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from agentlightning_weights.bucket import DIFFERENCE, Bucket, FileEntry, Manifest, WeightStoreError, folder_of
+from agentlightning_weights.differences import DamagedDifferenceError, apply, digest
+from agentlightning_weights.publish import WANTED
+
+logger = logging.getLogger(__name__)
+
+STATE: Final = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull cost, and what it found."""
+
+    version: int
+    directory: Path
+    bytes: int
+    """Read."""
+    seconds: float
+    steps: int
+    """Versions that were applied one after the other; 0: the newest one was here."""
+    refused: int = 0
+    """Differences that were damaged."""
+
+
+class WeightPuller:
+    """Keeps `directory` at the newest version of a URL. Not thread safe; blocks."""
+
+    def __init__(self, url: str, directory: Path, *, host: str | None = None) -> None:
+        """Raises as `Bucket`."""
+        self.bucket = Bucket(url)
+        self.directory = directory.absolute()
+        self.refused = 0
+        """Differences refused so far, because they were damaged."""
+        self._host = host or socket.gethostname()
+        self._read = 0
+
+    @property
+    def current(self) -> tuple[int, str] | None:
+        """Version and id of what is here; None: nothing."""
+        try:
+            state = orjson.loads((self.directory / STATE).read_bytes())
+            version, name = int(state["version"]), str(state["id"])
+        except (OSError, ValueError, KeyError):
+            return None
+        return (version, name) if self._place(version).is_dir() else None
+
+    def newest(self) -> int | None:
+        """The newest complete version; None: there is none."""
+        return max(self.bucket.versions(), default=None)
+
+    def pull(self) -> Pulled | None:
+        """Bring the newest version here; None where none was published. Raises WeightStoreError where it cannot be: a
+        damaged difference is refused, and a full version asked for, which the next publication is."""
+        since, self._read = time.monotonic(), 0
+        if (newest := self.newest()) is None:
+            return None
+        refused_before, current = self.refused, self.current
+        chain = self._chain(newest, current)
+        try:
+            self._apply(chain, current)
+        except DamagedDifferenceError as error:
+            self.refused += 1
+            logger.warning("a difference at %s was refused: %s", self.bucket.url, error)
+            chain = self._replacement(newest, error)
+            self._apply(chain, None)
+        seconds = time.monotonic() - since
+        place = self._place(newest)
+        return Pulled(newest, place, self._read, seconds, len(chain), self.refused - refused_before)
+
+    def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
+        """What leads to a version: from what is here, else from a full one."""
+        chain: list[Manifest] = []
+        manifest = self.bucket.manifest(version)
+        while (manifest.version, manifest.id) != current:
+            chain.append(manifest)
+            if manifest.base is None:
+                break
+            before = self.bucket.manifest(manifest.base[0])
+            if before.id != manifest.base[1]:
+                self._want_full()
+                raise WeightStoreError(
+                    f"version {manifest.version} at {self.bucket.url} is a difference from a version {before.version}"
+                    " that was published again since; a full version was asked for"
+                )
+            manifest = before
+        return chain[::-1]
+
+    def _replacement(self, newest: int, error: DamagedDifferenceError) -> list[Manifest]:
+        """From the last full version, if that needs no damaged difference: it is one itself."""
+        manifest = self.bucket.manifest(newest)
+        if manifest.base is None:
+            raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
+        self._want_full()
+        raise WeightStoreError(
+            f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the next"
+            " publication is"
+        ) from error
+
+    def _want_full(self) -> None:
+        self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
+
+    def _apply(self, chain: list[Manifest], current: tuple[int, str] | None) -> None:
+        base = None if current is None else self._place(current[0])
+        for manifest in chain:
+            self._write(manifest, None if manifest.base is None else base)
+            base = self._place(manifest.version)
+
+    def _write(self, manifest: Manifest, base: Path | None) -> None:
+        place = self._place(manifest.version)
+        beside = place.with_name(f".{place.name}")
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            for entry in manifest.files:
+                target = beside / entry.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._file(manifest.version, entry, base, target)
+            shutil.rmtree(place, ignore_errors=True)
+            beside.rename(place)
+            state = self.directory / f".{STATE}"
+            state.write_bytes(orjson.dumps({"version": manifest.version, "id": manifest.id}))
+            state.replace(self.directory / STATE)
+        except OSError as error:
+            raise WeightStoreError(f"cannot write weights to {self.directory}: {error}; free space there") from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._prune(manifest.version)
+
+    def _file(self, version: int, entry: FileEntry, base: Path | None, target: Path) -> None:
+        name = f"{folder_of(version)}/{entry.name}"
+        if entry.kind == "xor":
+            data = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
+            if base is None or not (base / entry.name).exists():
+                raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
+            apply(base / entry.name, entry, data, target)
+            return
+        whole = entry.kind == "whole"
+        data = self._fetch(name, entry.size) if whole else _read(None if base is None else base / entry.name)
+        if digest(data) != entry.digest:
+            raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
+        target.write_bytes(data)
+
+    def _fetch(self, name: str, size: int) -> bytes:
+        if not size:
+            return b""  # some stores refuse a range of an empty object
+        data = self.bucket.read_at_most(name, size)
+        self._read += len(data)
+        return data
+
+    def _prune(self, newest: int) -> None:
+        """Keep the newest, and the one before it, which a server may still be reading."""
+        places = sorted(self.directory.glob("version-*"))
+        for place in [each for each in places if each != self._place(newest)][:-1]:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _place(self, version: int) -> Path:
+        return self.directory / f"version-{version:06d}"
+
+
+def _read(file: Path | None) -> bytes:
+    if file is None or not file.exists():
+        raise DamagedDifferenceError("the version before is not here")
+    return file.read_bytes()
