@@ -31,7 +31,7 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.health.batch import batch_metrics
-from agentlightning.training.health.diagnosis import signs_of
+from agentlightning.training.health.signs import signs_of
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.trajectory import Trajectory, Transition
 

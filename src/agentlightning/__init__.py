@@ -150,8 +150,7 @@ if TYPE_CHECKING:
     from agentlightning.policy.base import Policy
     from agentlightning.policy.config import PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.lora_config import Lora
-    from agentlightning.policy.losses.nll import NLLLoss
-    from agentlightning.policy.losses.ppo import PPOLoss
+    from agentlightning.policy.losses import NLLLoss, PPOLoss
     from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.feedback import feedback_link
@@ -249,8 +248,7 @@ _NAMES = {
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
     "policy.config": "PolicyConfig TinkerConfig WeightsConfig",
-    "policy.losses.nll": "NLLLoss",
-    "policy.losses.ppo": "PPOLoss",
+    "policy.losses": "NLLLoss PPOLoss",
     "policy.lora_config": "Lora",
     "policy.optimizer_config": "OptimizerConfig",
     "rescorer": "Rescoring rescore",

@@ -16,7 +16,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfi
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit import Assignment
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.losses.base import LossValue, TokenBatch, TokenLoss
+from agentlightning.policy.losses import LossValue, TokenBatch, TokenLoss
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 

@@ -11,7 +11,7 @@ from typing import Final
 from agentlightning.algorithms.training import Learner, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import ScoreColumn
-from agentlightning.policy.losses.base import (
+from agentlightning.policy.losses import (
     INTERPOLATION,
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,

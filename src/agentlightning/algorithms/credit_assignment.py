@@ -22,7 +22,7 @@ from agentlightning.credit import (
 )
 from agentlightning.credit.base import CallColumns
 from agentlightning.credit.columns import answering, by_call
-from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS, InformationGainCredit
+from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
 from agentlightning.credit.training_samples import Trains
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import ScoreColumn

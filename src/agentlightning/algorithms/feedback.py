@@ -21,7 +21,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.columns import by_call, by_node
 from agentlightning.credit.training_samples import OWN, Trains
 from agentlightning.policy.base import ScoreColumn
-from agentlightning.policy.losses.base import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
+from agentlightning.policy.losses import ADVANTAGES, STREAM_WEIGHTS, TEACHER_LOGPROBS, WEIGHTS
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory, Transition
 
 CallKey = tuple[str, str]

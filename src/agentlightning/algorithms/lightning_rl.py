@@ -56,11 +56,10 @@ from agentlightning.credit import (
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import EqualGroups
 from agentlightning.credit.rejection import Rejection
-from agentlightning.credit.rules.information_gain import ANSWER_LOGPROBS
+from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
-from agentlightning.policy.losses import Loss, LossSetting, PPOLoss, TokenLoss, token_losses
-from agentlightning.policy.losses.base import ADVANTAGES
+from agentlightning.policy.losses import ADVANTAGES, Loss, LossSetting, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.proximal import Proximal, check_proximal

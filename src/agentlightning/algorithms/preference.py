@@ -32,9 +32,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import refuse_not_finite
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
-from agentlightning.policy.losses import DPOLoss, Loss, LossSetting, PreferenceLoss
-from agentlightning.policy.losses.base import REF_LOGPROBS
-from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
+from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, LossSetting, PreferenceLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from

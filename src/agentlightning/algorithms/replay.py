@@ -20,7 +20,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.memory import memory_key
 from agentlightning.credit.rejection import Check
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS, TokenLoss
+from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, TokenLoss
 from agentlightning.trajectory import Trajectory
 
 REPLAYED: Final = "replayed_rollouts"

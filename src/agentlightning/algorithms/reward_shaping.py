@@ -22,7 +22,7 @@ from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.policy.losses.base import REF_LOGPROBS
+from agentlightning.policy.losses import REF_LOGPROBS
 from agentlightning.trajectory import FloatArray, TokenTree, Trajectory
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.losses.base import LOG_RATIO_LIMIT, TokenLoss
+from agentlightning.policy.losses import LOG_RATIO_LIMIT, TokenLoss
 from agentlightning.trajectory import FloatArray
 from agentlightning.util.settings import by_type, one_or_several
 

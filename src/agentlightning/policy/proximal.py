@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.losses.base import TokenLoss
+from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction, MismatchSetting, corrections, is_off
 from agentlightning.trajectory import FloatArray, TokenTree
 

@@ -28,9 +28,8 @@ from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import Decision, PromotionGate
 from agentlightning.training.governance.reward_watch import RewardWatch
 from agentlightning.training.health.batch import batch_metrics
-from agentlightning.training.health.diagnosis import signs_of
 from agentlightning.training.health.recovery import Reaction, Recovery
-from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.signs import Sign, signs_of
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements

@@ -30,8 +30,7 @@ from agentlightning.policy.fsdp.collectives import Ranks
 from agentlightning.policy.fsdp.updater import UpdaterFactory
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.losses import LOSSES, token_losses
-from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
+from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.trained_weights import TrainedWeights, trained_weights
 from agentlightning.policy.update import streams

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
-from agentlightning.policy.losses import LOSSES, token_losses
-from agentlightning.policy.losses.preference.base import COUNT, FACTOR, MARGIN
+from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentlightning.policy.losses import TokenBatch, token_losses
-from agentlightning.policy.losses.value import ValueLoss
+from agentlightning.policy.losses import TokenBatch, ValueLoss, token_losses
 
 Rows = list[tuple[float, float, float, float]]
 """(value now, value before, return, weight) of each token."""

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.training.health.diagnosis import signs_of
-from agentlightning.training.health.guard import LEAST_PAIRS, LEAST_REWARDS, discordance, distance
+from agentlightning.training.health.signs import LEAST_PAIRS, LEAST_REWARDS, discordance, distance, signs_of
 from agentlightning.training.health.step_record import StepRecord
 
 rewards = st.lists(st.floats(0, 1), min_size=LEAST_REWARDS, max_size=40)

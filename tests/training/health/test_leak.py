@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from agentlightning.training.health.batch import batch_metrics
-from agentlightning.training.health.leak import answers_in_prompts
+from agentlightning.training.health.signs import answers_in_prompts
 from agentlightning.trajectory import Trajectory, Transition
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.training.health.diagnosis import DETECTORS, comparable, sign_history, signs_of
-from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.signs import DETECTORS, Sign, comparable, sign_history, signs_of
 from agentlightning.training.health.step_record import StepRecord
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.losses import (
+    ADVANTAGES,
+    SAMPLED_LOGPROBS,
     CISPOLoss,
     ImportanceLoss,
     LossSetting,
@@ -30,7 +32,6 @@ from agentlightning.policy.losses import (
     TokenLoss,
     token_losses,
 )
-from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import interpolation, streams

@@ -19,8 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.losses import AWRLoss, CISPOLoss, TokenLoss
-from agentlightning.policy.losses.base import SAMPLED_LOGPROBS
+from agentlightning.policy.losses import SAMPLED_LOGPROBS, AWRLoss, CISPOLoss, TokenLoss
 
 Method: TypeAlias = Literal["importance", "awr", "rejection"]
 MethodSetting: TypeAlias = Literal["auto", "importance", "awr", "rejection"]

@@ -14,8 +14,8 @@ import orjson
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord, read_audit
-from agentlightning.training.health.diagnosis import SignHistory, sign_history
 from agentlightning.training.health.examination import read_records
+from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state

@@ -23,8 +23,8 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord
-from agentlightning.training.health.diagnosis import sign_history
 from agentlightning.training.health.examination import read_records
+from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.persistence.token_ratios import CallRatios, write_ratios
 from agentlightning.util.settings import dump_toml

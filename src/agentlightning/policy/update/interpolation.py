@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentlightning.policy.losses.base import (
+from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
     PROXIMAL_LOGPROBS,

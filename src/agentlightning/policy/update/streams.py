@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
-from agentlightning.policy.losses.base import (
+from agentlightning.policy.losses import (
     ADVANTAGES,
     CORRECTED_WEIGHTS,
     INTERPOLATION,

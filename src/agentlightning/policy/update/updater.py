@@ -16,14 +16,18 @@ from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import mismatch as mismatches
-from agentlightning.policy.losses import LossSetting, LossValue, TokenBatch, TokenLoss, token_losses
-from agentlightning.policy.losses.base import (
+from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     WEIGHTS,
+    LossSetting,
+    LossValue,
+    TokenBatch,
+    TokenLoss,
     clamped_log_ratio,
+    token_losses,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from agentlightning.training.dry_run.observation import DryRunRollout
-from agentlightning.training.health.leak import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
 
 Outcome = Literal["ok", "warning", "failed"]
 

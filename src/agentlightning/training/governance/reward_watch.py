@@ -1,7 +1,7 @@
 """Checks the rewards of every batch before it is learned from, as `[guard]` says.
 
 What is measured is in the metrics of the step (`rewards_missing_share`, `reward_drift`, `reward_disagreement`); what
-violates a limit is there as `guard_...`, from which the signs of `training/health/guard.py` are made.
+violates a limit is there as `guard_...`, from which the signs of `training/health/signs.py` are made.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from agentlightning.credit.agent_rewards import team_reward, team_score
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import RewardError, TrainingStopped
 from agentlightning.training.governance.second_reward import SecondReward
-from agentlightning.training.health import guard as signs
-from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.signs import GUARDED, STEPS_BEFORE, Sign, discordance, distance
 from agentlightning.training.health.step_record import VIOLATION, StepRecord
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import Trajectory
@@ -27,7 +26,6 @@ WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reaso
 """Reasons of rejected rollouts that have no usable reward."""
 MOST_REMEMBERED: Final = 512
 """Rewards of a step that are remembered."""
-DETECTORS: Final = (signs.out_of_range, signs.missing, signs.drift, signs.disagreement)
 
 
 @dataclass(slots=True)
@@ -62,14 +60,14 @@ class RewardWatch:
     def signs(metrics: Mapping[str, float]) -> list[Sign]:
         """What is violated, by the metrics of a batch."""
         record = StepRecord.read({"step": 1, **metrics})
-        return [sign for detector in DETECTORS if (sign := detector([record])) is not None]
+        return [sign for detector in GUARDED if (sign := detector([record])) is not None]
 
     def finish_step(self) -> dict[str, float]:
         """The metrics of the step."""
         metrics, self._metrics = self._metrics, {}
         rewards, self._rewards = self._rewards, []
         spread = max(1, len(rewards) // MOST_REMEMBERED)
-        self.state.recent_rewards = [*self.state.recent_rewards, rewards[::spread]][-signs.STEPS_BEFORE :]
+        self.state.recent_rewards = [*self.state.recent_rewards, rewards[::spread]][-STEPS_BEFORE:]
         return metrics
 
     def _range_and_missing(self, collected: Collected, rewards: Mapping[str, float | None]) -> dict[str, float]:
@@ -96,7 +94,7 @@ class RewardWatch:
 
     def _drift(self, now: Sequence[float]) -> dict[str, float]:
         before = [reward for step in self.state.recent_rewards for reward in step]
-        found = signs.distance(now, before)
+        found = distance(now, before)
         if found is None:
             return {}
         return {"reward_drift": found} | ({f"{VIOLATION}drift": found} if found > self.guard.max_drift else {})
@@ -118,7 +116,7 @@ class RewardWatch:
             return None
         first, second = self.guard.agree
         named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
-        return signs.discordance(
+        return discordance(
             [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
         )
 
@@ -140,7 +138,7 @@ class RewardWatch:
             ]
             for group in chosen
         ]
-        return [signs.discordance(pairs)]
+        return [discordance(pairs)]
 
 
 def _known(rewards: Mapping[str, float | None]) -> list[float]:

@@ -18,7 +18,7 @@ from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
-from agentlightning.training.health.leak import answer_metrics
+from agentlightning.training.health.signs import answer_metrics
 from agentlightning.training.health.step_record import DIMENSION
 from agentlightning.trajectory import Reward, Trajectory
 

@@ -17,8 +17,8 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.rollouts import Attempt
 from agentlightning.store import LightningStore
-from agentlightning.training.health.diagnosis import SignHistory, sign_history
 from agentlightning.training.health.milestones import closing_warnings
+from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
 

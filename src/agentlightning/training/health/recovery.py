@@ -14,7 +14,7 @@ from typing import Final
 
 from agentlightning.config import RunConfig
 from agentlightning.errors import TrainingStopped
-from agentlightning.training.health.sign import Sign
+from agentlightning.training.health.signs import Sign
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
 

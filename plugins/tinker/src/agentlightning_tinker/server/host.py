@@ -32,7 +32,7 @@ from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import SHARED
-from agentlightning.policy.losses.base import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
+from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray

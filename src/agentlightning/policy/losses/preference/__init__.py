@@ -1,1 +1,0 @@
-"""Losses that compare whole sequences: DPO, IPO, KTO, SimPO."""

@@ -1,1 +1,0 @@
-"""Losses against the log-probabilities of a reference, a teacher, or the policy given feedback."""
