@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 
-from agentlightning.evaluation.permutation import sign_flip_p_value
+from agentlightning.evaluation.intervals import sign_flip_p_value
 from agentlightning.evaluation.sequential import PairedSequentialTest
 
 SIZES = ((50, 4), (100, 1), (100, 4), (200, 1))

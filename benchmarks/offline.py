@@ -27,7 +27,7 @@ from agentlightning.demo.problems import make_tasks, score
 from agentlightning.policy import open as opening
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.store import LightningStore
-from agentlightning.training.recorded.agent_runs import agent_runs
+from agentlightning.training.recorded.offline import agent_runs
 from agentlightning.util.progress import Progress
 
 TASKS, SESSIONS = 250, 8

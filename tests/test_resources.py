@@ -12,7 +12,7 @@ import httpx
 import pytest
 from jinja2 import UndefinedError
 
-from agentlightning.algorithms.apo.text.placeholders import placeholders
+from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.training.report.run_report import as_html, markdown_report
+from agentlightning.training.report.result import as_html, markdown_report
 
 pytestmark = pytest.mark.integration
 

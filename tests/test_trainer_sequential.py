@@ -25,7 +25,7 @@ from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes
 from agentlightning.training.report import write_report
-from agentlightning.training.report.run_report import as_html, markdown_report
+from agentlightning.training.report.result import as_html, markdown_report
 from agentlightning.util.settings import dump_toml, load_settings
 
 pytestmark = pytest.mark.integration

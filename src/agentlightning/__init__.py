@@ -79,8 +79,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.base import Algorithm
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.preference import DPO, DPOConfig
-    from agentlightning.algorithms.sequential.algorithm import Sequential
-    from agentlightning.algorithms.sequential.config import SequentialConfig
+    from agentlightning.algorithms.sequential import Sequential, SequentialConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
     from agentlightning.algorithms.training import (
         Collected,
@@ -143,8 +142,7 @@ if TYPE_CHECKING:
     from agentlightning.evaluation.comparison import Comparison
     from agentlightning.evaluation.evaluation import Evaluation
     from agentlightning.evaluation.intervals import Gain
-    from agentlightning.evaluation.null_test import NullTest
-    from agentlightning.evaluation.sequential import PairedSequentialTest
+    from agentlightning.evaluation.sequential import NullTest, PairedSequentialTest
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.policy.base import Policy
@@ -160,8 +158,7 @@ if TYPE_CHECKING:
     from agentlightning.recording.settings import configure_recording
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
-    from agentlightning.rewards.llm_judge import LLMJudge
-    from agentlightning.rewards.ranking_judge import JudgedRollout, RankingJudge
+    from agentlightning.rewards.judges import JudgedRollout, LLMJudge, RankingJudge
     from agentlightning.rewards.remote import RemoteReward
     from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
     from agentlightning.runner import (
@@ -200,13 +197,10 @@ if TYPE_CHECKING:
     from agentlightning.tracing.air import air_rule
     from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
-    from agentlightning.training.dry_run.checks import DryRun, DryRunCheck
-    from agentlightning.training.dry_run.observation import DryRunRollout
+    from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
     from agentlightning.training.governance.audit import AuditRecord, read_audit
     from agentlightning.training.recorded.result import OfflineResult
-    from agentlightning.training.report.cost import Cost
-    from agentlightning.training.report.result import TrainingResult
-    from agentlightning.training.report.stage_result import StageResult
+    from agentlightning.training.report.result import Cost, StageResult, TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress, RolloutCounts
@@ -216,8 +210,7 @@ _NAMES = {
     "algorithms.apo.algorithm": "APO",
     "algorithms.apo.config": "APOConfig BeamSearchConfig GepaSearchConfig PromptModel SearchBudget",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
-    "algorithms.sequential.algorithm": "Sequential",
-    "algorithms.sequential.config": "SequentialConfig",
+    "algorithms.sequential": "Sequential SequentialConfig",
     "algorithms.preference": "DPO DPOConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training",
@@ -235,15 +228,13 @@ _NAMES = {
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
         "DatasetError MissingExtraError MissingRewardError NotFoundError PolicyError ResumeError RewardError "
-        "RankError RewardServiceError "
-        "RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError StoreFullError "
-        "StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
+        "RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError "
+        "StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
     "evaluation.intervals": "Gain",
-    "evaluation.null_test": "NullTest",
-    "evaluation.sequential": "PairedSequentialTest",
+    "evaluation.sequential": "NullTest PairedSequentialTest",
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
     "policy.base": "Policy",
@@ -259,8 +250,7 @@ _NAMES = {
     "recording.settings": "configure_recording",
     "recording.session": "Session carry_session track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
-    "rewards.llm_judge": "LLMJudge",
-    "rewards.ranking_judge": "JudgedRollout RankingJudge",
+    "rewards.judges": "LLMJudge JudgedRollout RankingJudge",
     "rewards.remote": "RemoteReward",
     "rollouts": "Attempt AttemptedRollout EnqueueRolloutRequest Rollout RolloutConfig",
     "runner": "JobTemplate LitAgent Runner RunnerStatistics llm_rollout prompt_rollout rollout",
@@ -280,12 +270,9 @@ _NAMES = {
     "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
     "training.governance.audit": "AuditRecord read_audit",
-    "training.dry_run.checks": "DryRun DryRunCheck",
-    "training.dry_run.observation": "DryRunRollout",
+    "training.dry_run": "DryRun DryRunCheck DryRunRollout",
     "training.recorded.result": "OfflineResult",
-    "training.report.cost": "Cost",
-    "training.report.result": "TrainingResult",
-    "training.report.stage_result": "StageResult",
+    "training.report.result": "Cost TrainingResult StageResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
     "util.progress": "Progress RolloutCounts",

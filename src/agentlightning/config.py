@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.algorithms.sequential.config import SequentialConfig
+from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig

@@ -34,6 +34,7 @@ from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
+from agentlightning.training import dry_run
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
@@ -45,10 +46,9 @@ from agentlightning.training.agent_runner import (
     run_beside,
 )
 from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_reporting
-from agentlightning.training.dry_run import rehearsal
-from agentlightning.training.dry_run.checks import DryRun
+from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
-from agentlightning.training.health.milestones import starting_warnings
+from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
@@ -65,7 +65,7 @@ from agentlightning.training.persistence.run_dir import RunDir, RunState, write_
 from agentlightning.training.persistence.tasks import Tasks, check_disjoint, load_tasks, read_tasks, write_tasks
 from agentlightning.training.recorded.job import check_live, is_offline, offline_job
 from agentlightning.training.recorded.offline import learn_offline
-from agentlightning.training.recorded.options import OfflineOptions, with_options
+from agentlightning.training.recorded.plan import OfflineOptions, with_options
 from agentlightning.training.recorded.result import OfflineResult
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
@@ -208,23 +208,23 @@ class Trainer:
     ) -> DryRun:
         """Check everything short of training: imports, tasks, the model, and a few rollouts with their calls, tokens
         and rewards. The arguments are those of `fit`. Leaves nothing behind; raises ConfigError and DatasetError."""
-        datasets: rehearsal.Datasets = train_dataset, val_dataset, held_out_dataset
+        datasets: dry_run.Datasets = train_dataset, val_dataset, held_out_dataset
         if self._resumed_from is not None:
-            datasets = rehearsal.tasks_of_run(self.run_dir)
-        with rehearsal.directory() as directory, self.progress:
-            settings = rehearsal.settings_of(self.config, self.run_dir if self._resumed_from is not None else None)
+            datasets = dry_run.tasks_of_run(self.run_dir)
+        with dry_run.directory() as directory, self.progress:
+            settings = dry_run.settings_of(self.config, self.run_dir if self._resumed_from is not None else None)
             options: Any = {"initial_resources": self.initial_resources, "progress": self.progress, "hooks": self.hooks}
             other = Trainer(settings, algorithm=self.algorithm, reward=self.reward, run_dir=directory, **options)
             return run_sync(other._rehearse(agent, datasets, self.config))
 
-    async def _rehearse(self, agent: Any, datasets: rehearsal.Datasets, config: TrainConfig) -> DryRun:
+    async def _rehearse(self, agent: Any, datasets: dry_run.Datasets, config: TrainConfig) -> DryRun:
         self._name_objects(agent)
         run_dir, state, tasks = self._open(*datasets, agent)
         try:
             algorithm = self.algorithm or make_algorithm(self.config.algorithm)
             agent = self._agent_of(agent, state)
             wired = partial(self._wired, agent, algorithm, run_dir, state, tasks)
-            return await rehearsal.dry_run(config, algorithm, tasks, wired)
+            return await dry_run.dry_run(config, algorithm, tasks, wired)
         finally:
             run_dir.close()
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.evaluation import permutation
-from agentlightning.evaluation.permutation import sign_flip_p_value
+from agentlightning.evaluation import intervals
+from agentlightning.evaluation.intervals import sign_flip_p_value
 
 
 def by_hand(differences: list[float]) -> float:
@@ -42,7 +42,7 @@ def test_many_values_are_drawn_and_agree_with_all_flips(monkeypatch: pytest.Monk
     rng = random.Random(1)
     differences = [rng.gauss(0.3, 1.0) for _ in range(12)]
     exact = sign_flip_p_value(differences)
-    monkeypatch.setattr(permutation, "MOST_SUMS", 8)
+    monkeypatch.setattr(intervals, "MOST_SUMS", 8)
     drawn = sign_flip_p_value(differences)
     assert drawn != exact
     assert drawn == pytest.approx(exact, abs=0.015)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentlightning as agl
-from agentlightning.rewards.chat import MOST_CHARACTERS, last_object, shown
-from agentlightning.rewards.ranking_judge import orders_of, read_ranking, scores_of
+from agentlightning.rewards.judges import MOST_CHARACTERS, last_object, orders_of, read_ranking, scores_of, shown
 
 
 def chat(text: str) -> dict[str, Any]:

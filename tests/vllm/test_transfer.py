@@ -28,9 +28,8 @@ from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync import select
-from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES
 from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import Communicator, NcclSender
+from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, Communicator, NcclSender
 
 NEAR = 1e-3
 HERE = Path(__file__).parent

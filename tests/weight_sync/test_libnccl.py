@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentlightning.weight_sync._libnccl import UNIQUE_ID_BYTES, NcclLibrary
 from agentlightning.weight_sync.base import TransferError
+from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclLibrary
 
 
 class Call:

@@ -6,8 +6,8 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.weight_sync import select
-from agentlightning.weight_sync._libnccl import NcclLibrary
 from agentlightning.weight_sync.cuda_ipc import CudaMemory
+from agentlightning.weight_sync.nccl import NcclLibrary
 
 
 @pytest.mark.parametrize(

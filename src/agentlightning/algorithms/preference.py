@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.columns import Models, learner_of, scores
-from agentlightning.algorithms.recorded.pairs import PairsOf, Preference, preference_pairs
+from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
 from agentlightning.algorithms.recorded.sessions import without_probabilities
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import shared_calls, token_tree

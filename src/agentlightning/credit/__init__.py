@@ -4,8 +4,7 @@ from agentlightning.credit.agent_rewards import AgentRewards
 from agentlightning.credit.assignment import Assignment, GroupCredit
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, canonical_credit, credit_rule, register
 from agentlightning.credit.memory import CreditMemory
-from agentlightning.credit.normalization import Normalization, normalization
-from agentlightning.credit.normalizer import Aggregate, ConstantNormalizer
+from agentlightning.credit.normalization import Aggregate, ConstantNormalizer, Normalization, normalization
 from agentlightning.credit.rules import (
     DiscountedCredit,
     GraphCredit,

@@ -31,9 +31,18 @@ from agentlightning.credit.base import (
     step_reward,
 )
 from agentlightning.credit.columns import monte_carlo_returns
-from agentlightning.credit.evidence import Evidence, Predictor, group_evidence, read_evidence, write_evidence
 from agentlightning.credit.memory import MemoryTable, memory_key
-from agentlightning.credit.states import StateKeys, history_keys, repeated_states, state_keys
+from agentlightning.credit.states import (
+    Evidence,
+    Predictor,
+    StateKeys,
+    group_evidence,
+    history_keys,
+    read_evidence,
+    repeated_states,
+    state_keys,
+    write_evidence,
+)
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -777,7 +786,7 @@ class HierarchicalCredit(CreditRule):
     - else the return of the rollout against the mean of its group, the same for every call: `uniform`.
 
     With a value head that is trained (the loss "value"), the evidence is how well state values and the critic have
-    predicted returns of earlier groups that neither was fit to (`agentlightning.credit.evidence`):
+    predicted returns of earlier groups that neither was fit to (`agentlightning.credit.states`):
 
     - `state_value` where the states' mean squared error is below the critic's by the share `margin`, by default
       a tenth;

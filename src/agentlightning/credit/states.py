@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
 
-from agentlightning.credit.base import Group
+from agentlightning.credit.base import Group, returns_to_go, step_reward
+from agentlightning.credit.memory import CreditMemory
 from agentlightning.trajectory import Transition
 
 StateKeys = list[list[str]]
@@ -98,3 +99,104 @@ def _texts(value: Any) -> Any:
     if isinstance(value, dict):
         return [_texts(inner) for inner in value.values()]
     return [_texts(inner) for inner in value] if isinstance(value, list) else value
+
+
+# -- evidence --------------------------------------------------------------------------------------------------------
+
+# Which prediction of returns is better, measured on returns that were not used to make it.
+#
+# For a call with return G_t, in a rollout i of a group:
+#
+# - `mean`: the mean return of the group's other rollouts, less the step rewards that i has had before the call;
+# - `states`: the mean return of all visits of the state but that of i, earlier groups included; where there are none,
+#   `mean`;
+# - `critic`: the value of the policy's head, computed before anything is learned from the group.
+#
+# Their squared errors are added up over the calls after the first of each rollout (all rollouts share the first state),
+# and over groups; an error counts `decay` as much one group later. The sums are in the credit memory, so that a
+# checkpoint has them. Choosing between predictions by their error on data that neither was fit to: Stone 1974,
+# "Cross-validatory choice and assessment of statistical predictions".
+
+Predictor: TypeAlias = Literal["states", "critic"]
+TABLE = "hierarchical/evidence"
+"""Its place in the memory. One table: a critic is one for all tasks."""
+ROW = "errors"
+SMALLEST = 1e-6
+"""Visits that count for less are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Sums of squared errors, and the number of predictions that they are of."""
+
+    predictions: float = 0.0
+    mean: float = 0.0
+    states: float = 0.0
+    critic: float = 0.0
+
+    def __add__(self, other: Evidence) -> Evidence:
+        return Evidence(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
+
+    def faded(self, decay: float) -> Evidence:
+        """All sums multiplied by `decay`."""
+        return Evidence(*(decay * number for number in self.numbers()))
+
+    def numbers(self) -> list[float]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def better(self, margin: float) -> Predictor | None:
+        """The prediction to use; None before there is any evidence. `states` where their error is at most that of the
+        critic less the share `margin`, else `critic`."""
+        if self.predictions <= 0:
+            return None
+        return "states" if self.states <= (1 - margin) * self.critic else "critic"
+
+
+def read_evidence(memory: CreditMemory) -> Evidence:
+    """What earlier groups have shown."""
+    row = memory.read(TABLE).get(ROW)
+    return Evidence() if row is None else Evidence(*row)
+
+
+def write_evidence(memory: CreditMemory, evidence: Evidence) -> None:
+    memory.write(TABLE, {ROW: evidence.numbers()})
+
+
+def group_evidence(
+    group: Group, keys: StateKeys, earlier: Mapping[str, Sequence[float]], values: Sequence[Sequence[float]]
+) -> Evidence:
+    """The errors of a group. `earlier`: by state, what the visits of earlier groups count for and their mean return;
+    `values`: the critic's, of each call."""
+    returns = [returns_to_go(trajectory) for trajectory in group]
+    visits = _visits(keys, returns)
+    found = Evidence()
+    for i, trajectory in enumerate(group):
+        others = [own[0] for j, own in enumerate(returns) if j != i and own]
+        if not others:
+            continue
+        mean = sum(others) / len(others)
+        for t, call in enumerate(trajectory.transitions):
+            if t and call.response_token_ids:  # A call without tokens has no value.
+                key, gain = keys[i][t], returns[i][t]
+                by_state = _without(i, visits[key], earlier.get(key, (0.0, 0.0)))
+                states = mean if by_state is None else by_state
+                found += Evidence(1.0, (gain - mean) ** 2, (gain - states) ** 2, (gain - values[i][t]) ** 2)
+            mean -= step_reward(call)
+    return found
+
+
+def _visits(keys: StateKeys, returns: Sequence[Sequence[float]]) -> dict[str, dict[int, float]]:
+    """By state, by rollout, the return from its first visit on."""
+    found: dict[str, dict[int, float]] = {}
+    for i, (own, gains) in enumerate(zip(keys, returns, strict=True)):
+        for key, gain in zip(own, gains, strict=True):
+            found.setdefault(key, {}).setdefault(i, gain)
+    return found
+
+
+def _without(i: int, visits: Mapping[int, float], earlier: Sequence[float]) -> float | None:
+    """The mean return of the visits of a state but those of rollout i; None where there are none."""
+    others = [gain for j, gain in visits.items() if j != i]
+    count, mean = earlier
+    total = len(others) + count
+    return (sum(others) + count * mean) / total if total > SMALLEST else None

@@ -16,8 +16,7 @@ from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit.agent_rewards import AgentRewards
 from agentlightning.credit.assignment import Assignment, EqualGroups
 from agentlightning.credit.base import Credit, CreditContext, CreditRule
-from agentlightning.credit.normalization import Normalization
-from agentlightning.credit.normalizer import Aggregate, Totals, normalizer, sample_share, token_share
+from agentlightning.credit.normalization import Aggregate, Normalization, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition

@@ -19,7 +19,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.rollouts import Rollout
 from agentlightning.store.export.schema import FORMAT, VERSION, encode_item
-from agentlightning.training.export.datasets import DatasetForm, Selection, dataset_records
+from agentlightning.training.export import DatasetForm, Selection, dataset_records
 
 ROLLOUTS: Final = "rollouts"
 DATASETS: Final[Mapping[str, DatasetForm]] = {"sft": "openai-jsonl", "dpo": "dpo-jsonl"}

@@ -11,7 +11,7 @@ from agentlightning.dashboard.data.run_files import RunFiles, open_run
 from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.dashboard.views.runs import held_out, warnings_of
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.report.run_report import as_html, markdown_report
+from agentlightning.training.report.result import as_html, markdown_report
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 420, 190, 52, 22
 COLORS: Final = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")

@@ -9,12 +9,16 @@ says. Where tasks have several rollouts, the task is the unit: its rewards are a
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import total_ordering
+from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.credit.rejection import FAILED, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, RewardError
@@ -28,10 +32,85 @@ from agentlightning.evaluation.comparison import (
     mean,
     task_mean,
 )
-from agentlightning.evaluation.evaluation_file import read_record, write_record
 from agentlightning.evaluation.intervals import Gain, check_bounds, mean_interval, paired_gain, widened
-from agentlightning.evaluation.null_test import NullTest, null_test
-from agentlightning.evaluation.pass_at_k import pass_at_k, pass_hat_k
+from agentlightning.evaluation.sequential import NullTest, null_test
+from agentlightning.util.json_values import dumps
+
+# -- pass at k -------------------------------------------------------------------------------------------------------
+
+# How often an agent solves a task in k rollouts: in at least one of them, or in all. Pure.
+#
+# From n rollouts of a task, c of them solved, without bias:
+#
+#     pass@k = 1 - C(n - c, k) / C(n, k)     one of k solves it    (Chen et al. 2021, arXiv:2107.03374, equation 1)
+#     pass^k = C(c, k) / C(n, k)             all k solve it        (Yao et al. 2024, arXiv:2406.12045, section 3)
+
+
+def pass_at_k(rollouts: int, solved: int, k: int) -> float:
+    """The probability that at least one of k rollouts solves the task, where `solved` of `rollouts` have."""
+    return 1.0 - comb(rollouts - solved, k) / comb(rollouts, k)
+
+
+def pass_hat_k(rollouts: int, solved: int, k: int) -> float:
+    """The probability that all of k rollouts solve the task."""
+    return comb(solved, k) / comb(rollouts, k)
+
+
+# -- evaluation file -------------------------------------------------------------------------------------------------
+
+# Evaluations on disk: one JSON object with the rewards of each task's rollouts.
+
+VERSION = 1
+Members: TypeAlias = dict[str, dict[str, tuple[int, ...]]]
+
+
+class EvaluationRecord(BaseModel):
+    """What a file holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agentlightning_evaluation: int
+    """The version of the format."""
+    rollouts: list[list[float | None]]
+    seconds: float = 0.0
+    reasons: dict[str, int] = {}
+    failed_as: str | float = "lowest"
+    tasks: tuple[str, ...] = ()
+    members: Members = {}
+    cached: int = 0
+    bounds: tuple[float, float] | None = None
+
+
+def write_record(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write an evaluation's fields, whole or not at all. Raises ConfigError where nothing can be written."""
+    record = {"agentlightning_evaluation": VERSION, **fields}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        unfinished.write_bytes(dumps(record) + b"\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the evaluation cannot be written to {path}: {error}") from error
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The fields of an evaluation in a file. Raises ConfigError where there is none."""
+    try:
+        record = EvaluationRecord.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"no evaluation can be read from {path}: {error}; write one with --out or save()") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise ConfigError(
+            f"{path} holds no evaluation ({where}: {first['msg']}); give a file of `agl eval --out` or Evaluation.save"
+        ) from error
+    if record.agentlightning_evaluation != VERSION:
+        raise ConfigError(f"{path} has format {record.agentlightning_evaluation}; this version reads {VERSION}")
+    fields = record.model_dump()
+    del fields["agentlightning_evaluation"]
+    return fields
+
 
 WITHOUT_REWARD = (
     "return a number from the agent, call agl.emit_reward, or give a reward function (reward=..., --reward)"

@@ -34,8 +34,7 @@ from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
-from agentlightning.policy.adapters.checkpoint import with_adapters_of
-from agentlightning.policy.adapters.views import AgentViews
+from agentlightning.policy.adapters.views import AgentViews, with_adapters_of
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of

@@ -33,7 +33,7 @@ from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.agent_runner import rollout_config, routes_models
-from agentlightning.training.curriculum.task_order import task_order
+from agentlightning.training.curriculum import task_order
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
 from agentlightning.training.governance.reward_watch import RewardWatch

@@ -36,7 +36,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.persistence.token_ratios import record_ratios
-from agentlightning.training.report.live_curve import LiveCurve
+from agentlightning.training.report.reward_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.sources.versions import age

@@ -11,7 +11,7 @@ from agentlightning.algorithms import class_name, make_algorithm
 from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.algorithms.sequential.config import SequentialConfig
+from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.weight_sync._libnccl import NcclLibrary
 from agentlightning.weight_sync.base import WeightSender
 from agentlightning.weight_sync.cuda_ipc import SERVER_ENVIRONMENT, CudaIpcSender, CudaMemory
-from agentlightning.weight_sync.nccl import NcclSender
+from agentlightning.weight_sync.nccl import NcclLibrary, NcclSender
 
 DISK: Final = "disk"
 AUTO: Final = "auto"

@@ -11,9 +11,9 @@ from agentlightning.algorithms.apo.budget import Spending
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel
 from agentlightning.algorithms.apo.models.critic import Writer
 from agentlightning.algorithms.apo.models.language_model import Completion
-from agentlightning.algorithms.apo.record import Outcome, Trial
-from agentlightning.algorithms.apo.search.base import SearchContext
-from agentlightning.algorithms.apo.text.candidate import Candidate
+from agentlightning.algorithms.apo.search import SearchContext
+from agentlightning.algorithms.apo.text import Candidate
+from agentlightning.algorithms.apo.trials import Outcome, Trial
 from agentlightning.resources import PromptTemplate
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 

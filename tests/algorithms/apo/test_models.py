@@ -14,9 +14,8 @@ from agentlightning.algorithms.apo.config import PromptModel, SearchBudget
 from agentlightning.algorithms.apo.models import language_model
 from agentlightning.algorithms.apo.models.critic import MAX_CRITIQUE_CHARS, MAX_SKIPS, Writer
 from agentlightning.algorithms.apo.models.language_model import ModelError, open_model
-from agentlightning.algorithms.apo.record import Outcome
-from agentlightning.algorithms.apo.text.candidate import Candidate
-from agentlightning.algorithms.apo.text.playbook import Playbook
+from agentlightning.algorithms.apo.text import Candidate, Playbook
+from agentlightning.algorithms.apo.trials import Outcome
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.testing.prompt_world import START, PromptWorld
 from agentlightning.testing.provider import Reply, ScriptedProvider, Seen

@@ -8,12 +8,9 @@ from collections import Counter
 
 import pytest
 
-from agentlightning.algorithms.apo.record import Trial
-from agentlightning.algorithms.apo.search.beam import BeamSearch
-from agentlightning.algorithms.apo.search.finals import Finals
-from agentlightning.algorithms.apo.search.gepa import GepaSearch
-from agentlightning.algorithms.apo.search.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.text.candidate import Candidate
+from agentlightning.algorithms.apo.search import BeamSearch, Finals, GepaSearch, ReflectiveSearch
+from agentlightning.algorithms.apo.text import Candidate
+from agentlightning.algorithms.apo.trials import Trial
 from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
 
 

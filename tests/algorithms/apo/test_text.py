@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.algorithms.apo.text.candidate import Candidate, diff
-from agentlightning.algorithms.apo.text.edits import Edit, ReplyError, apply_edits, numbered, read_edits
-from agentlightning.algorithms.apo.text.placeholders import placeholders, schema_violation
-from agentlightning.algorithms.apo.text.playbook import PRUNE_MARGIN, Playbook
+from agentlightning.algorithms.apo.text import (
+    PRUNE_MARGIN,
+    Candidate,
+    Edit,
+    Playbook,
+    ReplyError,
+    apply_edits,
+    diff,
+    numbered,
+    placeholders,
+    read_edits,
+    schema_violation,
+)
 from agentlightning.resources import PromptTemplate
 
 TWO = Candidate({"prompt": "one\ntwo\nthree"})

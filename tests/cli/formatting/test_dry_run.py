@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
-from agentlightning.training.dry_run.checks import DryRun, DryRunCheck
+from agentlightning.training.dry_run import DryRun, DryRunCheck
 
 OK, WARNING, FAILED = (
     DryRunCheck("model", "ok", "it answers"),

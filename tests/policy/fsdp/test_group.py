@@ -16,8 +16,7 @@ from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.policy.fsdp import group as module
 from agentlightning.policy.fsdp.config import RanksConfig
 from agentlightning.policy.fsdp.group import Member, RankGroup, _Joining, _numbered
-from agentlightning.policy.fsdp.identity import code
-from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, connect
+from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, code, connect
 
 
 def hello(host: str = "a", pid: int = 1, rank: int | None = None) -> Hello:

@@ -11,7 +11,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import Branching, CurriculumConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
-from agentlightning.training.curriculum.branching import BranchPoint, branch_points, choose_points, first_rollouts
+from agentlightning.training.curriculum import BranchPoint, branch_points, choose_points, first_rollouts
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import load_settings
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning.config import CurriculumConfig
 from agentlightning.errors import DatasetError
-from agentlightning.training.curriculum.task_order import EpochOrder, LearnabilityOrder, task_order
+from agentlightning.training.curriculum import EpochOrder, LearnabilityOrder, task_order
 
 LEARNABILITY = CurriculumConfig(tasks="learnability")
 

@@ -13,8 +13,7 @@ from tests.support.tokenizer import tiny_tokenizer
 
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.training.dry_run.checks import DryRun
-from agentlightning.training.dry_run.rehearsal import check_tool_format
+from agentlightning.training.dry_run import DryRun, check_tool_format
 
 pytest.importorskip("torch")
 TASKS = [{"word": f"word {number}"} for number in range(12)]

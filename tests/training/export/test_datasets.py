@@ -16,7 +16,7 @@ from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.span import Span, new_span_id
 from agentlightning.store import LightningStore
-from agentlightning.training.export.datasets import ExportedDataset, Selection, export_dataset
+from agentlightning.training.export import ExportedDataset, Selection, export_dataset
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.training.export.weights import export_weights
+from agentlightning.training.export import export_weights
 
 FILES = {"config.json": "{}", "model.safetensors": "", "tokenizer.json": "{}"}
 

@@ -3,7 +3,7 @@
 import math
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.health.milestones import closing_warnings, starting_warnings
+from agentlightning.training.health.examination import closing_warnings, starting_warnings
 from agentlightning.training.health.signs import signs_of
 from agentlightning.training.health.step_record import StepRecord
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import DatasetError
-from agentlightning.training.health.milestones import starting_warnings
+from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.persistence.tasks import load_tasks
 
 

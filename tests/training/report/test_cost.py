@@ -11,8 +11,7 @@ from agentlightning import span as names
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.training.report.cost import Cost, cost_of_steps, with_providers
-from agentlightning.training.report.run_report import _cost, _stages
+from agentlightning.training.report.result import Cost, _cost, _stages, cost_of_steps, with_providers
 
 
 def searched(step: int, stage: int, tokens: int, money: float) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning.training.report import live_curve
-from agentlightning.training.report.live_curve import SECONDS, LiveCurve
+from agentlightning.training.report import reward_curve
+from agentlightning.training.report.reward_curve import SECONDS, LiveCurve
 
 pytest.importorskip("matplotlib")
 
@@ -56,7 +56,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_once_and_not_tried_again(tmp_pat
     def broken(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(live_curve, "draw_curve", broken)
+    monkeypatch.setattr(reward_curve, "draw_curve", broken)
     clock = Clock()
     curve = LiveCurve(tmp_path / "curve.png", clock)
     for _ in range(3):

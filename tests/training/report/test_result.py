@@ -6,9 +6,7 @@ from pathlib import Path
 
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.resources import PromptTemplate
-from agentlightning.training.report.cost import Cost
-from agentlightning.training.report.result import TrainingResult
-from agentlightning.training.report.stage_result import StageResult
+from agentlightning.training.report.result import Cost, StageResult, TrainingResult
 
 
 def test_the_report_of_a_run_has_these_fields() -> None:

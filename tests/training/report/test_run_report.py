@@ -8,7 +8,7 @@ import pytest
 
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.resources import PromptTemplate
-from agentlightning.training.report import run_report
+from agentlightning.training.report import result as report
 from agentlightning.training.report.result import TrainingResult
 
 
@@ -36,8 +36,8 @@ def test_the_prompt_and_its_diff_stand_in_the_text_and_on_the_page(after: str) -
         start_prompts={"p": before},
         prompts={"p": PromptTemplate(template=after)},
     )
-    text = run_report._prompts(result.as_json())  # pyright: ignore[reportPrivateUsage]
-    page = run_report.as_html(text)
+    text = report._prompts(result.as_json())  # pyright: ignore[reportPrivateUsage]
+    page = report.as_html(text)
     assert after in text
     assert page.count("<pre>") == (1 if after == before.template else 2)
     changed = after != before.template

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.training.sources.schedule import choose
+from agentlightning.training.sources.stream import choose
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.training.tracking import tracking as module
-from agentlightning.training.tracking.base import TrackedRun, Transcript
+from agentlightning.training.tracking.trackers import TrackedRun, Transcript
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 from agentlightning.config import TrainConfig
 from agentlightning.errors import MissingExtraError
 from agentlightning.training.tracking import tracking as module
-from agentlightning.training.tracking.base import Transcript
+from agentlightning.training.tracking.trackers import Transcript
 from agentlightning.training.tracking.tracking import Tracking, flat_settings
 
 ROW = Transcript("greedy", '{"word": "red"}', "user: say <red> | now\nassistant: red", "red", 0.5, "r1-validation-0")

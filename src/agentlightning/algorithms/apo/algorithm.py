@@ -23,11 +23,8 @@ from agentlightning.algorithms.apo.config import (
 )
 from agentlightning.algorithms.apo.models.critic import Writer
 from agentlightning.algorithms.apo.models.language_model import open_model
-from agentlightning.algorithms.apo.search.base import Search, SearchContext
-from agentlightning.algorithms.apo.search.beam import BeamSearch
-from agentlightning.algorithms.apo.search.gepa import GepaSearch
-from agentlightning.algorithms.apo.search.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.text.placeholders import placeholders
+from agentlightning.algorithms.apo.search import BeamSearch, GepaSearch, ReflectiveSearch, Search, SearchContext
+from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.apo.trials import RunEvaluator, templates
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training

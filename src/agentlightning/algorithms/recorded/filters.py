@@ -6,14 +6,22 @@ of a task's pass rate leave out what teaches nothing, because it is always solve
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, missing_rewards, read_sessions
-from agentlightning.errors import DatasetError
+from agentlightning.algorithms.recorded.conversations import load_conversations, to_trajectories
+from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, Tokenizer, missing_rewards, read_sessions
+from agentlightning.chat.base import ChatFormat
+from agentlightning.credit import is_target
+from agentlightning.credit.rejection import Rejection
+from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.trajectory import Trajectory
 
 MIN_VOTES: Final = 3
 """Fewer sessions of a task have no majority."""
@@ -118,3 +126,83 @@ def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[st
             return f"none of {len(sessions)} sessions is a demonstration ({shown}); of the first: {first.message}"
         advice = f"{spans}lower threshold={query.threshold:g}, or emit rewards with agl.emit_reward"
     return f"none of {len(sessions)} sessions is a demonstration ({shown or 'there are none'}); {advice}"
+
+
+# -- demonstrations --------------------------------------------------------------------------------------------------
+
+# What supervised learning imitates: conversations, trajectories, or the successful sessions of a store.
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Records before they are put into tokens: conversations, trajectories and sessions."""
+
+    training: Sequence[Any]
+    validation: Sequence[Any] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sessions that were not chosen, by reason."""
+
+
+async def load_demonstrations(dataset: Any, validation: Any, *, share: float, seed: int) -> Demonstrations:
+    """The records to learn from and to measure on. Raises DatasetError where there is none, and ConfigError for both
+    a `share` and a validation set."""
+    if validation is not None and share:
+        raise ConfigError(f"validation_share={share:g} is for a dataset without validation conversations; leave it out")
+    records, left_out = await _records(dataset)
+    if validation is not None:
+        return Demonstrations(records, (await _records(validation))[0], left_out)
+    count = round(share * len(records))
+    if share and not 0 < count < len(records):
+        raise DatasetError(f"validation_share={share:g} of {len(records)} conversations is {count}; give more of them")
+    if not count:
+        return Demonstrations(records, (), left_out)
+    order = list(range(len(records)))
+    random.Random(f"validation/{seed}").shuffle(order)
+    chosen = set(order[:count])
+    training = [each for index, each in enumerate(records) if index not in chosen]
+    return Demonstrations(training, [records[index] for index in sorted(chosen)], left_out)
+
+
+async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
+    if not isinstance(dataset, TrajectoryQuery):
+        return await asyncio.to_thread(load_conversations, dataset), {}
+    sessions = await read_sessions(dataset.store)
+    sessions.check()
+    found, counts = successful(sessions.usable, dataset)
+    rejected = Counter(each.reason for each in sessions.rejected)
+    measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
+    return found, {**rejected, **counts, **measured}
+
+
+def to_examples(
+    records: Sequence[Any], *, target: str | None, chat: ChatFormat, context_length: int, notes: Counter[str]
+) -> tuple[list[Trajectory], dict[str, int]]:
+    """The records as trajectories whose sampled tokens are to be imitated, and sessions that cannot be, by reason.
+    `notes` gets what deviates from the chat template (`conversations.NOTES`). Raises DatasetError where none can."""
+    own = [each for each in records if not isinstance(each, Session)]
+    rejected: list[Rejection] = []
+    found = to_trajectories(own, chat, context_length, notes, rejected)
+    tokenizer = Tokenizer(chat, context_length, None, target, notes)
+    for session in (each for each in records if isinstance(each, Session)):
+        made = tokenizer(session)
+        if isinstance(made, Rejection):
+            rejected.append(made)
+        else:
+            found.append(made.trajectory)
+    examples = [each for one in found if (each := _of_target(one, target)).transitions]
+    counts = Counter(each.reason for each in rejected)
+    counts["no_target_calls"] += len(found) - len(examples)
+    if not examples:
+        seen = sorted({str(call.agent or "calls without a name") for each in found for call in each.transitions})
+        first = f" The first: {rejected[0].message}" if rejected else ""
+        raise DatasetError(
+            f"none of {len(records)} demonstrations can be learned from (target_agent={target!r}; agents seen:"
+            f" {', '.join(seen) or 'none'}).{first}"
+        )
+    return examples, {reason: count for reason, count in counts.items() if count}
+
+
+def _of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+    if target is None:
+        return trajectory
+    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))

@@ -23,9 +23,16 @@ import re
 from typing import Final
 
 from agentlightning.chat.tool_calls.format import CallFormat
-from agentlightning.chat.tool_calls.formats import Gemma, Harmony, JsonCalls, Llama3, Mistral, NamedCalls
-from agentlightning.chat.tool_calls.pythonic import Pythonic
-from agentlightning.chat.tool_calls.tagged import TaggedCalls
+from agentlightning.chat.tool_calls.formats import (
+    Gemma,
+    Harmony,
+    JsonCalls,
+    Llama3,
+    Mistral,
+    NamedCalls,
+    Pythonic,
+    TaggedCalls,
+)
 from agentlightning.errors import ConfigError
 
 HERMES: Final = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>")

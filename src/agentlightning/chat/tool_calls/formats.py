@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import cache
+from typing import Any, Final, cast
 
-from agentlightning.chat.lark_grammar import LarkGrammar
+from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
     CallFormat,
     IncompleteCall,
+    Layout,
     MalformedCall,
     MarkedFormat,
     Parsed,
@@ -30,7 +33,43 @@ from agentlightning.chat.tool_calls.partial_json import (
     skip_space,
     value_end,
 )
-from agentlightning.chat.tool_calls.pythonic import parse_python_call
+from agentlightning.chat.tool_calls.template_probe import KEY, NAME
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+# The parameters of a tool's JSON schema, for formats that write each argument separately instead of one object.
+
+ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
+"""Keywords of a schema that constrain no value."""
+DEFINITIONS: Final = ("$defs", "definitions")
+_PARAMETERS: Final = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
+_KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
+_REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    schema: dict[str, Any]
+    required: bool
+
+
+def read_parameters(schema: Mapping[str, Any]) -> list[Parameter] | None:
+    """The parameters of an object's schema, in order; None if it constrains more than individual properties."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not schema.keys() <= _KNOWN or schema.get("type") not in (None, "object"):
+        return None
+    if not isinstance(properties, dict) or _REFERENCE.search(json.dumps(schema)):
+        return None
+    parameters: list[Parameter] = []
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    for name, property_schema in cast("dict[str, Any]", properties).items():
+        if property_schema is not True and not isinstance(property_schema, dict):
+            return None
+        own: dict[str, Any] = {} if property_schema is True else property_schema
+        parameters.append(Parameter(name, {**definitions, **own}, name in required))
+    return parameters if set(required) <= set(properties) else None
+
 
 _PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
 """What may still become the name of a call."""
@@ -227,3 +266,393 @@ _GEMMA_TOKEN: Final = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\
 
 def _gemma_json(found: re.Match[str]) -> str:
     return json.dumps(found["key"] if found["text"] is None else found["text"], ensure_ascii=False)
+
+
+# -- pythonic --------------------------------------------------------------------------------------------------------
+
+# Calls written as Python: `[get(city="Bern"), wait()]`, as Llama 4, small Llama 3.2 models and LFM2 write them.
+#
+# The list is the whole answer, or stands between two markers. Arguments are keyword arguments
+# with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
+# too.
+
+MAX_DEPTH: Final = 100
+"""Nesting depth of lists and objects."""
+
+LONG_LIST: Final = 1000
+"""Characters from which an unterminated list is not parsed again for every token."""
+
+_NAME: Final = re.compile(r"[^\W\d]\w*(?:[.\-]\w+)*")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+_INCOMPLETE_NUMBER: Final = re.compile(r"-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z")
+_WORDS: Final = {
+    **{"True": "true", "False": "false", "None": "null"},
+    **{"true": "true", "false": "false", "null": "null"},
+}
+_STRING: Final = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Pythonic(MarkedFormat):
+    bare: bool = True
+    """Whether a list without markers may be the answer."""
+
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        parameters = read_parameters(schema)
+        if parameters is None or not all(_NAME.fullmatch(each.name) for each in parameters):
+            return None
+        written = [
+            (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
+        ]
+        return _argument_list(lark, written)
+
+    def parse_unmarked(self, text: str, preceding: Preceding) -> Parsed:
+        if preceding != "start" or not self.bare:
+            raise MalformedCall("a list of calls must start the answer")
+        return Parsed(0, *_parse_list(text, skip_space(text, 0)))
+
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+        return _parse_list(text, skip_space(text, start))
+
+
+def _value(lark: LarkGrammar, schema: Mapping[str, Any]) -> str:
+    """A constant as JSON, except for the words that differ in Python."""
+    if schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}:
+        return lark.rule('"True"', '"False"')
+    return lark.json(schema)
+
+
+def _argument_list(lark: LarkGrammar, items: list[tuple[str, bool]]) -> str:
+    """Comma-separated (expression, required) items in their order; optional ones may be omitted."""
+    first, later = '""', '""'
+    for item, required in reversed(items):
+        # `first`: the rest if no item has been written yet; `later`: if one has.
+        alone = f"{item} {later}"
+        first = alone if required else lark.rule(alone, first)
+        later = lark.rule(f'", " {alone}') if required else lark.rule(f'", " {alone}', later)
+    return first
+
+
+def _parse_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]:
+    """The calls in the list at `start`, and its end. An empty list is malformed."""
+    if len(text) - start > LONG_LIST and "]" not in text[start:]:
+        raise IncompleteCall("a long list has no end yet")
+    parser = _Parser(text, start)
+    parser.take("[")
+    calls = [parser.call()]
+    while parser.more("]"):
+        calls.append(parser.call())
+    return tuple(calls), parser.position
+
+
+def parse_python_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
+    """The call at `start`, and its end. Raises MalformedCall or IncompleteCall."""
+    parser = _Parser(text, start)
+    return parser.call(), parser.position
+
+
+class _Parser:
+    """Recursive-descent parser. Methods raise MalformedCall, or IncompleteCall where the text ends too early."""
+
+    def __init__(self, text: str, position: int) -> None:
+        self._text = text
+        self.position = position
+
+    def call(self) -> ParsedToolCall:
+        name = self._match(_NAME, "a name")
+        self.take("(")
+        arguments: dict[str, str] = {}
+        if not self._ends(")"):
+            self._argument(arguments)
+            while self.more(")"):
+                self._argument(arguments)
+        written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        return ParsedToolCall(name, "{" + written + "}")
+
+    def take(self, character: str) -> None:
+        if self._peek() != character:
+            raise MalformedCall(f"{character} is missing")
+        self.position += 1
+
+    def more(self, end: str) -> bool:
+        """Consume a comma or `end`; whether another element follows."""
+        if self._ends(end):
+            return False
+        self.take(",")
+        return not self._ends(end)
+
+    def _ends(self, end: str) -> bool:
+        if self._peek() != end:
+            return False
+        self.position += 1
+        return True
+
+    def _peek(self) -> str:
+        self.position = skip_space(self._text, self.position)
+        if self.position == len(self._text):
+            raise IncompleteCall("more must follow")
+        return self._text[self.position]
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        self._peek()
+        if (found := pattern.match(self._text, self.position)) is None:
+            raise MalformedCall(f"{what} is missing")
+        if self._text[found.end() :] in ("", ".", "-"):  # A name may continue after these.
+            raise IncompleteCall(f"{what} may continue")
+        self.position = found.end()
+        return found[0]
+
+    def _argument(self, arguments: dict[str, str]) -> None:
+        key = self._match(_NAME, "the name of an argument")
+        self.take("=")
+        arguments[key] = self._value(0)
+
+    def _value(self, depth: int) -> str:
+        """A constant, as JSON."""
+        if depth > MAX_DEPTH:
+            raise MalformedCall("it is nested too deeply")
+        match self._peek():
+            case "'" | '"':
+                return json.dumps(self._string(), ensure_ascii=False)
+            case "[":
+                return self._list(depth)
+            case "{":
+                return self._dict(depth)
+            case character if character == "-" or character.isdigit():
+                return self._number()
+            case _:
+                word = self._match(_NAME, "a value")
+        if word not in _WORDS:
+            raise MalformedCall(f"{word} is not a constant")
+        return _WORDS[word]
+
+    def _number(self) -> str:
+        if _INCOMPLETE_NUMBER.match(self._text, self.position):
+            raise IncompleteCall("the number may continue")
+        return self._match(_NUMBER, "a number")
+
+    def _string(self) -> str:
+        if (found := _STRING.match(self._text, self.position)) is None:
+            raise IncompleteCall("a string is not closed")
+        self.position = found.end()
+        # Two escapes may spell the two surrogates of one character.
+        written = _ESCAPE.sub(_unescape, found[1] or found[2] or "")
+        text = written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        if not is_utf8(text):
+            raise MalformedCall("it contains a lone surrogate")
+        return text
+
+    def _list(self, depth: int) -> str:
+        self.take("[")
+        if self._ends("]"):
+            return "[]"
+        values = [self._value(depth + 1)]
+        while self.more("]"):
+            values.append(self._value(depth + 1))
+        return f"[{', '.join(values)}]"
+
+    def _dict(self, depth: int) -> str:
+        self.take("{")
+        if self._ends("}"):
+            return "{}"
+        items = [self._item(depth)]
+        while self.more("}"):
+            items.append(self._item(depth))
+        return "{" + ", ".join(items) + "}"
+
+    def _item(self, depth: int) -> str:
+        if self._peek() not in "'\"":
+            raise MalformedCall("a key is a string")
+        key = json.dumps(self._string(), ensure_ascii=False)
+        self.take(":")
+        return f"{key}: {self._value(depth + 1)}"
+
+
+def _unescape(found: re.Match[str]) -> str:
+    two, four, eight, octal, other = found.groups()
+    if digits := two or four or eight:
+        number = int(digits, 16)
+        return chr(number) if number < 0x110000 else "�"
+    if octal:
+        return chr(int(octal, 8))
+    return _ESCAPED.get(other, other if other in "'\"\\/" else "\\" + other)
+
+
+# -- tagged ----------------------------------------------------------------------------------------------------------
+
+# Calls with each argument between tags of its own: Qwen3-Coder, GLM, MiniMax.
+#
+# A value is bare text, so the tool's schema decides its type: a string if the schema allows one or does not mention the
+# parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
+
+_IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
+_MAX_REFERENCES: Final = 10
+"""Length of a chain of references."""
+_NULLS: Final = ("null", "None")
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+Tag = tuple[str, str, str]
+"""How an opening tag begins, its pattern, whose group is the name, and how it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls(MarkedFormat):
+    function: Tag = ("<function=", r"<function=([^<>\n]+)>", ">")
+    parameter: Tag = ("<parameter=", r"<parameter=([^<>\n]+)>", ">")
+    value_end: str = "</parameter>"
+    function_end: str = "</function>"
+    padding: str = "\n"
+    """What the template writes around a value."""
+
+    def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str | None:
+        parameters = read_parameters(schema)
+        if parameters is None:
+            return None
+        before, _, rest = layout.probed.partition(KEY)
+        middle, _, after = rest.partition(NAME)
+        written: list[str] = []
+        for each in parameters:
+            tag = f"{before}{each.name}{middle}".strip()
+            value = self._value(lark, each.schema, after)
+            if re.fullmatch(self.parameter[1], tag) is None or value is None:
+                return None
+            whole = f"{lark.literal(before + each.name + middle)} {value}"
+            written.append(whole if each.required else optional(whole))
+        return " ".join(written) or '""'
+
+    def parse_call(self, text: str, start: int, tools: Tools) -> tuple[tuple[ParsedToolCall, ...], int]:
+        name, position = _tag(text, skip_space(text, start), self.function)
+        root = _argument_schema(tools, name)
+        schemas = root.get("properties") or {}
+        values: dict[str, str] = {}
+        assert self.closing is not None
+        call_end = self.function_end or self.closing
+        value_end = _value_end(self.value_end, self.parameter[0], call_end)
+        while not _has_marker(text, position := skip_space(text, position), call_end):
+            key, position = _tag(text, position, self.parameter)
+            if (end := value_end.search(text, position)) is None:
+                raise IncompleteCall("a parameter is not closed")
+            value = text[position : end.start()].removeprefix(self.padding).removesuffix(self.padding)
+            values[key] = _typed(value, schemas.get(key), root)
+            position = end.end()
+        position = skip_space(text, position + len(self.function_end))
+        if not _has_marker(text, position, self.closing):
+            raise MalformedCall("the call is not closed")
+        arguments = ", ".join(f"{_json(key)}: {value}" for key, value in values.items())
+        return (ParsedToolCall(name, "{" + arguments + "}"),), position + len(self.closing)
+
+    def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
+        """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
+        types = set(_types_of(schema, schema))
+        if types and "string" not in types:
+            return f"{lark.json(schema)} {lark.literal(after)}"
+        keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
+        if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
+            closed_before = ANY + escaped(self.value_end) + "(?s:.+)"
+            return lark.until(after, [closed_before]) if _accepts_any_text(keywords, schema) else None
+        words = [
+            value for value in values if isinstance(value, str) and self.value_end not in value and value not in _NULLS
+        ]
+        if not words or not keywords.keys() <= {"type", "const", "enum"}:
+            return None
+        return lark.rule(*(lark.literal(word + after) for word in words))
+
+
+@cache
+def _value_end(closing: str, parameter: str, call_end: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(closing)}(?=\s*(?:{re.escape(parameter)}|{re.escape(call_end)}))")
+
+
+def _accepts_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether every text is valid, as the string that it is parsed as."""
+    keywords = {key: value for key, value in _resolved(schema, root).items() if key not in _IGNORED_KEYWORDS}
+    for key in ("anyOf", "oneOf"):
+        if keywords.keys() == {key}:
+            texts = [choice for choice in keywords[key] if "string" in set(_types_of(choice, root))]
+            return len(texts) == 1 and _accepts_any_text(texts[0], root)
+    return keywords.keys() <= {"type"}
+
+
+def _tag(text: str, position: int, tag: Tag) -> tuple[str, int]:
+    """(name in the tag at `position`, end of the tag)."""
+    begins, pattern, ends = tag
+    if found := re.compile(pattern).match(text, position):
+        return found[1].strip(), found.end()
+    rest = text[position:]
+    unfinished = begins.startswith(rest) or (rest.startswith(begins) and ends not in rest[len(begins) :])
+    raise (IncompleteCall if unfinished else MalformedCall)(f"{begins} is missing")
+
+
+def _has_marker(text: str, position: int, marker: str) -> bool:
+    """Whether `marker` is at `position`. Raises IncompleteCall if it may follow."""
+    if text.startswith(marker, position):
+        return True
+    if marker.startswith(text[position:]):
+        raise IncompleteCall(f"{marker} is cut")
+    return False
+
+
+def _argument_schema(tools: Tools, name: str) -> dict[str, Any]:
+    """Schema of a tool's arguments."""
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            schema = function.get("parameters")
+            known = isinstance(schema, dict) and isinstance(schema.get("properties") or {}, dict)
+            return cast("dict[str, Any]", schema) if known else {}
+    return {}
+
+
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The value as JSON of the type that the schema allows."""
+    types = set(_types_of(schema, root))
+    if not types or "string" in types:
+        return "null" if "null" in types and value in _NULLS else _json(value)
+    spelled = _PYTHON_WORDS.get(value, value)
+    try:
+        kind = _TYPES.get(type(json.loads(spelled)), "string")
+    except (ValueError, RecursionError):
+        return _json(value)
+    return spelled if kind in types or (kind == "integer" and "number" in types) else _json(value)
+
+
+def _types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """The types a schema allows."""
+    if not isinstance(schema, dict):
+        return
+    schema = _resolved(schema, root)
+    types = schema.get("type")
+    yield from (kind for kind in [types, *_list(types)] if isinstance(kind, str))
+    for choice in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]:
+        yield from _types_of(choice, root)
+    for value in [schema["const"]] if "const" in schema else _list(schema.get("enum")):
+        yield _TYPES.get(type(value), "string")
+
+
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a reference leads to, if it is defined next to the parameters."""
+    for _ in range(_MAX_REFERENCES):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            break
+        _, _, path = reference.partition("#/")
+        place, _, name = path.partition("/")
+        known = root.get(place) if place in DEFINITIONS else None
+        if not isinstance(known, dict) or not isinstance(found := known.get(name), dict):
+            break
+        schema = found
+    return schema
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _json(text: str) -> str:
+    if not is_utf8(text):
+        raise MalformedCall("it contains a lone surrogate")
+    return json.dumps(text, ensure_ascii=False)

@@ -61,8 +61,7 @@ def _export(
 ) -> dict[str, Any]:
     from agentlightning.errors import ConfigError
     from agentlightning.store import LightningStore
-    from agentlightning.training.export.datasets import Selection, export_dataset
-    from agentlightning.training.export.weights import export_weights
+    from agentlightning.training.export import Selection, export_dataset, export_weights
 
     if to in (Form.HF, Form.GGUF):
         given = {"--min-reward": min_reward, "--agent": agent, "--store": store, "--reward-weights": weights}

@@ -9,8 +9,7 @@ from rich.console import Console
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
-    from agentlightning.training.dry_run.checks import DryRun, DryRunCheck
-    from agentlightning.training.dry_run.observation import DryRunRollout
+    from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
 
 STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 MOST_TEXT: Final = 400

@@ -43,7 +43,7 @@ async def _report(run: Path, html: bool, examples: int, store: str | None) -> st
     from agentlightning.cli.store import open_named
     from agentlightning.dashboard.data.run_files import open_run
     from agentlightning.dashboard.report_page import report_page
-    from agentlightning.training.report.run_report import markdown_report
+    from agentlightning.training.report.result import markdown_report
 
     open_run(run)
     make = report_page if html else markdown_report

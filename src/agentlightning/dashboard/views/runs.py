@@ -17,7 +17,7 @@ from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
 from agentlightning.evaluation.intervals import mean_interval, student_quantile
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.report.cost import cost_of_steps
+from agentlightning.training.report.result import cost_of_steps
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""

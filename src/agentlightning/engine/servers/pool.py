@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +18,240 @@ from typing import Any
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
-from agentlightning.engine.servers.adapters import PoolAdapters
 from agentlightning.engine.servers.base import Completion, ModelServerError, ServedModelInfo, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
-from agentlightning.engine.servers.recovery import HealthMonitor
-from agentlightning.engine.servers.replica import DiskWeights, LabeledWeights, Replica, WeightSource
+from agentlightning.engine.servers.replica import DiskWeights, LabeledWeights, Replica, ServerProcess, WeightSource
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 from agentlightning.engine.servers.weights import PoolWeights
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
 from agentlightning.util.rendezvous_hash import weight
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+# The LoRA adapters of a pool, loaded on all of its servers.
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    directory: Path | None
+    """None: another process loads it on the servers."""
+    version: int
+
+
+class PoolAdapters:
+    """The adapters that every replica is to have."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, Adapter] = {}
+
+    def version(self, name: str) -> int:
+        """0 for an adapter as first loaded. Raises ConfigError if none of the name is loaded."""
+        if (adapter := self._adapters.get(name)) is None:
+            raise ConfigError(f"no adapter {name!r} is loaded; loaded are {sorted(self._adapters) or 'none'}")
+        return adapter.version
+
+    async def load(
+        self, name: str, directory: Path, replicas: Sequence[Replica], *, can_fail: bool = False
+    ) -> dict[Replica, Exception]:
+        """Load the adapter, or its next version, on `replicas`; returns the errors of those that failed. Raises the
+        first error if all fail, unless all `can_fail` and load it when they recover."""
+        version = self._adapters[name].version + 1 if name in self._adapters else 0
+        adapter = Adapter(Path(directory), version)
+        results = await asyncio.gather(*(_load(replica, name, adapter) for replica in replicas))
+        errors = {replica: error for replica, error in zip(replicas, results, strict=True) if error is not None}
+        if errors and len(errors) == len(replicas) and not can_fail:
+            raise next(iter(errors.values()))
+        self._adapters[name] = adapter
+        return errors
+
+    def expect(self, name: str, version: int, replicas: Sequence[Replica]) -> None:
+        """Sample from an adapter that another process loads. A server that lacks it samples nothing until it has it."""
+        self._adapters[name] = Adapter(None, version)
+        for replica in replicas:
+            replica.adapters[name] = version
+
+    def forget(self, name: str, replicas: Sequence[Replica]) -> None:
+        """Undo `expect`."""
+        self._adapters.pop(name, None)
+        for replica in replicas:
+            replica.adapters.pop(name, None)
+
+    async def missing_on(self, replica: Replica) -> list[str]:
+        """The adapters that a server no longer has although it loaded them. Raises as `ModelServer.model_info`."""
+        expected = set(replica.adapters) & self._adapters.keys()
+        if not expected:
+            return []
+        present = (await replica.server.model_info()).adapters
+        return sorted((expected & self._adapters.keys()) - present)
+
+    async def unload(self, name: str, replicas: Sequence[Replica]) -> None:
+        """Unload the adapter. Raises ConfigError if none of the name is loaded."""
+        self.version(name)
+        del self._adapters[name]
+        # A server that is down keeps its note of the adapter, and unloads it when it recovers.
+        holders = [replica for replica in replicas if replica.up and replica.adapters.pop(name, None) is not None]
+        await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Load on a recovered replica the adapters it lacks, and unload those that are no longer wanted."""
+        if not (self._adapters or replica.adapters):
+            return
+        present = (await replica.server.model_info()).adapters
+        for name in replica.adapters.keys() - self._adapters.keys():
+            if name in present:
+                await replica.server.unload_adapter(name)
+            del replica.adapters[name]
+        for name, adapter in self._adapters.items():
+            if adapter.directory is None and name not in present:
+                message = f"{replica.server.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                raise ModelServerError(message, retryable=True)
+            if adapter.directory is not None and (replica.adapters.get(name) != adapter.version or name not in present):
+                await replica.server.load_adapter(name, adapter.directory)
+            replica.adapters[name] = adapter.version
+
+
+async def _load(replica: Replica, name: str, adapter: Adapter) -> Exception | None:
+    assert adapter.directory is not None
+    try:
+        await replica.server.load_adapter(name, adapter.directory)
+    except (ModelServerError, ConfigError) as error:
+        return error
+    replica.adapters[name] = adapter.version
+    return None
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+# Health of the replicas of a pool: checks them, takes failed ones out, and brings them back with current weights.
+
+log = logging.getLogger(__name__)
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+"""Seconds between two attempts to recover a server."""
+MAX_FAILED_CHECKS = 3
+"""Health checks that must fail in a row before a server gets no new requests."""
+STALL_SECONDS = 30.0
+"""Requests of a server that shows no sign of life for this long continue elsewhere."""
+
+
+class HealthMonitor:
+    """Decides which replicas are up. Create it in the event loop that uses it."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], weights: PoolWeights, adapters: PoolAdapters, policy: RetryPolicy
+    ) -> None:
+        self._replicas = replicas
+        self._weights = weights
+        self._adapters = adapters
+        self._policy = policy
+        self._any_up = asyncio.Event()
+        self._any_up.set()
+        self._closed = False
+        self._checks = asyncio.create_task(self._health_loop(), name="model servers")
+
+    async def wait_for_up(self) -> list[Replica]:
+        """The replicas that are up, at least one. Raises PolicyError if none is in time."""
+        try:
+            async with asyncio.timeout(self._policy.wait_seconds):
+                while not (up := [replica for replica in self._replicas if replica.up]):
+                    await self._any_up.wait()
+        except TimeoutError:
+            reasons = "; ".join(f"{replica.server.url}: {replica.failure}" for replica in self._replicas)
+            raise PolicyError(f"no model server was up for {self._policy.wait_seconds:g} s ({reasons})") from None
+        return up
+
+    def mark_unhealthy(self, replica: Replica, reason: str) -> None:
+        """Send no new requests to `replica` until it has recovered; its running requests continue."""
+        if replica.up and not self._closed:
+            log.warning("model server %s failed: %s", replica.server.url, reason)
+            replica.up, replica.failure, replica.failed_checks = False, reason, 0
+            self._update_any_up()
+            replica.recovery = asyncio.create_task(self._recover(replica))
+
+    def evict(self, replica: Replica, reason: str) -> None:
+        """As `mark_unhealthy`; its running requests continue on other replicas."""
+        self.mark_unhealthy(replica, reason)
+        if replica.channel is not None:
+            replica.channel.sender.abort()
+        replica.version, replica.label, replica.failure = -1, None, reason
+        _cancel_requests(replica)
+
+    async def close(self) -> None:
+        """Stop all checks and recoveries."""
+        self._closed = True
+        tasks = [self._checks, *(replica.recovery for replica in self._replicas if replica.recovery)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _health_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._policy.health_seconds)
+            await asyncio.gather(*(self._check(replica) for replica in self._replicas if replica.up))
+
+    async def _check(self, replica: Replica) -> None:
+        if replica.process is not None and replica.process.ended:
+            return self.evict(replica, "its process ended")
+        updating = self._weights.lock.locked
+        try:
+            await replica.server.health()
+            replica.failed_checks = 0
+            label = replica.label if updating() else await replica.server.weight_label()
+            missing = [] if updating() else await self._adapters.missing_on(replica)
+        except (ModelServerError, ConfigError) as error:
+            replica.failed_checks += 1
+            if replica.failed_checks >= MAX_FAILED_CHECKS:
+                self.mark_unhealthy(replica, str(error))
+            return
+        if replica.up and label != replica.label and not updating():
+            self.evict(replica, f"it has weights {label}, not {replica.label}: it was started again")
+        elif replica.up and missing and not updating():
+            self.evict(replica, f"it has no adapter {missing[0]!r} any more: it was started again")
+
+    async def _recover(self, replica: Replica) -> None:
+        """Retry until the replica is healthy and has the current weights and adapters."""
+        pause, since = MIN_PAUSE, time.monotonic()
+        while True:
+            try:
+                # A process that waits for the rest of a transfer may wait forever, so it is restarted.
+                if replica.process is not None and (replica.process.ended or replica.transfer_interrupted):
+                    await self._restart(replica, replica.process)
+                await replica.server.health()
+                if replica.transfer_interrupted and replica.channel is not None:
+                    await replica.channel.receiver.discard_partial_update()
+                async with self._weights.lock:
+                    await self._weights.catch_up(replica)
+                    await self._adapters.catch_up(replica)
+                    replica.up = True
+                break
+            except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
+                replica.failure = str(error) if isinstance(error, AgentLightningError) else repr(error)
+            if time.monotonic() - since > STALL_SECONDS:
+                _cancel_requests(replica)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE)
+        log.info("model server %s is back", replica.server.url)
+        self._update_any_up()
+
+    async def _restart(self, replica: Replica, process: ServerProcess) -> None:
+        replica.adapters.clear()
+        replica.version, replica.label = -1, None
+        target = self._weights.target
+        await process.restart(await target.source.directory() if target else None)
+        replica.transfer_interrupted = False
+
+    def _update_any_up(self) -> None:
+        if any(replica.up for replica in self._replicas):
+            self._any_up.set()
+        else:
+            self._any_up.clear()
+
+
+def _cancel_requests(replica: Replica) -> None:
+    for task in list(replica.in_flight):
+        task.cancel()
+
 
 log = logging.getLogger(__name__)
 

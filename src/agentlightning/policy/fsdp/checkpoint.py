@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.fsdp.collectives import Ranks
-from agentlightning.policy.update.optimization.optimizer import Optimizer
+from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.updater import EntropyHistory, Updater
 
 FOLDER = "ranks"

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from agentlightning.policy.adapters.checkpoint import with_adapters_of
+from agentlightning.policy.adapters.views import with_adapters_of
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.fsdp import checkpoint
 from agentlightning.policy.fsdp.checkpoint import TrainedParameters
 from agentlightning.policy.fsdp.collectives import Ranks
-from agentlightning.policy.fsdp.identity import model_digest
+from agentlightning.policy.fsdp.messages import model_digest
 from agentlightning.policy.fsdp.sharding import ShardedForward
 from agentlightning.policy.fsdp.updater import UpdaterFactory
 from agentlightning.policy.local_config import LocalPolicyConfig

@@ -27,9 +27,8 @@ from agentlightning.models.lora import Adapters
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
 from agentlightning.policy.fsdp.group import RankGroup
-from agentlightning.policy.fsdp.identity import model_digest
 from agentlightning.policy.fsdp.learner import MODEL, VALUE_HEAD, adapter_owner
-from agentlightning.policy.fsdp.messages import TensorHeader
+from agentlightning.policy.fsdp.messages import TensorHeader, model_digest
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig

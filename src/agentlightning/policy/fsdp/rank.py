@@ -28,9 +28,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.policy.fsdp.collectives import Ranks
 from agentlightning.policy.fsdp.config import parse_address, shared_token
-from agentlightning.policy.fsdp.identity import code
 from agentlightning.policy.fsdp.learner import RankLearner
-from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, Welcome, connect, send_tensor
+from agentlightning.policy.fsdp.messages import (
+    Command,
+    Failure,
+    Hello,
+    Refusal,
+    Reply,
+    Welcome,
+    code,
+    connect,
+    send_tensor,
+)
 
 logger = logging.getLogger(__name__)
 

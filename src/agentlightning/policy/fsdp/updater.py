@@ -14,8 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentlightning.policy.fsdp.collectives import Ranks
-from agentlightning.policy.fsdp.division import divide, prices_of
-from agentlightning.policy.fsdp.sharding import ShardedForward
+from agentlightning.policy.fsdp.sharding import ShardedForward, divide, prices_of
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.optimizer_config import OptimizerConfig

@@ -35,8 +35,7 @@ from agentlightning.policy.proximal import check_token_level
 from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
-from agentlightning.policy.update.optimization.optimizer import Optimizer
-from agentlightning.policy.update.optimization.weight_average import WeightAverage
+from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
 from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample

@@ -16,7 +16,7 @@ from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import OFFLINE_FILE
 from agentlightning.training.recorded.offline import OfflineJob, reads_store
-from agentlightning.training.recorded.options import OfflineOptions, resumed_options
+from agentlightning.training.recorded.plan import OfflineOptions, resumed_options
 from agentlightning.training.recorded.position import (
     HELD_OUT_FILE,
     OfflinePosition,

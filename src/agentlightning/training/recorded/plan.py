@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.recorded.conversations import describe_notes
 from agentlightning.algorithms.recorded.filters import successful
-from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, choose, for_recorded
+from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, MethodSetting, choose, for_recorded
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
@@ -28,13 +29,89 @@ from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection
-from agentlightning.errors import DatasetError
+from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.optimizer_config import Objective
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
-from agentlightning.training.recorded.options import OfflineOptions, with_options
 from agentlightning.training.recorded.source import describe, tokenized
 from agentlightning.trajectory import Trajectory
+from agentlightning.util.settings import settings_from
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+# How recorded sessions are learned from, and the same for an algorithm's own settings.
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineOptions:
+    """How recorded sessions are learned from."""
+
+    num_iterations: int | None = None
+    """Updates. None: as many as the algorithm says."""
+    target_agent: str | None = None
+    """Only calls of agents whose whole name matches this regular expression are learned from. None: as the algorithm
+    says."""
+    method: MethodSetting = "auto"
+    """How LightningRL learns from sessions of another policy: importance, awr, rejection; auto: as the data allows."""
+    success_threshold: float = 0.5
+    """The reward from which on a session is a success, for method "rejection"."""
+    follow: bool = False
+    """Learn from each session once, as they arrive, and wait for those to come."""
+    follow_timeout: float | None = None
+    """Seconds without a new session after which following ends. None: it waits on."""
+    eval_agent: Any = None
+    """The agent whose reward on the held-out tasks is measured before and after. None: nothing is measured."""
+    held_out_dataset: Any = None
+    """The tasks to measure on: a list, or a file."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What a resumed run finds again; an agent that is an object and the tasks are not among it."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found["eval_agent"] = self.eval_agent if isinstance(self.eval_agent, str) else None
+        return found | {"held_out_dataset": None}
+
+
+MAY_CHANGE: Final = frozenset({"num_iterations", "follow_timeout", "eval_agent"})
+"""Options that a resumed run may be given anew."""
+CHANGED: Final = {"num_iterations": "steps", "target_agent": "target_agent"}
+"""Options -> the fields of an algorithm's settings that they replace."""
+
+
+def resumed_options(given: OfflineOptions, recorded: Mapping[str, Any], tasks: Any) -> OfflineOptions:
+    """The options of a resumed run, with its own held-out tasks. Raises ConfigError for those that it cannot change."""
+    before, default = OfflineOptions(**recorded), OfflineOptions()
+    new = {
+        field.name: getattr(given, field.name)
+        for field in fields(given)
+        if getattr(given, field.name) != getattr(default, field.name)
+    }
+    fixed = [name for name, value in new.items() if name not in MAY_CHANGE and value != getattr(before, name)]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: a resumed run keeps this, as its earlier steps would not fit any more; leave it out,"
+            " or start a new run"
+        )
+    return replace(before, **new, held_out_dataset=tasks)
+
+
+def with_options(algorithm: Any, options: OfflineOptions) -> Any:
+    """The algorithm with the options in its settings. Raises ConfigError where it has no such setting."""
+    given = {field: getattr(options, name) for name, field in CHANGED.items() if getattr(options, name) is not None}
+    if not given:
+        return algorithm
+    config: Any = getattr(algorithm, "config", None)
+    known: Mapping[str, Any] = getattr(type(config), "model_fields", {})
+    for name, setting in CHANGED.items():
+        if setting in given and setting not in known:
+            raise ConfigError(f"{name}={given[setting]!r}: {type(algorithm).__name__} has no setting {setting}")
+    settings = settings_from(type(config), given, base=config, source="given to train")
+    found = copy.copy(algorithm)
+    if isinstance(algorithm, LightningRL):
+        LightningRL.__init__(found, settings, store=algorithm.store)
+    else:
+        found.config = settings
+    return found
+
 
 Prepare = Callable[[Sequence[Session]], tuple[list[Trajectory], list[Rejection]]]
 

@@ -3,17 +3,172 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.gateway.upstream.budget import spend_of_spans
 from agentlightning.resources import PromptTemplate
-from agentlightning.training.report.cost import Cost
-from agentlightning.training.report.stage_result import StageResult, gain_as_json
+from agentlightning.store import LightningStore
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.persistence.run_dir import RunState, read_state
+from agentlightning.training.sources.group_rewards import transcript_of
+from agentlightning.training.tracking.samples import said
 from agentlightning.util.event_loop import run_sync
+from agentlightning.util.json_values import dumps, loads
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+# What a run has cost: tokens where calls were recorded, money where prices are set.
+
+CHUNK: Final = 256
+"""Rollouts whose spans are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run, or a stage of it, has used.
+
+    >>> agl.Cost(search_tokens=1200).search_money is None
+    True
+    """
+
+    sampled_tokens: int = 0
+    """Tokens that the policy sampled in the rollouts that were trained on."""
+    search_calls: int = 0
+    """Calls of critic and editor."""
+    search_tokens: int = 0
+    """Tokens, read and written, of critic, editor, and the agent's recorded calls in prompt searches."""
+    search_money: float | None = None
+    """What these cost by the prices of `PromptModel` and `SearchBudget`. None: none is set."""
+    provider_calls: int = 0
+    """Calls of agents that the gateway has sent to providers, in the last attempt of each rollout, evaluations
+    included."""
+    provider_tokens: int = 0
+    provider_dollars: float | None = None
+    """What those calls cost that have a price (`gateway.providers`, `gateway.routes`), in US dollars. None: no call has
+    one."""
+    provider_calls_without_price: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
+    """The cost of steps by their metrics. What a prompt search counts is its total so far, so its last step has it."""
+    sampled = sum((line.get("tokens_per_second") or 0) * (line.get("collect_seconds") or 0) for line in lines)
+    searches: dict[int, Mapping[str, Any]] = {line.get("stage", 0): line for line in lines if "apo_tokens" in line}
+    ends = searches.values()
+    money = sum(float(line["apo_money"]) for line in ends)
+    return Cost(
+        round(sampled),
+        sum(int(line["apo_model_calls"]) for line in ends),
+        sum(int(line["apo_tokens"]) for line in ends),
+        money or None,
+    )
+
+
+async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> Cost:
+    """The cost with the calls to providers that the spans of a run record."""
+    ids = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
+    calls = priced = tokens = 0
+    dollars = 0.0
+    for start in range(0, len(ids), CHUNK):
+        async for _, spans in store.iter_spans(ids[start : start + CHUNK]):
+            sent = [span for span in spans if names.PROVIDER_RETRIES in span.attributes]
+            spent = spend_of_spans(sent)
+            calls, tokens, dollars = calls + len(sent), tokens + spent.tokens, dollars + spent.dollars
+            priced += sum(names.COST in span.attributes for span in sent)
+    return replace(
+        cost,
+        provider_calls=calls,
+        provider_tokens=tokens,
+        provider_dollars=dollars if priced else None,
+        provider_calls_without_price=calls - priced,
+    )
+
+
+# -- stage result ----------------------------------------------------------------------------------------------------
+
+# What each stage of a run of several algorithms has gained, and at what cost.
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a stage has gained.
+
+    >>> agl.StageResult("apo", first_step=0, steps=30, rollouts=200).cost.search_tokens
+    0
+    """
+
+    name: str
+    """That of its algorithm."""
+    first_step: int
+    """The steps of the run before it."""
+    steps: int
+    rollouts: int
+    held_out: Mapping[str, Gain] = field(default_factory=dict[str, Gain])
+    """Held-out reward before and after it by sampling mode, with the 95% interval of the paired gain. Empty where it
+    was not measured: rewards changed their meaning after it."""
+    cost: Cost = field(default_factory=Cost)
+    """Without the calls to providers, which are counted for the whole run."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "first_step": self.first_step,
+            "steps": self.steps,
+            "rollouts": self.rollouts,
+            "held_out": {mode: gain_as_json(gain) for mode, gain in self.held_out.items()},
+            "cost": self.cost.as_json(),
+        }
+
+
+def gain_as_json(gain: Gain) -> dict[str, Any]:
+    return {
+        "before": gain.before,
+        "after": gain.after,
+        "gain": gain.gain,
+        "interval": list(gain.interval),
+        "tasks": gain.tasks,
+        "missing_before": gain.missing_before,
+        "missing_after": gain.missing_after,
+    }
+
+
+def stage_results(state: RunState, lines: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> tuple[StageResult, ...]:
+    """The stages of a finished run; none for a run of one algorithm. `lines`: the metrics of its steps."""
+    records = state.stages
+    ends = [*(each["first_step"] for each in records[1:]), state.step]
+    rollouts = [*(each["rollouts"] for each in records[1:]), state.rollouts]
+    measured = ["before", *(f"stage-{place}" for place in range(len(records) - 1)), "after"]
+    return tuple(
+        StageResult(
+            record["name"],
+            record["first_step"],
+            ends[place] - record["first_step"],
+            rollouts[place] - record["rollouts"],
+            _gains(state, measured[place], measured[place + 1], modes),
+            cost_of_steps([line for line in lines if line.get("stage") == place + 1]),
+        )
+        for place, record in enumerate(records)
+    )
+
+
+def _gains(state: RunState, before: str, after: str, modes: Sequence[str]) -> dict[str, Gain]:
+    found: dict[str, Gain] = {}
+    for mode in modes:
+        names = [f"{when}-{mode}" for when in (before, after)]
+        if all(state.evaluations.get(name) for name in names):
+            first, second = (Evaluation(tuple(state.evaluations[name])) for name in names)
+            found[mode] = gain_of(first, second)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +250,6 @@ class TrainingResult:
         are several, tasks won and lost, what it cost in tokens and, where prices are set, in money, and transcripts of
         `examples` tasks of either kind before and after. `store`: that of the run, where it was given
         one. Raises ConfigError for another format."""
-        from agentlightning.training.report.run_report import as_html, markdown_report
 
         if format not in ("markdown", "html"):
             raise ConfigError(f"format={format!r} is not one of markdown, html")
@@ -134,3 +288,299 @@ class TrainingResult:
             "tracker_failures": dict(self.tracker_failures),
             "gateways": None if self.gateways is None else dict(self.gateways),
         }
+
+
+# -- run report ------------------------------------------------------------------------------------------------------
+
+# The report of a finished run as text: Markdown, or one HTML page without anything from elsewhere.
+#
+# It says what changed: held-out reward before and after with its interval, that of each stage where there are several,
+# tasks won and lost, what it cost, and how the agent answered some of these tasks before and after. Everything is read
+# from the run directory.
+
+MOST_SHOWN: Final = 1500
+"""Characters of a task, an output or a message that are shown."""
+MOST_TASKS: Final = 30
+"""Tasks that are listed as won, and as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A held-out task before and after."""
+
+    index: int
+    task: Any
+    before: float | None
+    after: float | None
+
+    @property
+    def difference(self) -> float:
+        return 0.0 if self.before is None or self.after is None else self.after - self.before
+
+
+async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBase | None = None) -> str:
+    """The report in Markdown. Raises ConfigError where the run is not finished."""
+    path = run_dir / "report.json"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
+    report, state = loads(path.read_bytes()), read_state(run_dir)
+    modes = list(report["held_out"])
+    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(run_dir, report), _warnings(report)]
+    for mode in modes:
+        changes = changes_of(run_dir, state, mode)
+        parts.append(_tasks(mode, changes))
+        if mode == modes[0] and examples:
+            parts.append(await _examples(run_dir, state, mode, changes, examples, store))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def changes_of(run_dir: Path, state: RunState, mode: str) -> list[Change]:
+    """The held-out tasks, with their rewards before and after."""
+    tasks = [loads(line) for line in (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()]
+    before, after = (state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after"))
+    rows = zip(tasks, before, after, strict=False)
+    return [Change(index, *row) for index, row in enumerate(rows)]
+
+
+def _summary(run_dir: Path, report: Mapping[str, Any]) -> str:
+    lines = [f"# Report of {run_dir.name}", "", "| held out | before | after | gain | 95% interval | tasks |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lines += [f"| {mode} | {_gain(gain)} |" for mode, gain in report["held_out"].items()]
+    return "\n".join(lines)
+
+
+def _gain(gain: Mapping[str, Any]) -> str:
+    """The cells of a gain: before, after, gain, interval, tasks."""
+    low, high = gain["interval"]
+    numbers = f"{_number(gain['before'])} | {_number(gain['after'])} | {_number(gain['gain'], sign=True)}"
+    return f"{numbers} | {_number(low, sign=True)} to {_number(high, sign=True)} | {gain['tasks']}"
+
+
+def _stages(report: Mapping[str, Any]) -> str:
+    """What each stage of a run of several algorithms has gained and cost."""
+    stages = report.get("stages", [])
+    if not stages:
+        return ""
+    lines = ["## Stages", "", "| stage | held out | before | after | gain | 95% interval | tasks |", "| --- " * 7 + "|"]
+    for number, stage in enumerate(stages, 1):
+        rows = [f"{mode} | {_gain(gain)}" for mode, gain in stage["held_out"].items()] or ["not measured | | | | | "]
+        lines += [f"| {number} {stage['name']} | {row} |" for row in rows]
+    lines += [
+        "",
+        "| stage | steps | rollouts | sampled tokens of training | tokens of the search | money of the search |",
+    ]
+    lines.append("| --- " * 6 + "|")
+    for number, stage in enumerate(stages, 1):
+        cost = stage["cost"]
+        money = _money(cost["search_money"]) if cost["search_tokens"] else ""
+        tokens = f"{cost['sampled_tokens']} | {cost['search_tokens']}"
+        lines.append(f"| {number} {stage['name']} | {stage['steps']} | {stage['rollouts']} | {tokens} | {money} |")
+    return "\n".join(lines)
+
+
+def _prompts(report: Mapping[str, Any]) -> str:
+    """The prompt templates of the result, and what the run changed in them."""
+    prompts: Mapping[str, str] = report.get("prompts") or {}
+    if not prompts:
+        return ""
+    diff = report.get("prompt_diff") or ""
+    texts = [f"### {name}\n\n{_block(text)}" for name, text in prompts.items()]
+    return "\n\n".join(["## Prompts", *texts, _block(diff) if diff else "The run has changed none of them."])
+
+
+def _money(value: float | None) -> str:
+    return "unknown, no price is set" if value is None else f"{value:.4f}"
+
+
+def _number(value: float | None, *, sign: bool = False) -> str:
+    return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
+
+
+def _cost(run_dir: Path, report: Mapping[str, Any]) -> str:
+    steps = [loads(line) for line in _lines(run_dir / "metrics.jsonl")]
+    cost = report.get("cost") or cost_of_steps(steps).as_json()
+    rows = {
+        "steps": report["steps"],
+        "training rollouts": report["rollouts"],
+        "failed rollouts": report["failed_rollouts"],
+        "rejected rollouts": sum(report["rejected_rollouts"].values()),
+        "sampled tokens of training": cost["sampled_tokens"],
+        **_searches(cost),
+        **_providers(cost),
+        "seconds": report["seconds"],
+        "returns to an earlier checkpoint": report["rollbacks"],
+        "versions refused by the gate": report.get("gate_rejections", 0),
+    }
+    return "## Cost\n\n| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _searches(cost: Mapping[str, Any]) -> dict[str, Any]:
+    if not cost["search_tokens"]:
+        return {}
+    return {
+        "calls of critic and editor": cost["search_calls"],
+        "tokens of the prompt search, agent included": cost["search_tokens"],
+        "money of the prompt search": _money(cost["search_money"]),
+    }
+
+
+def _providers(cost: Mapping[str, Any]) -> dict[str, Any]:
+    if not cost["provider_calls"]:
+        return {}
+    without = cost["provider_calls_without_price"]
+    missing = (
+        f", without {without} calls that have no price" if without and cost["provider_dollars"] is not None else ""
+    )
+    return {
+        "calls to providers": cost["provider_calls"],
+        "tokens of providers": cost["provider_tokens"],
+        "US dollars of providers": _money(cost["provider_dollars"]) + missing,
+    }
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _warnings(report: Mapping[str, Any]) -> str:
+    found = report["warnings"]
+    return "## Warnings\n\n" + "\n".join(f"- {_inline(each)}" for each in found) if found else ""
+
+
+def _tasks(mode: str, changes: Sequence[Change]) -> str:
+    won = sorted((each for each in changes if each.difference > 0), key=lambda each: -each.difference)
+    lost = sorted((each for each in changes if each.difference < 0), key=lambda each: each.difference)
+    known = [each for each in changes if each.before is not None and each.after is not None]
+    missing = len(changes) - len(known)
+    same = len(known) - len(won) - len(lost)
+    lines = [
+        f"## Tasks, {mode}",
+        "",
+        f"{len(won)} won, {len(lost)} lost, {same} unchanged, {missing} without a reward.",
+    ]
+    for name, found in (("Won", won), ("Lost", lost)):
+        if found:
+            lines += ["", f"### {name}", "", "| task | before | after |", "| --- | --- | --- |"]
+            lines += [
+                f"| {_inline(_text(each.task))[:120]} | {_number(each.before)} | {_number(each.after)} |"
+                for each in found[:MOST_TASKS]
+            ]
+            if len(found) > MOST_TASKS:
+                lines.append(f"| ... and {len(found) - MOST_TASKS} more | | |")
+    return "\n".join(lines)
+
+
+async def _examples(
+    run_dir: Path,
+    state: RunState,
+    mode: str,
+    changes: Sequence[Change],
+    examples: int,
+    given: LightningStoreBase | None,
+) -> str:
+    ranked = sorted((each for each in changes if each.difference), key=lambda each: -abs(each.difference))
+    chosen = [each for each in ranked if each.difference > 0][:examples]
+    chosen += [each for each in ranked if each.difference < 0][:examples]
+    if not chosen:
+        return ""
+    if given is None and not (run_dir / "store.db").exists():
+        return "## Changed behaviour\n\nThe rollouts are in the store that the run was given; pass `store=`."
+    store = given or LightningStore(run_dir / "store.db")
+    step = f"after-{state.measured_step or 0:06d}"
+    try:
+        parts = ["## Changed behaviour"]
+        for each in chosen:
+            parts.append(f"### {_inline(_text(each.task))[:120]}")
+            for when, reward in (("before", each.before), (step, each.after)):
+                rollout_id = f"{state.run_id}-{when}-{mode}{state.suffix}-{each.index:05d}"
+                parts.append(f"**{when.partition('-')[0]}**, reward {_number(reward)} (`{rollout_id}`)")
+                parts.append(_block(await _transcript(store, rollout_id)))
+        return "\n\n".join(parts)
+    finally:
+        if given is None:
+            await store.close()
+
+
+async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
+    attempt = await store.get_latest_attempt(rollout_id)
+    if attempt is None:
+        return "(this rollout is no longer in the store)"
+    spans = await store.query_spans(rollout_id, attempt.attempt_id)
+    messages = [(each.get("role", "?"), said(each, "\n")) for each in transcript_of(spans)]
+    lines = [f"{role}: {_shortened(text)}" for role, text in messages]
+    output = attempt.metadata.get("output")
+    return "\n".join([*lines, *([f"result: {_shortened(_text(output))}"] if output is not None else [])]) or "(nothing)"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value, default=repr).decode()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [... {len(text) - MOST_SHOWN} characters]"
+
+
+def _inline(text: str) -> str:
+    """Text within a line of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _block(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"
+
+
+# -- HTML ------------------------------------------------------------------------------------------------------------
+
+_STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1e293b}"
+    "table{border-collapse:collapse}td,th{border:1px solid #cbd5e1;padding:.25rem .6rem;text-align:left}"
+    "pre{background:#f1f5f9;padding:.75rem;white-space:pre-wrap;overflow-wrap:anywhere}"
+)
+
+
+def as_html(markdown: str) -> str:
+    """The Markdown of `markdown_report` as a page: headings, tables, lists, blocks of text."""
+    body: list[str] = []
+    lines = iter(markdown.splitlines())
+    for line in lines:
+        if line.startswith("```"):
+            fence, block = line.removesuffix("text"), list[str]()
+            for inner in lines:
+                if inner == fence:
+                    break
+                block.append(inner)
+            body.append(f"<pre>{html.escape(chr(10).join(block))}</pre>")
+        elif line.startswith("#"):
+            level = len(line) - len(line.lstrip("#"))
+            body.append(f"<h{level}>{_span(line[level:].strip())}</h{level}>")
+        elif line.startswith("|"):
+            body.append(_row(line))
+        elif line.startswith("- "):
+            body.append(f"<li>{_span(line[2:])}</li>")
+        elif line:
+            body.append(f"<p>{_span(line)}</p>")
+    content = "\n".join(body).replace("</tr>\n<tr>", "</tr><tr>")
+    content = content.replace("\n<tr>", "\n<table><tr>").replace("</tr>\n", "</tr></table>\n")
+    if content.endswith("</tr>"):
+        content += "</table>"
+    head = f'<meta charset="utf-8"><title>Report of a run</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>\n{content}\n</body></html>\n"
+
+
+def _row(line: str) -> str:
+    cells = [cell.strip() for cell in line.strip().strip("|").replace("\\|", "\0").split("|")]
+    if all(set(cell) <= {"-"} and cell for cell in cells):
+        return "<tr></tr>"
+    return "<tr>" + "".join(f"<td>{_span(cell.replace(chr(0), '|'))}</td>" for cell in cells) + "</tr>"
+
+
+def _span(text: str) -> str:
+    text = html.escape(text.replace("&lt;", "<"))
+    for mark, tag in (("**", "b"), ("`", "code")):
+        pieces = text.split(mark)
+        if len(pieces) % 2:
+            text = "".join(piece if place % 2 == 0 else f"<{tag}>{piece}</{tag}>" for place, piece in enumerate(pieces))
+    return text

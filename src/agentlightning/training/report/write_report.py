@@ -11,12 +11,10 @@ import orjson
 
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.resources import prompts_in
-from agentlightning.training.health.milestones import closing_warnings
+from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.persistence.run_dir import write_atomically
-from agentlightning.training.report.cost import cost_of_steps, with_providers
-from agentlightning.training.report.result import TrainingResult
+from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
 from agentlightning.training.report.reward_curve import draw_curve
-from agentlightning.training.report.stage_result import stage_results
 from agentlightning.training.run import TrainingRun
 
 

@@ -35,7 +35,7 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.curriculum.branching import BranchPoint
+from agentlightning.training.curriculum import BranchPoint
 from agentlightning.training.sources.reader import TrajectoryReader
 
 T = TypeVar("T")

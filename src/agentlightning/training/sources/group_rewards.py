@@ -18,7 +18,7 @@ from agentlightning.assemble import calls
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import MissingRewardError, RewardError
-from agentlightning.rewards.ranking_judge import JudgedRollout
+from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.runner.agents.reward import check_reward
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase

@@ -8,7 +8,7 @@ from typing import Any, cast
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.base import Transcript
+from agentlightning.training.tracking.trackers import Transcript
 from agentlightning.util.json_values import dumps
 
 MOST_TEXT = 2000

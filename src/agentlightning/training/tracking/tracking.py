@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -22,17 +21,11 @@ import orjson
 from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import MissingExtraError
 from agentlightning.training.persistence.run_dir import write_atomically
-from agentlightning.training.tracking.base import TrackedRun, Tracker, Transcript
+from agentlightning.training.tracking.trackers import TRACKERS, TrackedRun, Tracker, Transcript
 from agentlightning.util.settings import SECRETS
 
 logger = logging.getLogger(__name__)
 
-TRACKERS: Final = {
-    "tensorboard": "tensorboard:TensorBoardTracker",
-    "wandb": "wandb:WandbTracker",
-    "mlflow": "mlflow:MlflowTracker",
-    "trackio": "trackio:TrackioTracker",
-}
 FILE: Final = "tracking.json"
 TRANSCRIPTS: Final = "transcripts.jsonl"
 MOST_WAITING: Final = 1000
@@ -52,8 +45,7 @@ def check_installed(config: TrackingConfig) -> None:
 
 def load_tracker(name: str) -> Tracker:
     """A tracker by its name."""
-    module, _, kind = TRACKERS[name].partition(":")
-    return getattr(import_module(f"agentlightning.training.tracking.trackers.{module}"), kind)()
+    return TRACKERS[name]()
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentlightning.policy.update.optimization.muon import Muon, orthogonalized
+from agentlightning.policy.update.optimizer import Muon, orthogonalized
 
 SHAPES = [(8, 8), (24, 6), (6, 24)]
 

@@ -15,8 +15,8 @@ from typing import Final
 
 from agentlightning.algorithms.apo.budget import Spending
 from agentlightning.algorithms.apo.models.language_model import Completion, LanguageModel, ModelError
-from agentlightning.algorithms.apo.record import Outcome
-from agentlightning.algorithms.apo.text.edits import ReplyError, numbered
+from agentlightning.algorithms.apo.text import ReplyError, numbered
+from agentlightning.algorithms.apo.trials import Outcome
 from agentlightning.errors import TrainingStopped
 
 MAX_SKIPS: Final = 8

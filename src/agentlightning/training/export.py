@@ -1,18 +1,10 @@
-"""The rollouts of a run as lines of JSON for other trainers.
-
-    openai-jsonl   {"messages": [...], "tools": [...]}                    fine-tuning of chat models at OpenAI
-    trl-jsonl      {"prompt": [...], "completion": [...]}                 TRL, conversational prompt-completion
-    dpo-jsonl      {"prompt": [...], "chosen": [...], "rejected": [...]}  TRL, conversational preference
-
-`tools` is there where the call had some. A conversation is the last of the calls that continue one another; a call
-whose history was rewritten begins another. A preference is made of the best and the worst rollout of one task that
-began with the same prompt and differ in reward.
-"""
+"""Weights and rollouts of a run for other programs."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +24,75 @@ from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import read_state, write_atomically
 from agentlightning.util.json_values import dumps, loads
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+# The weights of a finished run as a directory for other programs.
+#
+# hf          what transformers loads; an adapter is merged into the model below it
+# gguf-ready  the same, checked for what llama.cpp's converter reads:
+#                 python convert_hf_to_gguf.py DIRECTORY --outfile model.gguf
+
+WeightsForm = Literal["hf", "gguf-ready"]
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
+"""Files of which llama.cpp's converter reads one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """What was written."""
+
+    path: Path
+    files: tuple[str, ...]
+    merged: bool
+    """Whether an adapter was merged into the model below it."""
+
+
+def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeights:
+    """Write the weights of a finished run to a new directory. Raises ConfigError where there are none, where the
+    directory has contents, and PolicyError for adapters that cannot be merged."""
+    checkpoint = run_dir / "checkpoint"
+    if not (run_dir / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
+    adapters = (checkpoint / "adapter_config.json").exists() or (checkpoint / "agents.json").exists()
+    if not adapters and not (checkpoint / "config.json").exists():
+        raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in resources.json")
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path} has contents; give a directory that is new or empty")
+    if adapters:
+        from agentlightning.models.lora.merge import merge
+
+        merge(checkpoint, path)
+    else:
+        shutil.copytree(checkpoint, path, dirs_exist_ok=True)
+    if form == "gguf-ready":
+        _check(path)
+    return ExportedWeights(path, tuple(sorted(each.name for each in path.iterdir())), adapters)
+
+
+def _check(path: Path) -> None:
+    if not any((path / name).exists() for name in TOKENIZERS):
+        raise ConfigError(
+            f"{path} has neither {' nor '.join(TOKENIZERS)}, of which llama.cpp's converter reads one; copy that of the"
+            " model the run started from"
+        )
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"{path} has no *.safetensors, which llama.cpp's converter reads")
+
+
+# -- datasets --------------------------------------------------------------------------------------------------------
+
+# The rollouts of a run as lines of JSON for other trainers.
+#
+#     openai-jsonl   {"messages": [...], "tools": [...]}                    fine-tuning of chat models at OpenAI
+#     trl-jsonl      {"prompt": [...], "completion": [...]}                 TRL, conversational prompt-completion
+#     dpo-jsonl      {"prompt": [...], "chosen": [...], "rejected": [...]}  TRL, conversational preference
+#
+# `tools` is there where the call had some. A conversation is the last of the calls that continue one another; a call
+# whose history was rewritten begins another. A preference is made of the best and the worst rollout of one task that
+# began with the same prompt and differ in reward.
 
 PAGE: Final = 200
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]

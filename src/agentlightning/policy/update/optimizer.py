@@ -1,24 +1,142 @@
-"""The optimiser of a policy: AdamW, or Muon on hidden matrices with AdamW on the rest, and a learning-rate schedule.
-
-`OptimizerConfig` has its settings. A state dict restores an `Optimizer` exactly. Weights of less precision than float32
-have float32 master copies: gradients accumulate there, the optimiser updates them, and the model gets the rounded
-result. Without them, a step smaller than half a unit in the last place of a bfloat16 weight (0.4% of it) is lost.
-"""
+"""The optimizers of an update, and the moving average of weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.optimization.muon import Muon
+
+# -- muon ------------------------------------------------------------------------------------------------------------
+
+# Muon whose orthogonalisation on a CPU computes in float32.
+#
+# torch's own computes in bfloat16 everywhere, which a CPU without such instructions emulates: an update of a small
+# model takes four times as long there. State and settings are those of `torch.optim.Muon`, so checkpoints fit both.
+
+Coefficients = tuple[float, float, float]
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` with the learning rate of each matrix scaled by sqrt(max(1, rows / columns)) (Jordan et al.
+    2024, https://kellerjordan.github.io/posts/muon/)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if any(parameter.is_cuda and not isinstance(parameter, DTensor) for parameter in parameters):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer: Tensor = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = _orthogonalized(update.float(), group)
+        rows, columns = parameter.shape
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+
+def _orthogonalized(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Of a matrix that processes divide, each computes the whole and keeps its own part."""
+    whole = update.full_tensor() if isinstance(update, DTensor) else update
+    whole = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    if not isinstance(update, DTensor):
+        return whole
+    everywhere = [Replicate()] * update.device_mesh.ndim
+    return DTensor.from_local(whole, update.device_mesh, everywhere).redistribute(placements=update.placements)
+
+
+def orthogonalized(matrix_MN: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    """U V^T of the singular value decomposition U S V^T, approximately: singular values end near 1. By `steps` of the
+    quintic Newton-Schulz iteration X <- a X + (b G + c G G) X with G = X X^T, on the smaller side of the matrix."""
+    a, b, c = coefficients
+    tall = matrix_MN.size(0) > matrix_MN.size(1)
+    x = matrix_MN.T if tall else matrix_MN
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+# -- weight average --------------------------------------------------------------------------------------------------
+
+# A moving average of the weights of a policy, which changes more slowly than the policy itself.
+#
+#     average <- (1 - rate) average + rate * weights             after each optimiser step
+#
+# A teacher for self-distillation (SDPO, arXiv:2601.20802, section 3). It costs one copy of the trained weights.
+
+
+class WeightAverage:
+    """The average of `masters`, the weights that an optimiser updates; `parameters` are those that the model uses."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], rate: float) -> None:
+        self.rate = rate
+        self._parameters = parameters
+        self._masters = masters
+        self.weights: list[Tensor] = [master.detach().clone() for master in masters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimiser step."""
+        for average, master in zip(self.weights, self._masters, strict=True):
+            average.lerp_(master.detach(), self.rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": self.rate, "weights": self.weights}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for own, saved in zip(self.weights, state["weights"], strict=True):
+            own.copy_(saved)
+
+    @contextmanager
+    def in_use(self) -> Generator[None]:
+        """Forward passes within use the average."""
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._set(self.weights)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        """In place: a parameter that processes divide is read from the memory that it has."""
+        for parameter, values in zip(self._parameters, weights, strict=True):
+            parameter.copy_(values)
+
+
+# -- optimizer -------------------------------------------------------------------------------------------------------
+
+# The optimiser of a policy: AdamW, or Muon on hidden matrices with AdamW on the rest, and a learning-rate schedule.
+#
+# `OptimizerConfig` has its settings. A state dict restores an `Optimizer` exactly. Weights of less precision than
+# float32 have float32 master copies: gradients accumulate there, the optimiser updates them, and the model gets the
+# rounded result. Without them, a step smaller than half a unit in the last place of a bfloat16 weight (0.4% of it) is
+# lost.
 
 
 class Optimizer:

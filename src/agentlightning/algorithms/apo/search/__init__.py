@@ -1,1 +1,0 @@
-"""Searches: how candidates are proposed, tried and chosen; one file each."""

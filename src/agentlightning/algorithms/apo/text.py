@@ -1,0 +1,285 @@
+"""The texts that are searched: candidates, their edits, placeholders and playbooks."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentlightning.resources import PromptTemplate, f_string_fields
+
+# -- candidate -------------------------------------------------------------------------------------------------------
+
+# A candidate: one text for each resource that is optimised, and how it differs from another.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Texts by the name of their resource.
+
+    >>> Candidate({"prompt": "Say {word}."}).changed(prompt="Please say {word}.").texts["prompt"]
+    'Please say {word}.'
+    """
+
+    texts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """The same for the same texts, in every process."""
+        return hashlib.blake2b(orjson.dumps(dict(self.texts), option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+
+    def changed(self, **texts: str) -> Candidate:
+        """The candidate with other texts for some resources."""
+        return Candidate({**self.texts, **texts})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Candidate) and dict(self.texts) == dict(other.texts)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """What changed, as a unified diff with a part for each resource; empty where nothing did."""
+    parts: list[str] = []
+    for name in after:
+        old, new = before.get(name, "").splitlines(), after[name].splitlines()
+        parts += difflib.unified_diff(old, new, f"{name} before", f"{name} after", lineterm="")
+    return "\n".join(parts)
+
+
+# -- placeholders ----------------------------------------------------------------------------------------------------
+
+# The placeholders of a template: what an edit must neither drop nor invent.
+
+
+def placeholders(template: PromptTemplate) -> frozenset[str]:
+    """The names that a template is filled with. Raises ValueError for a text that its engine cannot read.
+
+    >>> sorted(placeholders(agl.PromptTemplate(template="Answer {question} in {words!r:>3} words.")))
+    ['question', 'words']
+    """
+    if template.engine == "plain":
+        return frozenset()
+    if template.engine == "f-string":
+        fields = [name for _, name, _, _ in f_string_fields(template.template) if name is not None]
+        return frozenset(re.split(r"[.\[]", name)[0] for name in fields)
+    from jinja2 import meta
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        return frozenset(meta.find_undeclared_variables(SandboxedEnvironment().parse(template.template)))
+    except TemplateError as error:
+        raise ValueError(str(error)) from error
+
+
+def schema_violation(before: PromptTemplate, after: str) -> str | None:
+    """What a new text does to the placeholders of a template, in words; None where it keeps them all.
+
+    >>> schema_violation(agl.PromptTemplate(template="Say {word}."), "Say {sentence}.")
+    'drops the placeholder word and invents sentence'
+    """
+    known = placeholders(before)
+    try:
+        found = placeholders(before.model_copy(update={"template": after}))
+    except ValueError as error:
+        return f"is no {before.engine} template ({error})"
+    dropped, invented = sorted(known - found), sorted(found - known)
+    parts = [f"drops the placeholder {', '.join(dropped)}"] if dropped else []
+    parts += [f"invents {', '.join(invented)}"] if invented else []
+    return " and ".join(parts) or None
+
+
+# -- edits -----------------------------------------------------------------------------------------------------------
+
+# Bounded edits of texts: lines that are added, deleted or replaced, as the editor writes them in JSON.
+#
+#     {"edits": [{"op": "add", "resource": "prompt", "after": 3, "text": "- Give the unit."},
+#                {"op": "delete", "resource": "prompt", "line": 5},
+#                {"op": "replace", "resource": "prompt", "line": 1, "text": "You are a clerk."}]}
+#
+# Lines count from 1, as the editor was shown them; `after` 0 adds before the first. All numbers are those of the text
+# before any edit. Small steps keep what works (SkillOpt, arXiv:2605.23904, bounds the edits of a step in the same way).
+
+
+class ReplyError(ValueError):
+    """A reply of the critic or the editor that cannot be used. `reason` is what it is counted under."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Edit(BaseModel):
+    """One change of one line."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    op: Literal["add", "delete", "replace"]
+    resource: str = ""
+    """Empty: the only one there is."""
+    line: int = 0
+    after: int = -1
+    """Of "add": the line it follows; -1: the last one."""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return {
+            "add": f"add {self.text!r}",
+            "delete": f"delete line {self.line}",
+            "replace": f"replace line {self.line} by {self.text!r}",
+        }[self.op]
+
+
+def numbered(text: str) -> str:
+    """A text as the editor sees it.
+
+    >>> print(numbered("Be brief.\\nBe kind."))
+    [1] Be brief.
+    [2] Be kind.
+    """
+    return "\n".join(f"[{number}] {line}" for number, line in enumerate(text.splitlines(), 1))
+
+
+def read_edits(reply: str, max_edits: int, max_chars: int) -> tuple[list[Edit], int]:
+    """The edits in an editor's reply, and how many beyond `max_edits` were left out. Raises ReplyError."""
+    if not reply.strip():
+        raise ReplyError("editor_empty", "the editor's reply is empty")
+    found: Any = _json_in(reply)
+    listed = found.get("edits") if isinstance(found, dict) else found
+    if not isinstance(listed, list):
+        raise ReplyError("editor_nonsense", f"the editor's reply holds no list of edits: {reply[:200]!r}")
+    try:
+        edits = [Edit.model_validate(each) for each in listed]
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ReplyError("editor_nonsense", f"an edit cannot be read: {first['loc']}: {first['msg']}") from error
+    longest = max((len(edit.text) for edit in edits), default=0)
+    if longest > max_chars:
+        raise ReplyError(
+            "editor_over_long", f"an edit of {longest} characters is longer than max_edit_chars={max_chars}"
+        )
+    return edits[:max_edits], max(0, len(edits) - max_edits)
+
+
+def apply_edits(candidate: Candidate, edits: Sequence[Edit]) -> Candidate:
+    """The candidate with these edits. A line that is there already is not added again. Raises ReplyError for a resource
+    or a line that does not exist."""
+    texts: dict[str, str] = dict(candidate.texts)
+    by_resource: dict[str, list[Edit]] = {}
+    for edit in edits:
+        name = edit.resource or (next(iter(texts)) if len(texts) == 1 else "")
+        if name not in texts:
+            raise ReplyError("edit_unknown_resource", f"an edit changes {name!r}; there are {', '.join(texts)}")
+        by_resource.setdefault(name, []).append(edit)
+    for name, own in by_resource.items():
+        texts[name] = _edited(texts[name], own)
+    return Candidate(texts)
+
+
+def _edited(text: str, edits: Iterable[Edit]) -> str:
+    lines: list[str] = text.splitlines()
+    kept: list[str | None] = list(lines)
+    added: dict[int, list[str]] = {}
+    present = {" ".join(line.split()) for line in lines}
+    for edit in edits:
+        place = (len(lines) if edit.after < 0 else edit.after) if edit.op == "add" else edit.line
+        if not (0 if edit.op == "add" else 1) <= place <= len(lines):
+            raise ReplyError("edit_unknown_line", f"an edit names line {place} of a text of {len(lines)}")
+        if edit.op == "add":
+            if " ".join(edit.text.split()) not in present:
+                added.setdefault(place, []).append(edit.text)
+        else:
+            kept[place - 1] = edit.text if edit.op == "replace" else None
+    result = list(added.get(0, []))
+    for number, line in enumerate(kept, 1):
+        result += [] if line is None else [line]
+        result += added.get(number, [])
+    return "\n".join(result) + ("\n" if text.endswith("\n") and result else "")
+
+
+def _json_in(reply: str) -> Any:
+    """The first JSON object or array in a reply, which models like to wrap in words and fences."""
+    decoder = json.JSONDecoder()
+    for start in re.finditer(r"[{\[]", reply):
+        try:
+            return decoder.raw_decode(reply, start.start())[0]
+        except ValueError:
+            continue
+    raise ReplyError("editor_nonsense", f"the editor's reply holds no JSON: {reply[:200]!r}")
+
+
+# -- playbook --------------------------------------------------------------------------------------------------------
+
+# Playbooks: texts whose lines are items, each with counts of how often it helped and harmed.
+#
+# The critic names helpful and harmful items of the rollouts it reads. The editor is shown the counts, and an item that
+# harmed at least `PRUNE_MARGIN` times more often than it helped is deleted. Items are told apart by their words, so an
+# item that is proposed again keeps its counts and is not added twice (delta updates with deterministic merging: Agentic
+# Context Engineering, arXiv:2510.04618, section 3).
+
+PRUNE_MARGIN: Final = 3
+
+
+@dataclass(slots=True)
+class Playbook:
+    """The counts of the items of all playbooks of a run."""
+
+    names: Sequence[str] = ()
+    """The resources that are playbooks."""
+    counts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Item -> times it helped, times it harmed."""
+
+    def count(self, candidate: Candidate, helpful: Sequence[int], harmful: Sequence[int]) -> None:
+        """Count items by their line numbers in the playbooks of a candidate. Numbers of no item are ignored."""
+        for name in self._own(candidate):
+            lines = candidate.texts[name].splitlines()
+            for place, numbers in enumerate((helpful, harmful)):
+                for number in numbers:
+                    if 1 <= number <= len(lines) and (item := _item(lines[number - 1])):
+                        self.counts.setdefault(item, [0, 0])[place] += 1
+
+    def notes(self, candidate: Candidate) -> dict[str, str]:
+        """What the editor is told of the items of a candidate's playbooks."""
+        return {name: "\n".join(self._counted(candidate.texts[name])) for name in self._own(candidate)}
+
+    def pruned(self, candidate: Candidate) -> Candidate:
+        """The candidate without items that harm more than they help."""
+        texts = {name: self._pruned(candidate.texts[name]) for name in self._own(candidate)}
+        return candidate.changed(**texts) if texts else candidate
+
+    def _own(self, candidate: Candidate) -> list[str]:
+        return [name for name in self.names if name in candidate.texts]
+
+    def _counted(self, text: str) -> Iterator[str]:
+        for number, line in enumerate(text.splitlines(), 1):
+            helped, harmed = self.counts.get(_item(line), (0, 0))
+            if helped or harmed:
+                yield f"Item [{number}] helped {helped} and harmed {harmed} times."
+
+    def _pruned(self, text: str) -> str:
+        kept = [line for line in text.splitlines() if not self._harms(line)]
+        return "\n".join(kept) + ("\n" if text.endswith("\n") and kept else "")
+
+    def _harms(self, line: str) -> bool:
+        helped, harmed = self.counts.get(_item(line), (0, 0))
+        return harmed - helped >= PRUNE_MARGIN
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = {item: list(counts) for item, counts in state.get("counts", {}).items()}
+
+
+def _item(line: str) -> str:
+    """The words of an item, without its bullet."""
+    return " ".join(line.lstrip("-*# \t").split()).casefold()

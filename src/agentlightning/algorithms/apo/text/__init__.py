@@ -1,1 +1,0 @@
-"""Texts under optimisation: candidates, placeholders, edits, playbooks."""

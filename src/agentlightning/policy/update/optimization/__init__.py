@@ -1,1 +1,0 @@
-"""How weights move: AdamW and Muon with their schedule, and a moving average of the weights."""

@@ -1,0 +1,512 @@
+"""The dry run: everything short of training, with a few real rollouts, and what they say of the setup."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from agentlightning import span as names
+from agentlightning.algorithms.base import Algorithm
+from agentlightning.assemble.agent_steps import steps
+from agentlightning.assemble.model_calls import calls, has_failed, is_call, model_of, untrainable_calls
+from agentlightning.chat.base import ChatFormat
+from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.rejection import Rejection
+from agentlightning.errors import AgentError, AgentLightningError, ConfigError
+from agentlightning.rollouts import Attempt
+from agentlightning.runner import Runner
+from agentlightning.span import Span
+from agentlightning.task import load_dataset
+from agentlightning.training.agent_runner import run_beside
+from agentlightning.training.evaluate_tasks import without_reward
+from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.persistence.run_dir import RunDir
+from agentlightning.training.persistence.tasks import Tasks, read_tasks
+from agentlightning.training.run import TrainingRun
+from agentlightning.training.sources.collector import RolloutPlan, describe_failure
+from agentlightning.training.sources.group_rewards import transcript_of
+from agentlightning.training.starting_policy import TINY, has_random_weights
+from agentlightning.training.tracking.tracking import check_installed
+from agentlightning.trajectory import Trajectory
+
+# -- observation -----------------------------------------------------------------------------------------------------
+
+# What a dry run has seen of one rollout: its calls, their tokens, its tools, its reward.
+
+TOOL_ERROR: Final = re.compile(r"^\W*(error|exception|traceback|an error occurred)\b", re.IGNORECASE)
+"""How frameworks begin the result of a tool that raised; the model is given it in place of a result."""
+MOST_TEXT: Final = 300
+"""Characters of an error that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunRollout:
+    """One rollout of a dry run."""
+
+    rollout_id: str
+    task: Any
+    status: str
+    """That of its attempt: succeeded, failed, timeout ..."""
+    seconds: float
+    output: Any = None
+    """What the agent returned."""
+    reward: float | None = None
+    """None: it has failed, or has no usable reward."""
+    failure: str | None = None
+    """The traceback of the agent; None where it ended well."""
+    rejection: str | None = None
+    """Why nothing can be learned from it although it ended well."""
+    reason: str | None = None
+    """The short name of that."""
+    policy_calls: int = 0
+    """Calls that the policy answered."""
+    other_models: tuple[str, ...] = ()
+    """Models of others that answered calls."""
+    failed_calls: tuple[str, ...] = ()
+    """Errors of the calls that were not answered."""
+    without_tokens: int = 0
+    """Calls whose tokens are not known."""
+    sampled_tokens: int = 0
+    truncated: int = 0
+    """Answers that were cut off at their token limit."""
+    tool_errors: tuple[str, ...] = ()
+    """`NAME: error` of each tool that raised."""
+    transcript: tuple[Mapping[str, Any], ...] = ()
+    """The messages of its last call, and the answer."""
+
+
+def observe_calls(spans: Sequence[Span], model: str | None) -> dict[str, Any]:
+    """The fields of an observed rollout that its spans tell. `model`: the name of the policy; None: any counts."""
+    answered = calls(spans)
+    own = [span for span in answered if model is None or model_of(span) in (None, model)]
+    return {
+        "policy_calls": len(own),
+        "other_models": tuple(sorted({model_of(span) or "?" for span in answered if span not in own})),
+        "failed_calls": tuple(_error(span) for span in spans if is_call(span) and has_failed(span)),
+        "without_tokens": len(untrainable_calls(own)),
+        "sampled_tokens": sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
+        "truncated": sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
+        "tool_errors": _tool_errors(spans),
+        "transcript": transcript_of(spans),
+    }
+
+
+def _error(span: Span) -> str:
+    text = span.status_message or span.attributes.get(names.EXCEPTION_MESSAGE) or span.attributes.get(names.ERROR_TYPE)
+    return str(text or "error")[:MOST_TEXT]
+
+
+def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
+    """Of recorded tool calls; and of the results that the model was given, which say it in words."""
+    recorded = [f"{step.name}: {step.error}"[:MOST_TEXT] for step in steps(spans) if step.kind == "tool" and step.error]
+    if recorded:
+        return tuple(recorded)
+    named = {
+        str(part.get("id")): str(part.get("name"))
+        for message in transcript_of(spans)
+        for part in _parts(message)
+        if part.get("type") == "tool_call"
+    }
+    return tuple(
+        f"{named.get(str(part.get('id')), 'tool')}: {text.strip()}"[:MOST_TEXT]
+        for message in transcript_of(spans)
+        for part in _parts(message)
+        if part.get("type") == "tool_call_response" and TOOL_ERROR.match(text := _result(part))
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [part for part in message.get("parts") or () if isinstance(part, Mapping)]
+
+
+def _result(part: Mapping[str, Any]) -> str:
+    return str(part.get("response", part.get("result", part.get("content", ""))))
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+# What a dry run makes of the rollouts it saw: a sentence for each thing that training needs, and what to look for.
+
+Outcome = Literal["ok", "warning", "failed"]
+
+FEW_HELD_OUT: Final = 40
+"""Fewer held-out tasks give an interval that shows large gains only."""
+IGNORED_ADDRESS: Final = (
+    "it ignores the address of the rollout. Look for base_url= or api_base= with a fixed address in its code or"
+    " configuration, for a .env file that overrides OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL, for a"
+    " client that reads none of these (take the parameters base_url and api_key, and give it those), for answers from a"
+    " cache, and for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunCheck:
+    """One thing that training needs."""
+
+    name: str
+    outcome: Outcome
+    """failed: training cannot work like this. warning: it may."""
+    text: str
+    """What was seen."""
+    advice: str | None = None
+    """What to look for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a dry run has seen."""
+
+    checks: tuple[DryRunCheck, ...]
+    rollouts: tuple[DryRunRollout, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether training can begin: nothing failed."""
+        return all(each.outcome != "failed" for each in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "ready": self.is_ready,
+            "checks": [asdict(each) for each in self.checks],
+            "rollouts": [asdict(each) for each in self.rollouts],
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights: bool) -> list[DryRunCheck]:
+    """`trains`: whether the calls of a policy are learned from; `random_weights`: whether it knows nothing yet."""
+    found = [check_rollouts(rollouts)]
+    if trains:
+        found.append(check_calls(rollouts))
+        found += [check_tokens(rollouts, random_weights)] if any(each.policy_calls for each in rollouts) else []
+    else:
+        found.append(check_recorded_calls(rollouts))
+    found += check_prompts(rollouts)
+    found += check_tools(rollouts)
+    return [*found, *check_reward(rollouts, random_weights)]
+
+
+def check_rollouts(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
+    """Whether the agent ended without an error."""
+    failed = [each for each in rollouts if each.failure is not None]
+    slowest = max(each.seconds for each in rollouts)
+    if not failed:
+        return DryRunCheck(
+            "rollouts", "ok", f"{len(rollouts)} of {len(rollouts)} ended well, the slowest in {slowest:.1f} s"
+        )
+    first = failed[0]
+    hung = sum(each.status == "timeout" for each in failed)
+    times = f", {hung} of them because they took longer than runner.timeout_seconds" if hung else ""
+    return DryRunCheck(
+        "rollouts",
+        "failed" if len(failed) * 2 > len(rollouts) else "warning",
+        f"{len(failed)} of {len(rollouts)} failed{times}. The first, {first.rollout_id}:\n{first.failure}",
+        "run the agent on this task by itself: " + _short(first.task),
+    )
+
+
+def check_recorded_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
+    """Whether what the agent asks a model is recorded, where none is trained: a critic reads it."""
+    calls = [each.policy_calls for each in rollouts]
+    if recorded := sum(map(bool, calls)):
+        text = f"{sum(calls)} calls of models were recorded, in {recorded} of {len(calls)} rollouts"
+        return DryRunCheck("calls", "ok", text)
+    return DryRunCheck(
+        "calls",
+        "warning",
+        "no model call was recorded: a critic sees tasks and rewards alone, and no tokens are counted",
+        "if the agent calls a model: set OPENAI_BASE_URL and OPENAI_API_KEY (or [gateway]), which the agent has to read"
+        " from its environment, or report calls with agl.emit_prompt",
+    )
+
+
+def check_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
+    """Whether the agent calls the model that is to learn."""
+    calls = [each.policy_calls for each in rollouts]
+    silent = sum(not each for each in calls)
+    errors = [error for each in rollouts for error in each.failed_calls]
+    others = sorted({model for each in rollouts for model in each.other_models})
+    if silent == len(calls) and others:
+        text = f"no call was answered by the model that is to learn; {', '.join(others)} answered"
+        return DryRunCheck(
+            "calls", "failed", text, "change the routes of [gateway], or the name of the model in the agent"
+        )
+    if silent == len(calls) and errors:
+        return DryRunCheck("calls", "failed", f"all {len(errors)} calls were refused: {errors[0]}", "mend what it says")
+    if silent == len(calls):
+        text = "the agent made no call to the model that is to learn"
+        if all(each.failure for each in rollouts):  # Its error may be why, or what a wrong address leads to.
+            return DryRunCheck(
+                "calls", "failed", f"{text} before it failed", f"see the error above first. Or: {IGNORED_ADDRESS}"
+            )
+        return DryRunCheck("calls", "failed", text, IGNORED_ADDRESS)
+    text = f"{sum(calls)} calls of the model in {len(calls)} rollouts"
+    if errors:
+        return DryRunCheck("calls", "warning", f"{text}, and {len(errors)} that were refused: {errors[0]}")
+    if silent:
+        advice = "nothing is learned from those; see whether the agent skips the call, or catches an error"
+        return DryRunCheck("calls", "warning", f"{text}; {silent} rollouts made none", advice)
+    return DryRunCheck("calls", "ok", text + (f"; also answered: {', '.join(others)}" if others else ""))
+
+
+def check_tokens(rollouts: Sequence[DryRunRollout], random_weights: bool) -> DryRunCheck:
+    """Whether the sampled tokens arrive with their log-probabilities."""
+    calls = sum(each.policy_calls for each in rollouts)
+    unknown = sum(each.without_tokens for each in rollouts)
+    unusable = Counter(each.reason for each in rollouts if each.reason and "reward" not in each.reason)
+    if unknown:
+        advice = "the server that answers must report token ids and log-probabilities (docs/guides/operations/vllm.md)"
+        return DryRunCheck("tokens", "failed", f"the tokens of {unknown} of {calls} calls are not known", advice)
+    if unusable:
+        named = next(str(each.rejection) for each in rollouts if each.reason in unusable)
+        return DryRunCheck("tokens", "failed", f"{unusable.total()} rollouts cannot be learned from: {named}")
+    tokens, truncated = sum(each.sampled_tokens for each in rollouts), sum(each.truncated for each in rollouts)
+    text = f"{tokens} sampled tokens with their log-probabilities, {tokens / max(1, calls):.0f} an answer"
+    if truncated * 2 <= calls or random_weights:
+        return DryRunCheck("tokens", "ok", text)
+    advice = "raise max_tokens in the agent, unless answers are meant to be cut off"
+    return DryRunCheck(
+        "tokens", "warning", f"{text}; {truncated} of {calls} answers were cut off at their limit", advice
+    )
+
+
+def check_prompts(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:
+    """Whether prompts give the answers of their tasks away; nothing where they do not, or tasks have no answer."""
+    pairs = [(each.task, json.dumps(_asked(each), ensure_ascii=False, default=str)) for each in rollouts]
+    share = answers_in_prompts(pairs)
+    if share is None or share < LEAK_SHARE:
+        return []
+    text = f"the answer of the task is in the prompt of {share:.0%} of the tasks: the policy may learn to copy it"
+    advice = "do not give the agent the field of the task that the reward compares with"
+    return [DryRunCheck("prompts", "warning", text, advice)]
+
+
+def _asked(rollout: DryRunRollout) -> list[Any]:
+    """The messages before the first answer."""
+    roles = [message.get("role") for message in rollout.transcript]
+    return list(rollout.transcript[: roles.index("assistant") if "assistant" in roles else None])
+
+
+def check_tools(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:
+    """Tools that raised; nothing where none did."""
+    errors = [error for each in rollouts for error in each.tool_errors]
+    if not errors:
+        return []
+    names = Counter(error.partition(":")[0] for error in errors)
+    named = ", ".join(f"{name} {count} times" for name, count in names.most_common())
+    advice = "where the model's arguments are at fault, it can learn; where the tool is (a key, a file), mend it first"
+    return [DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)]
+
+
+def check_reward(rollouts: Sequence[DryRunRollout], random_weights: bool) -> list[DryRunCheck]:
+    """Whether rollouts have rewards, and these differ; nothing where none ended well."""
+    ended = [each for each in rollouts if each.failure is None]
+    rewards = [each.reward for each in ended if each.reward is not None]
+    missing = [each for each in ended if each.reward is None]
+    if not ended:
+        return []
+    if missing:
+        why = missing[0].rejection or "the agent returned no number, and no reward function is set"
+        text = f"{len(missing)} of {len(ended)} rollouts have none: {why}"
+        advice = "return a number from the agent, set a reward function (--reward), or call agl.emit_reward"
+        return [DryRunCheck("reward", "warning" if len(missing) * 2 < len(ended) else "failed", text, advice)]
+    low, high = min(rewards), max(rewards)
+    if low < high:
+        mean = sum(rewards) / len(rewards)
+        return [DryRunCheck("reward", "ok", f"{mean:.3f} on average, from {low:g} to {high:g}")]
+    shown = f"The first output was {_short(ended[0].output)} for the task {_short(ended[0].task)}"
+    return [
+        DryRunCheck(
+            "reward",
+            "warning",
+            f"all {len(rewards)} rewards are {low:g}: rollouts that do not differ teach nothing. {shown}",
+            "the model has random weights here, and its answers are noise: see what the reward gives a right answer"
+            if random_weights
+            else "see whether the reward reads the answer in the form that the agent gives it, and what it gives a"
+            " right and a wrong one; else take tasks that the model solves sometimes",
+        )
+    ]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+# -- rehearsal -------------------------------------------------------------------------------------------------------
+
+# Runs the rollouts of a dry run: a few tasks, each several times, as a step of training would; nothing is learned.
+
+Datasets: TypeAlias = tuple[Sequence[Any] | None, Sequence[Any] | None, Sequence[Any] | None]
+"""Tasks to learn from, for validation, held out; None: those of the settings."""
+
+TASKS: Final = 4
+REPEATS: Final = 2
+"""Rollouts of each task: whether rewards differ shows in several."""
+
+
+def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig:
+    """Those of a dry run: no warm start, no second attempts, and failures are counted only; the starting weights of a
+    run that is `resumed`. Raises ConfigError where runners elsewhere have the agent, or a tracker is not installed."""
+    if not config.runner.hosts:
+        raise ConfigError("a dry run runs the agent here, and runner.hosts=0 leaves it to runners elsewhere")
+    runner = config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0})
+    check_installed(config.tracking)
+    tracking = TrackingConfig(transcripts=0)
+    changes: dict[str, Any] = {"warm_start": WarmStartConfig(), "runner": runner, "tracking": tracking}
+    changes["run"] = config.run.model_copy(update={"gateways": ()})  # Its store is its own.
+    if resumed is not None and (resumed / "start").exists():
+        changes["policy"] = config.policy.model_copy(update={"model": str(resumed / "start")})
+    return config.model_copy(update=changes)
+
+
+def tasks_of_run(run_dir: Path) -> Datasets:
+    """Those that a run was started with."""
+    opened = RunDir.open(run_dir)
+    try:
+        found = read_tasks(opened)
+    finally:
+        opened.close()
+    return found.train, found.validation, found.held_out
+
+
+@contextmanager
+def directory() -> Generator[Path]:
+    """Where the run of a dry run is, until it ends."""
+    with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
+        yield Path(folder) / "run"
+
+
+async def dry_run(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    tasks: Tasks,
+    wired: Callable[[], AbstractAsyncContextManager[tuple[Runner | None, TrainingRun]]],
+) -> DryRun:
+    """Check tasks, agent, reward and model, then a few rollouts. `config`: the settings of the run that is to follow.
+    Raises ConfigError for settings that cannot work."""
+    started, checks = time.monotonic(), [check_tasks(config, tasks)]
+    try:
+        async with wired() as (runner, run):
+            checks += [check_imports(config), *([check_model(config)] if algorithm.learns_weights else [])]
+            checks += check_tool_format(run.chat) if algorithm.learns_weights else []
+            rollouts = await run_beside(runner, rehearse(run, algorithm))
+    except ConfigError:
+        raise
+    except AgentLightningError as error:
+        name = "agent" if isinstance(error, AgentError) else "model"
+        checks.append(DryRunCheck(name, "failed", f"{type(error).__name__}: {error}"))
+        return DryRun(tuple(checks), seconds=time.monotonic() - started)
+    random = config.policy.model == TINY
+    checks += checks_of(rollouts, trains=algorithm.learns_weights, random_weights=random)
+    return DryRun(tuple(checks), rollouts, time.monotonic() - started)
+
+
+def check_imports(config: TrainConfig) -> DryRunCheck:
+    """Those that succeeded."""
+    reward = "the number that it returns" if config.reward is None else config.reward
+    return DryRunCheck("agent", "ok", f"{config.agent or 'the given object'} is loaded; its reward: {reward}")
+
+
+def check_tool_format(chat: ChatFormat) -> list[DryRunCheck]:
+    """Where tools stand, if it is not where the chat template has them."""
+    if not chat.tools_in_messages:
+        return []
+    text = (
+        "the chat template has no place for tools: those that the agent offers stand in its messages, in Hermes' format"
+    )
+    return [DryRunCheck("tool format", "ok", text)]
+
+
+def check_model(config: TrainConfig) -> DryRunCheck:
+    """What answered."""
+    if config.policy.model != TINY:
+        return DryRunCheck("model", "ok", f"{config.policy.model} answers")
+    text = "tiny, with random weights"
+    if has_random_weights(config):
+        advice = "it learns next to nothing from rewards alone: give a model, or demonstrations (warm_start.dataset)"
+        return DryRunCheck("model", "warning", text, advice)
+    return DryRunCheck("model", "ok", f"{text}; the demonstrations are learned when training begins")
+
+
+def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:
+    """The numbers of tasks. Raises DatasetError where demonstrations cannot be read."""
+    counts = f"{len(tasks.train)} to learn from, {len(tasks.validation)} for validation, {len(tasks.held_out)} held out"
+    if config.warm_start.dataset is not None:
+        counts += f"; {len(load_dataset(config.warm_start.dataset))} demonstrations"
+    if shared := tasks.shared():
+        return DryRunCheck("tasks", "warning", f"{counts}; {shared[0]}", "give each task to one part")
+    if len(tasks.held_out) < FEW_HELD_OUT:
+        advice = f"with {FEW_HELD_OUT} or more held-out tasks the interval of the gain is narrow enough to show one"
+        return DryRunCheck("tasks", "warning", counts, advice)
+    return DryRunCheck("tasks", "ok", counts)
+
+
+async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunRollout, ...]:
+    """Run the rollouts. None of them stops it."""
+    collector, label = run.account.collector, f"{run.state.run_id}-dry-run"
+    temperature = float(getattr(algorithm.config, "temperature", 1.0)) if hasattr(algorithm, "config") else 1.0
+    resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
+    chosen = enumerate(run.train_tasks[:TASKS])
+    plans = [RolloutPlan(f"{label}-{i}-{j}", task, f"{label}-{i}") for i, task in chosen for j in range(REPEATS)]
+    run.account.progress.phase("rollouts", len(plans))
+    collected = await collector.collect(
+        plans,
+        resources_id=resources_id,
+        check=lambda trajectories: without_reward(trajectories, algorithm.reward_weights),
+        max_failed_share=1.0,
+        max_rejected_share=1.0,
+        on_progress=run.account.progress.update,
+    )
+    ids = [plan.rollout_id for plan in plans]
+    attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
+    spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
+    rejected = {each.rollout_id: each for each in collected.rejected}
+    scored = {each.rollout_id: each for each in collected.trajectories}
+    model = collector.reader.model
+    return tuple(
+        DryRunRollout(
+            plan.rollout_id,
+            plan.task,
+            **_attempt_fields(attempts.get(plan.rollout_id)),
+            **_reward_fields(plan.rollout_id, scored, rejected, algorithm.reward_weights),
+            **observe_calls(spans.get(plan.rollout_id, []), model),
+        )
+        for plan in plans
+    )
+
+
+def _attempt_fields(attempt: Attempt | None) -> dict[str, Any]:
+    if attempt is None:
+        return {"status": "failed", "seconds": 0.0, "failure": describe_failure(None)}
+    ended = attempt.end_time if attempt.end_time is not None else attempt.start_time
+    return {
+        "status": attempt.status,
+        "seconds": ended - attempt.start_time,
+        "output": attempt.metadata.get("output"),
+        "failure": None if attempt.status == "succeeded" else describe_failure(attempt),
+    }
+
+
+def _reward_fields(
+    rollout_id: str,
+    scored: Mapping[str, Trajectory],
+    rejected: Mapping[str, Rejection],
+    weights: Mapping[str, float] | None,
+) -> dict[str, Any]:
+    if rollout_id in scored:
+        return {"reward": team_score(scored[rollout_id], weights)}
+    if rollout_id in rejected:
+        return {"rejection": rejected[rollout_id].message, "reason": rejected[rollout_id].reason}
+    return {}
