@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -45,7 +45,6 @@ from agentlightning.credit import (
     AgentRewards,
     Aggregate,
     Assignment,
-    ConstantNormalizer,
     Normalization,
     canonical_credit,
     group_trajectories,
@@ -59,8 +58,8 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
-from agentlightning.policy.losses import ADVANTAGES, Loss, LossSetting, PPOLoss, TokenLoss, token_losses
-from agentlightning.policy.mismatch import Mismatch, MismatchSetting, check_combination
+from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
+from agentlightning.policy.mismatch import Mismatch, check_combination
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.proximal import Proximal, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
@@ -264,43 +263,6 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
     return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
 
 
-class LightningRLSettings(TypedDict, total=False):
-    """The fields of `LightningRLConfig` as arguments, for editors and type checkers; a section may be a table."""
-
-    preset: str | None
-    steps: int
-    tasks_per_step: int
-    group_size: int
-    temperature: float
-    top_p: float
-    top_k: int
-    credit: str | Mapping[str, Any]
-    credit_assignment: str | Mapping[str, Any]
-    normalization: str | Mapping[str, Any] | Normalization
-    agent_rewards: AgentRewards
-    aggregate: Literal["rollout", "token"] | ConstantNormalizer | Mapping[str, Any]
-    loss: LossSetting
-    mismatch: MismatchSetting | None
-    proximal: Proximal | None
-    reference: str | None
-    teacher: str | None
-    feedback: Feedback | Mapping[str, Any] | None
-    kl_in_reward: float
-    overlong: OverlongPenalty | Mapping[str, Any] | None
-    truncated_reward: float | None
-    mask_truncated: bool
-    dynamic_sampling: int
-    equal_groups: EqualGroups | None
-    replay: Replay | Mapping[str, Any] | None
-    keep_groups: float
-    minibatches: int
-    reward_weights: Mapping[str, float] | None
-    timeout_reward: float | None
-    target_agent: str | None
-    agents: Mapping[str, AgentSetting | Mapping[str, Any]]
-    optimizer: OptimizerConfig | Mapping[str, Any]
-
-
 @register
 class LightningRL(Algorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
@@ -316,9 +278,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
 
     __signature__ = SettingsSignature(LightningRLConfig)
 
-    def __init__(
-        self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Unpack[LightningRLSettings]
-    ) -> None:
+    def __init__(self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Any) -> None:
         self.store = store
         self.config = settings_from(
             LightningRLConfig, one_credit_setting(settings), base=config, source="from the arguments of LightningRL"

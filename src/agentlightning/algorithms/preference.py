@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -32,7 +32,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import refuse_not_finite
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
-from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, LossSetting, PreferenceLoss
+from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
@@ -94,25 +94,6 @@ class DPOConfig(BaseModel):
         return target
 
 
-class DPOSettings(TypedDict, total=False):
-    """The fields of `DPOConfig` as arguments, for editors and type checkers; a section may be a table."""
-
-    steps: int
-    tasks_per_step: int
-    group_size: int
-    temperature: float
-    loss: LossSetting
-    pairs: PairsOf
-    pairs_per_task: int
-    min_difference: float
-    success_threshold: float
-    reference: str | None
-    target_agent: str | None
-    reward_weights: Mapping[str, float] | None
-    seed: int
-    optimizer: OptimizerConfig | Mapping[str, Any]
-
-
 class DPO(Algorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
@@ -129,7 +110,7 @@ class DPO(Algorithm[DPOConfig]):
 
     __signature__ = SettingsSignature(DPOConfig)
 
-    def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Unpack[DPOSettings]) -> None:
+    def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Any) -> None:
         self.config = settings_from(DPOConfig, settings, base=config, source="from the arguments of DPO")
         self.data = data
         if data is not None and self.config.pairs != "sessions":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,7 +34,7 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy
 from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.losses import Loss, LossSetting, NLLLoss
+from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
@@ -80,23 +80,6 @@ class SFTConfig(BaseModel):
     """Steps between measurements of that loss; it is also measured before the first step and after the last one."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How weights are updated, where `model` is a path; a policy brings its own. `total_steps` is filled in."""
-
-
-class SFTSettings(TypedDict, total=False):
-    """The fields of `SFTConfig` as arguments, for editors and type checkers; a section may be a table."""
-
-    steps: int | None
-    epochs: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    token_budget: int
-    loss: LossSetting
-    target_agent: str | None
-    lora: Lora | Mapping[str, Any] | None
-    validation_share: float
-    validate_every: int
-    optimizer: OptimizerConfig | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +157,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         output: str | Path | None = None,
         on_step: OnStep | None = None,
         config: SFTConfig | None = None,
-        **settings: Unpack[SFTSettings],
+        **settings: Any,
     ) -> None:
         check_trainable(model)
         self.config = settings_from(SFTConfig, settings, base=config, source="from the arguments of SFTAlgorithm")

@@ -146,7 +146,7 @@ class RolloutSource(Protocol):
 
 
 class Learner(Protocol):
-    """The weights that an algorithm trains."""
+    """The weights that an algorithm trains, as it reads them; `Training.update` and `Training.save` act on them."""
 
     @property
     def chat(self) -> ChatFormat:
@@ -167,11 +167,6 @@ class Learner(Protocol):
         """The number of updates behind weights of this version: loading a checkpoint raises it and is none."""
         ...
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
-        across the update. `options` are those of the policy's `train`."""
-        ...
-
     async def score(
         self,
         trees: Sequence[TokenTree],
@@ -181,14 +176,6 @@ class Learner(Protocol):
         adapter: str | None = None,
     ) -> Columns:
         """Columns of every sampled token of each tree under the present weights; see `Policy.score`."""
-        ...
-
-    async def save(self, directory: Path) -> None:
-        """Write the present weights to a directory that transformers loads."""
-        ...
-
-    async def rollback(self, directory: Path) -> None:
-        """Return to the weights of a checkpoint, under a new version."""
         ...
 
 
@@ -205,11 +192,6 @@ class Training(Protocol):
     def target_agent(self) -> str | None:
         """The agents to train, as the agent itself declares them (`LitAgent.trained_agents`): a regular expression for
         the whole name. None: every agent."""
-        ...
-
-    @property
-    def rollouts(self) -> RolloutSource:
-        """The source of rollouts."""
         ...
 
     @property
@@ -286,7 +268,9 @@ class Training(Protocol):
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Collected:
-        """`rollouts.next` with a `RolloutRequest` of these fields."""
+        """The next batch of rollouts, as a `RolloutRequest` of these fields asks for it. Raises TrainingStopped where
+        too
+        many rollouts failed or were rejected."""
         ...
 
     async def recall(
@@ -298,7 +282,8 @@ class Training(Protocol):
         ...
 
     async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        """`learner.update`. Raises ConfigError where there is no learner."""
+        """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
+        across the update. `options` are those of the policy's `train`. Raises ConfigError where there is no learner."""
         ...
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
@@ -317,5 +302,6 @@ class Training(Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """`learner.save`. Raises ConfigError where there is no learner."""
+        """Write the present weights to a directory that transformers loads. Raises ConfigError where there is no
+        learner."""
         ...

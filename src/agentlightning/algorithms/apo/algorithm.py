@@ -8,18 +8,15 @@ validation tasks, and its gain measured by the trainer on held-out tasks, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar, Final, Literal, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Final, Literal, Self
 
 from agentlightning.algorithms.apo.budget import Spending, announcement, check_budget
 from agentlightning.algorithms.apo.config import (
     APOConfig,
     BeamSearchConfig,
-    GepaSearchConfig,
     PromptModel,
-    SearchBudget,
-    SearchName,
 )
 from agentlightning.algorithms.apo.models.critic import Writer
 from agentlightning.algorithms.apo.models.language_model import open_model
@@ -42,39 +39,6 @@ GONE: Final = {
     "_poml_trace": "prompts of critic and editor are no POML; leave it out",
 }
 """Arguments of 0.x without a place here, and why."""
-
-
-class APOSettings(TypedDict, total=False):
-    """The fields of `APOConfig` as arguments, for editors and type checkers; a section may be a table. Those of
-    `BeamSearchConfig` may be given directly, as in Agent Lightning 0.x."""
-
-    search: SearchName
-    resources: Sequence[str]
-    playbooks: Sequence[str]
-    critic: PromptModel | Mapping[str, Any]
-    editor: PromptModel | Mapping[str, Any] | None
-    budget: SearchBudget | Mapping[str, Any]
-    rounds: int
-    patience: int
-    success: float
-    reflection_size: int
-    guards: int
-    pool: int
-    finalists: int
-    alpha: float
-    max_edits: int
-    max_edit_chars: int
-    max_transcript_chars: int
-    beam: BeamSearchConfig | Mapping[str, Any]
-    gepa: GepaSearchConfig | Mapping[str, Any]
-    reward_weights: Mapping[str, float] | None
-    seed: int
-    beam_width: int
-    branch_factor: int
-    beam_rounds: int
-    gradient_batch_size: int
-    val_batch_size: int
-    run_initial_validation: bool
 
 
 @register
@@ -107,7 +71,7 @@ class APO(Algorithm[APOConfig]):
         gradient_model: str | None = None,
         apply_edit_model: str | None = None,
         diversity_temperature: float | None = None,
-        **settings: Unpack[APOSettings],
+        **settings: Any,
     ) -> None:
         if isinstance(async_openai_client, APOConfig):
             async_openai_client, config = None, async_openai_client
