@@ -13,9 +13,8 @@ from agentlightning.config import RunnerConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.evaluation.comparison import check_failed_as
-from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.evaluation import Evaluation, slice_members
 from agentlightning.evaluation.intervals import check_bounds
-from agentlightning.evaluation.slices import slice_members
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.requirements import require_training
@@ -24,8 +23,8 @@ from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
-from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
 from agentlightning.training.evaluation_cache import EvaluationCache, open_cache
+from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.util.event_loop import run_sync

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentlightning.algorithms.recorded.conversations import to_trajectories
+from agentlightning.algorithms.recorded.sessions import to_trajectories
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations

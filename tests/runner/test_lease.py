@@ -20,9 +20,8 @@ from agentlightning.errors import AgentError, ConfigError, StoreAuthError, Store
 from agentlightning.observability.logs import JsonFormatter
 from agentlightning.rollouts import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.runner import runner
-from agentlightning.runner.heartbeat import Heartbeat
 from agentlightning.runner.hosts.messages import Done
-from agentlightning.runner.runner import Runner
+from agentlightning.runner.runner import Heartbeat, Runner
 from agentlightning.span import EXCEPTION
 from agentlightning.store import LightningStore
 from agentlightning.store.http.client import LightningStoreClient

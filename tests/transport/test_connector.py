@@ -9,8 +9,7 @@ from tests.support.proxy import LocalProxy
 from agentlightning.errors import ConfigError
 from agentlightning.transport import TransportError, open_transport
 from agentlightning.transport.connection import Origin
-from agentlightning.transport.connector import ConnectOptions
-from agentlightning.transport.tls import ssl_context, tls_error
+from agentlightning.transport.connector import ConnectOptions, ssl_context, tls_error
 
 
 async def failure(url, dial=None):

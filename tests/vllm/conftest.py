@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
 from agentlightning.transport import open_transport
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
 from agentlightning.policy.local import LocalPolicy

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError

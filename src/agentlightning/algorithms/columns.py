@@ -18,8 +18,7 @@ from agentlightning.policy.losses import (
     TEACHER_LOGPROBS,
     TokenLoss,
 )
-from agentlightning.policy.mismatch import Mismatch, as_tuple, is_off
-from agentlightning.policy.proximal import Proximal, interpolations
+from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})

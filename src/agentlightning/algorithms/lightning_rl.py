@@ -35,11 +35,18 @@ from agentlightning.algorithms.credit_assignment import (
     trains_values,
 )
 from agentlightning.algorithms.feedback import Feedback, with_feedback
-from agentlightning.algorithms.group_filter import groups_with_spread, most_uncertain
 from agentlightning.algorithms.replay import SIZE, Replay, ReplayBuffer, check_losses
-from agentlightning.algorithms.reward_shaping import OverlongPenalty, with_kl_penalty, with_overlong_penalty
+from agentlightning.algorithms.reward_shaping import (
+    OverlongPenalty,
+    groups_with_spread,
+    most_uncertain,
+    truncated_rollouts,
+    with_kl_penalty,
+    with_overlong_penalty,
+    with_reward,
+    without_weight,
+)
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
 from agentlightning.assemble import OVERRIDDEN_CALLS
 from agentlightning.credit import (
     AgentRewards,
@@ -59,9 +66,8 @@ from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
-from agentlightning.policy.mismatch import Mismatch, check_combination
+from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.proximal import Proximal, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 

@@ -1,29 +1,92 @@
-"""What is added to the reward of a rollout before credit is assigned: a penalty for its length, and one for its
-distance from a reference.
-
-    R'_i = R_i + penalty * L(n_i) - beta * sum_t ( logprob_t - ref_logprob_t )            over the n_i sampled tokens
-
-    L(n) = 0 if n <= max_tokens - buffer;  (max_tokens - buffer - n) / buffer up to max_tokens;  -1 above
-
-L is the soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13); the KL term is that of
-reinforcement learning from human feedback (Ouyang et al. 2022, arXiv:2203.02155, equation 2), estimated at the recorded
-tokens (k1).
-"""
+"""What a step does to its rewards and groups before credit: truncation, penalties, and which groups are learned
+from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.columns import Models, scores
 from agentlightning.algorithms.training import Training
-from agentlightning.assemble import shared_calls, token_tree
+from agentlightning.assemble import TURN_LIMIT_REACHED, shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.policy.losses import REF_LOGPROBS
-from agentlightning.trajectory import FloatArray, TokenTree, Trajectory
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample, Trajectory
+
+# -- truncation ------------------------------------------------------------------------------------------------------
+
+# Rollouts that were cut off, by the token limit of an answer or by the limit on turns, and what is learned from
+# them.
+
+LENGTH = "length"
+"""The finish reason of an answer that reached its limit."""
+
+
+def truncated_rollouts(trajectories: Sequence[Trajectory], target_agent: str | None = None) -> frozenset[str]:
+    """The ids of rollouts in which an answer of an agent to train was cut off, or a further call was refused."""
+    return frozenset(
+        each.rollout_id
+        for each in trajectories
+        if TURN_LIMIT_REACHED in each.metadata
+        or any(call.finish_reason == LENGTH and is_target(call.agent, target_agent) for call in each.transitions)
+    )
+
+
+def with_reward(trajectories: Sequence[Trajectory], rollouts: Collection[str], reward: float) -> list[Trajectory]:
+    """The trajectories, some rollouts with another reward."""
+    return [replace(each, reward=reward) if each.rollout_id in rollouts else each for each in trajectories]
+
+
+def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str]) -> list[TrainingSample]:
+    """The samples with weight 0 for some rollouts. The others weigh what they did."""
+    return [
+        replace(
+            sample,
+            weights=[
+                weights * (node.rollout_id not in rollouts)
+                for node, weights in zip(sample.tree.nodes, sample.weights, strict=True)
+            ],
+            share=sample.share,
+        )
+        for sample in samples
+    ]
+
+
+# -- group filter ----------------------------------------------------------------------------------------------------
+
+# Keeps the groups of a batch whose rewards differ most: those that teach, at the price of fewer rollouts in an update.
+#
+# The uncertainty filter of StarPO-S (Wang et al. 2025, RAGEN, arXiv:2504.20073, section 4.2): groups are ordered by the
+# standard deviation of their rewards, and the first share of them is learned from.
+
+
+def most_uncertain(
+    groups: Sequence[list[Trajectory]], share: float, reward_weights: Mapping[str, float] | None = None
+) -> list[list[Trajectory]]:
+    """That share of the groups, rounded up, in their order. Of equal ones the earlier are kept."""
+    count = math.ceil(share * len(groups))
+    if count >= len(groups):
+        return list(groups)
+    spreads = [_spread(group, reward_weights) for group in groups]
+    kept = sorted(sorted(range(len(groups)), key=lambda index: -spreads[index])[:count])
+    return [groups[index] for index in kept]
+
+
+def _spread(group: Sequence[Trajectory], weights: Mapping[str, float] | None) -> float:
+    """The standard deviation of the rewards; -1 where none is known."""
+    rewards = [reward for each in group if (reward := team_score(each, weights)) is not None]
+    return statistics.pstdev(rewards) if rewards else -1.0
+
+
+def groups_with_spread(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> int:
+    """The number of groups in which rewards differ."""
+    rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
+    return sum(len(each - {None}) > 1 for each in rewards)
 
 
 class OverlongPenalty(BaseModel):

@@ -4,9 +4,7 @@ Pure functions over spans that were already read; they do no I/O and know no sto
 for every rollout and hand groups of them to `agentlightning.credit`, which calls `token_tree`.
 """
 
-from agentlightning.assemble.agent_steps import steps
 from agentlightning.assemble.model_calls import calls, transitions, untrainable_calls, void_calls
-from agentlightning.assemble.rewards import RewardLinks, link_rewards, read_reward, scalar_reward
 from agentlightning.assemble.trajectories import (
     AUTOMATIC_REWARDS,
     OTHER_MODELS,
@@ -20,6 +18,11 @@ from agentlightning.assemble.trajectories import (
     UNTRAINABLE_CALLS,
     VOID_CALLS,
     VOID_REASON,
+    RewardLinks,
+    link_rewards,
+    read_reward,
+    scalar_reward,
+    steps,
     trajectory,
 )
 from agentlightning.assemble.tree import shared_calls, token_tree

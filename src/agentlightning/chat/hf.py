@@ -19,12 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import jinja2
 
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
-from agentlightning.chat.text_encoder import TextEncoder
 from agentlightning.chat.token_escaping import TokenEscaper
 from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
@@ -35,7 +34,83 @@ from agentlightning.chat.tool_calls.template_probe import ARGUMENTS, IDS, KEY, N
 from agentlightning.errors import ConfigError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
-_PROBE: Final = KEY
+# -- text encoder ----------------------------------------------------------------------------------------------------
+
+# Text to tokens with a Hugging Face tokenizer, and a lower bound on the number of tokens.
+#
+# Long texts are encoded without the interpreter lock, so that other threads are not blocked. `min_token_count` detects
+# early that a text is too long: it encodes piece by piece and stops at a limit, so that a prompt of 20 MB costs no more
+# than one that just fits.
+
+T = TypeVar("T")
+
+LONG: Final = 4096
+"""Characters from which a text is encoded without the lock; for shorter texts, releasing it costs more."""
+PIECE: Final = 32 * 1024
+"""Characters encoded at once when tokens are only counted."""
+_SLACK: Final = 16
+"""The most tokens that a cut between two pieces adds."""
+_PROBE: Final = "x \n\t  y\n\n\n z"
+
+
+class TextEncoder:
+    """Wraps a tokenizer of transformers, and the Rust tokenizer inside if there is one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    @property
+    def backend(self) -> Any | None:
+        """The Rust tokenizer. Calling it directly takes half the time for a short text."""
+        return self._backend
+
+    def encode(self, text: str) -> list[int]:
+        """Special tokens are recognised, none is added."""
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def min_token_count(self, text: str, limit: int) -> int:
+        """A lower bound, exact enough to tell whether `text` has more than `limit` tokens, at the cost of encoding no
+        more than that. 0 for a text with too few characters."""
+        if len(text) <= limit:
+            return 0
+        bound = len(text) // self._max_token_length if self._max_token_length else 0
+        if bound > limit:
+            return bound
+        count, position = 0, 0
+        while position < len(text) and count <= limit:
+            end = _piece_end(text, position)
+            count += max(0, len(self.encode(text[position:end])) - _SLACK)
+            position = end
+        return count
+
+    @cached_property
+    def _max_token_length(self) -> int:
+        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
+        number of characters bounds nothing."""
+        if _PROBE not in cast("str", self._tokenizer.decode(self.encode(_PROBE))):
+            return 0
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        return longest if self._backend is not None and self._backend.normalizer is None else 4 * longest
+
+
+def _piece_end(text: str, start: int) -> int:
+    """End of the piece from `start`: between two words, if there are any."""
+    end = start + PIECE
+    if end >= len(text):
+        return len(text)
+    space = text.rfind(" ", start + PIECE // 2, end)
+    return space if space > 0 else end
+
+
+_TEMPLATE_PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -63,7 +138,7 @@ _THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 _PROBE_TOOL: Final = {
     "type": "function",
     "function": {
-        "name": _PROBE,  # Some templates write names and no descriptions.
+        "name": _TEMPLATE_PROBE,  # Some templates write names and no descriptions.
         "description": "x",
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
@@ -252,22 +327,24 @@ class HFChatFormat(ChatFormat):
 
     def _detect_content(self) -> None:
         """What the template takes as content, system messages and thoughts."""
-        asked: Message = {"role": "user", "content": _PROBE}
+        asked: Message = {"role": "user", "content": _TEMPLATE_PROBE}
         answer: Message = {"role": "assistant", "content": "!"}
-        if _PROBE not in self._try([asked]):
+        if _TEMPLATE_PROBE not in self._try([asked]):
             self._wants_parts = True
-            self._wants_parts = _PROBE in self._try([asked])
-        self._takes_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, _QUESTION])
+            self._wants_parts = _TEMPLATE_PROBE in self._try([asked])
+        self._takes_system = _TEMPLATE_PROBE in self._try([{"role": "system", "content": _TEMPLATE_PROBE}, _QUESTION])
         for key in _THOUGHT_KEYS:
-            if self._thought_key is None and _PROBE in self._try([_QUESTION, {**answer, key: _PROBE}]):
+            if self._thought_key is None and _TEMPLATE_PROBE in self._try(
+                [_QUESTION, {**answer, key: _TEMPLATE_PROBE}]
+            ):
                 self._thought_key = key
         self.takes_thoughts = self._thought_key is not None
 
     @cached_property
     def _wants_objects(self) -> bool:
         """Whether the template takes tool-call arguments as an object (most do) or as JSON text."""
-        text = self._render_probe({_PROBE: 1})
-        return _PROBE in text and f"'{_PROBE}'" not in text
+        text = self._render_probe({_TEMPLATE_PROBE: 1})
+        return _TEMPLATE_PROBE in text and f"'{_TEMPLATE_PROBE}'" not in text
 
     def _render_probe(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
         """What the template writes for a turn with one call per id; "" if it refuses."""
@@ -281,10 +358,10 @@ class HFChatFormat(ChatFormat):
         option = self.option
         arguments: Any = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._render_probe(arguments)
-        lists = _PROBE in self._try([_QUESTION], [_PROBE_TOOL])
-        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _PROBE * 2}
-        results = _PROBE * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
-        writes = _PROBE in text
+        lists = _TEMPLATE_PROBE in self._try([_QUESTION], [_PROBE_TOOL])
+        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _TEMPLATE_PROBE * 2}
+        results = _TEMPLATE_PROBE * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
+        writes = _TEMPLATE_PROBE in text
         declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
         if option in (None, BY_TEMPLATE):
             parsing = (format for format in FORMATS.values() if self._parses(format, text))
@@ -297,7 +374,7 @@ class HFChatFormat(ChatFormat):
             self.tools_in_messages, self._unread, self.tool_calls = True, None, HERMES
             arguments = json.dumps(ARGUMENTS)
             text = self._render_probe(arguments)
-        if _PROBE in text:
+        if _TEMPLATE_PROBE in text:
             two = self._render_probe(arguments, _SHORT_IDS)
             long = self._render_probe(arguments, _LONG_IDS) != ""
             found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
@@ -315,7 +392,7 @@ class HFChatFormat(ChatFormat):
     def _parses(self, format: CallFormat, text: str) -> bool:
         # A template that rewrites the history writes other turns here too.
         turns = re.split("|".join(map(re.escape, self._turn_ends())), text)
-        calls = parse_answer(format, next((turn for turn in turns if _PROBE in turn), "")).tool_calls
+        calls = parse_answer(format, next((turn for turn in turns if _TEMPLATE_PROBE in turn), "")).tool_calls
         return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
 
     def _turn_ends(self) -> list[str]:
@@ -324,8 +401,8 @@ class HFChatFormat(ChatFormat):
 
     def _turn_markers(self) -> frozenset[str]:
         """Markers that the template writes around turns, and the texts that end a turn."""
-        question: Message = {"role": "user", "content": _PROBE}
-        answer: Message = {"role": "assistant", "content": _PROBE}
+        question: Message = {"role": "user", "content": _TEMPLATE_PROBE}
+        answer: Message = {"role": "assistant", "content": _TEMPLATE_PROBE}
         text = self._try([question, answer, question], generate=True)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
@@ -351,8 +428,8 @@ class HFChatFormat(ChatFormat):
 
     def _template_eos(self) -> list[int]:
         """The special token that the template writes right after an assistant's answer."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-        _, found, after = self.render(turn, add_generation_prompt=False).partition(_PROBE)
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEMPLATE_PROBE}]
+        _, found, after = self.render(turn, add_generation_prompt=False).partition(_TEMPLATE_PROBE)
         tokens = self.encode(after.lstrip()) if found else []
         return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
 

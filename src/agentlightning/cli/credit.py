@@ -68,8 +68,7 @@ async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Tr
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.errors import ConfigError, DatasetError
-    from agentlightning.training.sources.reader import TrajectoryReader
-    from agentlightning.training.sources.recorded import RecordedQuery, find_groups
+    from agentlightning.training.sources.reader import RecordedQuery, TrajectoryReader, find_groups
 
     modes: Any = None if mode is None else [mode]
     if mode not in (None, "train", "val", "test"):

@@ -36,16 +36,14 @@ from agentlightning.training.agent_runner import rollout_config, routes_models
 from agentlightning.training.curriculum import task_order
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
-from agentlightning.training.governance.reward_watch import RewardWatch
-from agentlightning.training.governance.second_reward import SecondReward
+from agentlightning.training.governance.reward_watch import RewardWatch, SecondReward
 from agentlightning.training.health.recovery import Recovery
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
-from agentlightning.training.persistence.checkpoints import Checkpoints, read_resources
+from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.persistence.tasks import Tasks
-from agentlightning.training.publisher import ResourcePublisher
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.group_rewards import GroupRewardSource

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
-from agentlightning.assemble.agent_steps import steps
 from agentlightning.assemble.model_calls import calls, has_failed, is_call, model_of, untrainable_calls
+from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
 from agentlightning.credit.agent_rewards import team_score
@@ -27,8 +27,8 @@ from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
-from agentlightning.training.evaluate_tasks import without_reward
 from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
+from agentlightning.training.measurements import without_reward
 from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.persistence.tasks import Tasks, read_tasks
 from agentlightning.training.run import TrainingRun

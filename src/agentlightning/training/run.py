@@ -20,10 +20,9 @@ from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, ResumeError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.resources import NamedResources, PromptTemplate, named_resources
-from agentlightning.training.evaluate_tasks import TEMPERATURES
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import Decision, PromotionGate
 from agentlightning.training.governance.reward_watch import RewardWatch
@@ -31,20 +30,59 @@ from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.recovery import Reaction, Recovery
 from agentlightning.training.health.signs import Sign, signs_of
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.learner import PolicyLearner
-from agentlightning.training.measurements import Measurements
+from agentlightning.training.learner import PolicyLearner, age
+from agentlightning.training.measurements import TEMPERATURES, Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir, RunState, StageRecord
 from agentlightning.training.persistence.token_ratios import record_ratios
 from agentlightning.training.report.reward_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
-from agentlightning.training.sources.versions import age
-from agentlightning.training.stages import check_order, record_of, updated_before
 from agentlightning.training.tracking.samples import validation_transcripts
 from agentlightning.training.tracking.tracking import Tracking
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+# The stages of a run of several algorithms, as its state records them.
+
+
+def record_of(stage: Stage, state: RunState) -> StageRecord:
+    """The record of a stage that begins now."""
+    return {
+        "name": stage.name,
+        "first_step": state.step,
+        "rollouts": state.rollouts,
+        "learns_weights": stage.learns_weights,
+        "settings": stage.settings,
+    }
+
+
+def check_order(stage: Stage, records: Sequence[StageRecord], warn: Callable[[str, str], None]) -> None:
+    """Raises ResumeError where the run had another algorithm at the place of a stage. Warns of changed settings of one
+    that is over."""
+    if stage.number > len(records):
+        return
+    record = records[stage.place]
+    if record["name"] != stage.name:
+        raise ResumeError(
+            f"stage {stage.number} of the run was {record['name']}, not {stage.name}; resume it with the stages it had"
+        )
+    if stage.number < len(records) and record["settings"] != stage.settings:
+        warn(
+            f"stage_{stage.number}_changed",
+            f"the settings of stage {stage.number} ({stage.name}) were changed after it had ended, which changes"
+            " nothing; start a new run for them",
+        )
+
+
+def updated_before(state: RunState) -> bool:
+    """Whether the weights may have been updated: a step was done by something that learns them."""
+    if not state.stages:
+        return state.step > 0
+    learning = next((each for each in state.stages if each["learns_weights"]), None)
+    return learning is not None and state.step > learning["first_step"]
 
 
 @dataclass(slots=True)

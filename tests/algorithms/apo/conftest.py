@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithms.apo.budget import Spending
-from agentlightning.algorithms.apo.config import APOConfig, PromptModel
-from agentlightning.algorithms.apo.models.critic import Writer
-from agentlightning.algorithms.apo.models.language_model import Completion
+from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
+from agentlightning.algorithms.apo.models import Completion, Writer
 from agentlightning.algorithms.apo.search import SearchContext
 from agentlightning.algorithms.apo.text import Candidate
 from agentlightning.algorithms.apo.trials import Outcome, Trial

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning.algorithms.apo.budget import Spending, announcement, check_budget, detectable_gain
-from agentlightning.algorithms.apo.config import PromptModel, SearchBudget
+from agentlightning.algorithms.apo.config import (
+    PromptModel,
+    SearchBudget,
+    Spending,
+    announcement,
+    check_budget,
+    detectable_gain,
+)
 from agentlightning.errors import ConfigError
 
 

@@ -9,11 +9,15 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from agentlightning.algorithms.apo.budget import Spending
-from agentlightning.algorithms.apo.config import PromptModel, SearchBudget
-from agentlightning.algorithms.apo.models import language_model
-from agentlightning.algorithms.apo.models.critic import MAX_CRITIQUE_CHARS, MAX_SKIPS, Writer
-from agentlightning.algorithms.apo.models.language_model import ModelError, open_model
+from agentlightning.algorithms.apo import models
+from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
+from agentlightning.algorithms.apo.models import (
+    MAX_CRITIQUE_CHARS,
+    MAX_SKIPS,
+    ModelError,
+    Writer,
+    open_model,
+)
 from agentlightning.algorithms.apo.text import Candidate, Playbook
 from agentlightning.algorithms.apo.trials import Outcome
 from agentlightning.errors import ConfigError, TrainingStopped
@@ -119,7 +123,7 @@ def chat(text: str, finish: str = "stop") -> dict[str, object]:
 
 
 async def ask(script, monkeypatch, **settings):
-    monkeypatch.setattr(language_model, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(models, "BACKOFF_SECONDS", 0.0)
     async with ScriptedProvider(script) as provider, AsyncExitStack() as stack:
         given = PromptModel(model="m", base_url=f"{provider.url}/v1", **settings)
         opened = await open_model(given, None, stack, "critic")

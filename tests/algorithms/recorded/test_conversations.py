@@ -7,8 +7,8 @@ import pytest
 from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 from tests.support.tokenizer import CHATML, tiny_tokenizer
 
-from agentlightning.algorithms.recorded.conversations import to_trajectories
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.recorded.sessions import to_trajectories
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import DatasetError

@@ -1,6 +1,6 @@
 """How long a server that failed is left alone."""
 
-from agentlightning.gateway.upstream.health import MAX_FAILURES, ServerHealth
+from agentlightning.gateway.upstream.servers import MAX_FAILURES, ServerHealth
 
 
 class Clock:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.health import MAX_FAILURES, ServerHealth
 from agentlightning.gateway.upstream.rate_limit import RateLimiter, TokenBucket
+from agentlightning.gateway.upstream.servers import MAX_FAILURES, ServerHealth
 
 
 class Clock:

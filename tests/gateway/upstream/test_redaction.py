@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.redaction import Redactor, redact_text
+from agentlightning.gateway.upstream.servers import Redactor, redact_text
 from agentlightning.testing.provider import (
     Reply,
     chat_answer,

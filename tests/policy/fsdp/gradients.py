@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agentlightning.credit import training_samples
-from agentlightning.policy.fsdp.collectives import Ranks
-from agentlightning.policy.fsdp.updater import UpdaterFactory
+from agentlightning.policy.fsdp.learner import UpdaterFactory
+from agentlightning.policy.fsdp.sharding import Ranks
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses

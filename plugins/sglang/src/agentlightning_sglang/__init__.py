@@ -22,8 +22,7 @@ from agentlightning.engine.servers.base import (
     TokenChunk,
     caller_error,
 )
-from agentlightning.engine.servers.clients.http import JsonClient
-from agentlightning.engine.servers.clients.prometheus import largest_metric
+from agentlightning.engine.servers.clients.http import JsonClient, largest_metric
 from agentlightning.errors import ConfigError
 from agentlightning.transport import Transport
 

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final, Literal, Self
 
-from agentlightning.algorithms.apo.budget import Spending, announcement, check_budget
 from agentlightning.algorithms.apo.config import (
     APOConfig,
     BeamSearchConfig,
     PromptModel,
+    Spending,
+    announcement,
+    check_budget,
 )
-from agentlightning.algorithms.apo.models.critic import Writer
-from agentlightning.algorithms.apo.models.language_model import open_model
+from agentlightning.algorithms.apo.models import Writer, open_model
 from agentlightning.algorithms.apo.search import BeamSearch, GepaSearch, ReflectiveSearch, Search, SearchContext
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.apo.trials import RunEvaluator, templates

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeVar
 
-from agentlightning.algorithms.apo.budget import Spending
-from agentlightning.algorithms.apo.config import APOConfig
-from agentlightning.algorithms.apo.models.critic import Writer
+from agentlightning.algorithms.apo.config import APOConfig, Spending
+from agentlightning.algorithms.apo.models import Writer
 from agentlightning.algorithms.apo.text import (
     Candidate,
     Playbook,

@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from agentlightning.algorithms.recorded.conversations import load_conversations, to_trajectories
-from agentlightning.algorithms.recorded.sessions import RecordedCall, Session, Tokenizer, missing_rewards, read_sessions
+from agentlightning.algorithms.recorded.sessions import (
+    RecordedCall,
+    Session,
+    Tokenizer,
+    load_conversations,
+    missing_rewards,
+    read_sessions,
+    to_trajectories,
+)
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from agentlightning.algorithms.recorded.conversations import AnswerRenderer, too_long
-from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS
+from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, AnswerRenderer, too_long
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target

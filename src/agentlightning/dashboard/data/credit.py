@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithms.agents import AgentRoles
-from agentlightning.algorithms.group_filter import most_uncertain
 from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of
-from agentlightning.algorithms.reward_shaping import with_overlong_penalty
-from agentlightning.algorithms.truncation import truncated_rollouts, with_reward, without_weight
+from agentlightning.algorithms.reward_shaping import (
+    most_uncertain,
+    truncated_rollouts,
+    with_overlong_penalty,
+    with_reward,
+    without_weight,
+)
 from agentlightning.credit import Assignment, group_trajectories, training_samples
 from agentlightning.errors import AgentLightningError
 from agentlightning.trajectory import TrainingSample, Trajectory

@@ -26,8 +26,7 @@ from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.joining import AdapterRoutes, AnnounceRequest, JoinRequest, ServedAdapter
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.engine.servers.replica import Replica
-from agentlightning.engine.servers.weights import FollowedWeights, PoolWeights
+from agentlightning.engine.servers.replica import FollowedWeights, PoolWeights, Replica
 from agentlightning.errors import AgentLightningError, ConfigError
 
 # -- followed adapters -----------------------------------------------------------------------------------------------

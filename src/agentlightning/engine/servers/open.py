@@ -14,12 +14,10 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.base import ModelServer
-from agentlightning.engine.servers.clients.vllm import VllmServer
-from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.engine.servers.replica import Replica, WeightChannel
-from agentlightning.engine.servers.weights import PoolWeights
+from agentlightning.engine.servers.replica import PoolWeights, Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.transport import Transport, open_transport
 from agentlightning.util.plugins import load_plugin

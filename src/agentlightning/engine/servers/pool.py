@@ -20,9 +20,15 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.engine.servers.base import Completion, ModelServerError, ServedModelInfo, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
-from agentlightning.engine.servers.replica import DiskWeights, LabeledWeights, Replica, ServerProcess, WeightSource
+from agentlightning.engine.servers.replica import (
+    DiskWeights,
+    LabeledWeights,
+    PoolWeights,
+    Replica,
+    ServerProcess,
+    WeightSource,
+)
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
-from agentlightning.engine.servers.weights import PoolWeights
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
 from agentlightning.util.rendezvous_hash import weight

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 from msgspec import structs
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
-from agentlightning.errors import StoreError
-from agentlightning.gateway.asgi import ResponseWriter
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
+from agentlightning.gateway.dialects.anthropic.reply import count_reply
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.disconnect import cancel_on_disconnect
 from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward, run_to_completion
-from agentlightning.gateway.forwarding.token_count import TokenCounter, estimate_if_unsupported
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
@@ -33,12 +33,125 @@ from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
 from agentlightning.gateway.upstream.request import UpstreamRequest
+from agentlightning.gateway.upstream.servers import ServerPool
+from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
+from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
 
+# -- disconnect ------------------------------------------------------------------------------------------------------
+
+# Cancels the task of a forwarded call when its client disconnects.
+
+
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
+    task, disconnected, exited = asyncio.current_task(), False, False
+    assert task is not None
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not exited:
+            disconnected = True
+            task.cancel()
+
+    watcher = asyncio.create_task(wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        task.uncancel()
+        raise ClientDisconnected from None
+    finally:
+        exited = True
+        watcher.cancel()
+
+
+# -- token count -----------------------------------------------------------------------------------------------------
+
+# Counts the prompt tokens of `/v1/messages/count_tokens` for providers without this endpoint.
+#
+# Claude Code and others decide by this number when to shorten a conversation, and some do not work without it. Servers
+# like vLLM count exactly at `/tokenize`; for others the number is an estimate, which a response header says.
+
 logger = logging.getLogger(__name__)
+
+HEADER: Final = b"x-agentlightning-count"
+"""Response header: `tokenizer` or `estimate`."""
+SKIP_SECONDS: Final = 300.0
+"""Seconds until `/tokenize` of a provider that lacks it is tried again."""
+TIMEOUT_SECONDS: Final = 5.0
+_REQUEST_ERRORS: Final = frozenset({400, 413, 422})
+_UNSUPPORTED: Final = frozenset({404, 405, 501})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """The number of prompt tokens, and how it was determined."""
+
+    tokens: int
+    source: Literal["tokenizer", "estimate"]
+
+    async def send(self, writer: ResponseWriter) -> None:
+        """Send it in Anthropic's format."""
+        writer.extra_headers = [(HEADER, self.source.encode())]
+        await writer.send_json(200, count_reply(self.tokens))
+
+
+class TokenCounter:
+    """Counts tokens for all providers, and caches which of them have no tokenizer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._skipped_until: dict[str, float] = {}
+        """Names of providers without a tokenizer -> when to try again."""
+
+    async def count(self, pool: ServerPool, request: Mapping[str, Any], size: int) -> TokenCount:
+        """Count for a request of chat completions or responses of about `size` bytes; the tokenizer serves only the
+        former."""
+        name = pool.provider.name
+        if "messages" in request and self._clock() >= self._skipped_until.get(name, 0.0):
+            try:
+                status, tokens = await _tokenize(pool, request, size)
+            except (TransportError, ConfigError) as error:
+                logger.info("the provider %r does not count tokens: %s", name, error)
+                status, tokens = 0, None
+            if tokens is not None:
+                return TokenCount(tokens, "tokenizer")
+            if status not in _REQUEST_ERRORS:
+                self._skipped_until[name] = self._clock() + SKIP_SECONDS
+        return await _estimate(request, size)
+
+
+async def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any], size: int) -> TokenCount:
+    """An estimate if the provider speaks Anthropic's dialect without this endpoint; raises any other `api_error`."""
+    if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+        raise api_error
+    return await _estimate(request, size)
+
+
+async def _estimate(request: Mapping[str, Any], size: int) -> TokenCount:
+    return TokenCount(await offload(size // PASSED, partial(estimate_prompt_tokens, request)), "estimate")
+
+
+async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> tuple[int, int | None]:
+    """(status, tokens); None if the server does not report them."""
+    server = pool.choose("")
+    body = {name: request[name] for name in ("model", "messages", "tools") if request.get(name)}
+    url = f"{server.url.removesuffix('/v1')}/tokenize"
+    sent = await offload(size // PASSED, partial(dumps, body))
+    status, _, data = await pool.fetch("POST", url, server.headers, sent, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        response = loads(data) if status == 200 else None
+    except ValueError:
+        response = None
+    count = cast("dict[str, Any]", response).get("count") if isinstance(response, dict) else None
+    return status, count if isinstance(count, int) and count >= 0 else None
 
 
 class Translator(Protocol):

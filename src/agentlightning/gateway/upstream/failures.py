@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.redaction import HIDDEN, redact_text
+from agentlightning.gateway.upstream.servers import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
 
 _RETRYABLE: Final = frozenset({408, 409, 429})

@@ -4,20 +4,127 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.health import ServerHealth
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.rate_limit import RateLimiter
-from agentlightning.gateway.upstream.redaction import Redactor
 from agentlightning.transport import Headers, Transport, TransportError
 from agentlightning.util.rendezvous_hash import weight
+
+# -- health ----------------------------------------------------------------------------------------------------------
+
+# Tracks the health of one server by its failures.
+#
+# A server that cannot be reached, or failed several times in a row, gets no calls for a pause that doubles from one
+# second to thirty; then it is tried again. Needs no event loop; the clock is injected.
+
+MAX_FAILURES: Final = 3
+"""Failures in a row until a reachable server is paused."""
+FIRST_SECONDS: Final = 1.0
+MAX_SECONDS: Final = 30.0
+
+
+class ServerHealth:
+    """The health of one server."""
+
+    __slots__ = ("_clock", "_failures", "_pause", "_until")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._pause = 0.0
+        """Length of the current pause in seconds; 0 while the server is healthy."""
+        self._until = 0.0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it may be sent calls now."""
+        return self._until == 0.0 or self._clock() >= self._until
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is paused, or has not succeeded since its pause."""
+        return self._pause > 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the pause ends."""
+        return max(0.0, self._until - self._clock()) if self._until else 0.0
+
+    def record_success(self) -> None:
+        self._failures, self._pause, self._until = 0, 0.0, 0.0
+
+    def record_failure(self, unreachable: bool = False) -> None:
+        """Count a failure. `unreachable`: nothing listens there, so one failure is enough for a pause."""
+        self._failures += 1
+        if unreachable or self._pause > 0 or self._failures >= MAX_FAILURES:
+            self._pause = min(MAX_SECONDS, self._pause * 2 or FIRST_SECONDS)
+            self._until = self._clock() + self._pause
+
+
+# -- redaction -------------------------------------------------------------------------------------------------------
+
+# Redacts the credentials of a provider in its responses, stream events, headers and errors.
+#
+# Otherwise a provider that echoes requests, or names its key in an error, would reveal it to agents and spans. Runs for
+# every response before it is parsed, so it only searches the bytes.
+
+HIDDEN: Final = "***"
+MIN_BODY_SECRET_CHARS: Final = 16
+"""Shorter credentials are redacted in errors and headers only: in a response they may be words of the model, and no
+provider issues such keys."""
+_ERROR: Final = b'"error"'
+_NO_ERROR: Final = (b'"error":null', b'"error": null')
+
+
+class Redactor:
+    """Hides the credentials of one provider."""
+
+    def __init__(self, provider: Provider) -> None:
+        credentials = [text for text in provider.credentials() if len(text) >= MIN_BODY_SECRET_CHARS]
+        self._in_bodies = _encodings(credentials)
+        self._everywhere = _encodings(provider.secrets())
+
+    def redact_body(self, data: bytes) -> bytes:
+        """Redact a response or a stream event; errors are searched for every secret."""
+        encodings = self._in_bodies
+        if encodings != self._everywhere and data.count(_ERROR) > sum(data.count(null) for null in _NO_ERROR):
+            encodings = self._everywhere
+        return _replace(data, encodings)
+
+    def redact_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        return [(name, _replace(value, self._everywhere)) for name, value in headers]
+
+
+def redact_text(provider: Provider, text: str) -> str:
+    """Redact a text of a provider."""
+    data = text.encode("utf-8", "surrogatepass")
+    return _replace(data, _encodings(provider.secrets())).decode("utf-8", "surrogatepass")
+
+
+def _replace(data: bytes, encodings: Iterable[bytes]) -> bytes:
+    for encoded in encodings:
+        if encoded in data:
+            data = data.replace(encoded, HIDDEN.encode())
+    return data
+
+
+def _encodings(secrets: Iterable[str]) -> tuple[bytes, ...]:
+    """How secrets may be written in a body or a header; the longest first, since one may contain another."""
+    encodings: set[bytes] = set()
+    for secret in secrets:
+        escaped = json.dumps(secret, ensure_ascii=False)[1:-1]
+        texts = (secret, escaped, escaped.replace("/", "\\/"), json.dumps(secret)[1:-1], quote(secret, safe=""))
+        encodings |= {text.encode("utf-8", "surrogatepass") for text in texts}
+    return tuple(sorted(encodings, key=lambda encoded: (-len(encoded), encoded)))
+
 
 logger = logging.getLogger(__name__)
 

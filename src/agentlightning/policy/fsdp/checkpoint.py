@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.fsdp.collectives import Ranks
+from agentlightning.policy.fsdp.sharding import Ranks
 from agentlightning.policy.update.optimizer import Optimizer
 from agentlightning.policy.update.updater import EntropyHistory, Updater
 

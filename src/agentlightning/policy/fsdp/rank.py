@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.policy.fsdp.collectives import Ranks
 from agentlightning.policy.fsdp.config import parse_address, shared_token
 from agentlightning.policy.fsdp.learner import RankLearner
 from agentlightning.policy.fsdp.messages import (
@@ -40,6 +39,7 @@ from agentlightning.policy.fsdp.messages import (
     connect,
     send_tensor,
 )
+from agentlightning.policy.fsdp.sharding import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,15 @@ from agentlightning.models.cache_argument import cache_argument
 from agentlightning.models.refusal import FORWARD_ERRORS
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute, recomputed
-from agentlightning.policy.update.head_positions import head_at_positions, last_mlp, tokenwise_last_mlp
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
-from agentlightning.policy.update.output_head import HeadTraits, OutputHead, token_logprobs
+from agentlightning.policy.update.output_head import (
+    HeadTraits,
+    OutputHead,
+    head_at_positions,
+    last_mlp,
+    token_logprobs,
+    tokenwise_last_mlp,
+)
 from agentlightning.policy.update.packing import CostModel, Sharing, plan
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample

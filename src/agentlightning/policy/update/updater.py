@@ -29,9 +29,8 @@ from agentlightning.policy.losses import (
     clamped_log_ratio,
     token_losses,
 )
-from agentlightning.policy.mismatch import Correction, MismatchSetting
+from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.proximal import check_token_level
 from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch

@@ -19,9 +19,9 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.evaluate_tasks import TEMPERATURES
 from agentlightning.training.governance.audit import Action, AuditLog, AuditRecord
-from agentlightning.training.governance.second_reward import SecondReward
+from agentlightning.training.governance.reward_watch import SecondReward
+from agentlightning.training.measurements import TEMPERATURES
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
 from agentlightning.training.persistence.tasks import Tasks

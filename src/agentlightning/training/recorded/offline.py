@@ -34,7 +34,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config
-from agentlightning.training.evaluate_tasks import TEMPERATURES, evaluate_tasks
+from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.persistence.run_dir import OFFLINE_FILE, RunDir, write_atomically
 from agentlightning.training.recorded.plan import OfflineOptions, Plan, Planner, ids, query_of
 from agentlightning.training.recorded.position import (

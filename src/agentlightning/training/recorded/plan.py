@@ -11,7 +11,6 @@ from typing import Any, Final
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
-from agentlightning.algorithms.recorded.conversations import describe_notes
 from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, MethodSetting, choose, for_recorded
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
@@ -21,6 +20,7 @@ from agentlightning.algorithms.recorded.sessions import (
     Sessions,
     TokenizedSession,
     Tokenizer,
+    describe_notes,
     missing_rewards,
     without_probabilities,
 )

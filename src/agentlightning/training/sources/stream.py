@@ -24,10 +24,10 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
 from agentlightning.training.curriculum import EpochOrder, TaskOrder, branch_points, choose_points, first_rollouts
+from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import CANCEL_ABOVE, InFlightLimit
-from agentlightning.training.sources.versions import age, updates_of
 from agentlightning.trajectory import Trajectory
 
 # -- schedule --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.credit.agent_rewards import team_reward, team_score
 from agentlightning.rollouts import Attempt
 from agentlightning.span import Span
-from agentlightning.training.evaluate_tasks import without_reward
+from agentlightning.training.measurements import without_reward
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
 from agentlightning.trajectory import Trajectory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning.engine.servers.clients.prometheus import largest_metric
+from agentlightning.engine.servers.clients.http import largest_metric
 
 
 @pytest.mark.parametrize(

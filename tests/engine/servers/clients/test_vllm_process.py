@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.engine.servers.clients.vllm_process import LaunchOptions, VllmProcess
+from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, ServerError

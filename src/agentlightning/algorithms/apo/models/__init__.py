@@ -1,1 +1,0 @@
-"""The models that write: endpoints, critic, editor."""
