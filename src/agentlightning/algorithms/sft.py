@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
-from agentlightning.algorithms.recorded.validation import Validated, Validation
+from agentlightning.algorithms.recorded.method import Validated, Validation
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat

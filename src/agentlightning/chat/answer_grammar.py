@@ -21,8 +21,7 @@ from typing import Any, Final, cast
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, beginning, containing, optional
 from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, MarkedFormat
-from agentlightning.chat.tool_calls.reader import parse_answer
-from agentlightning.chat.tool_calls.template_probe import render_calls
+from agentlightning.chat.tool_calls.template_probe import parse_answer, render_calls
 
 _GAP_PATTERN: Final = r"\s{1,4}"
 """Whitespace after a thought."""

@@ -211,8 +211,15 @@ def ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = Non
     }
 
 
+class RatioLoss(TokenLoss):
+    """A policy gradient with the importance ratio of each token, against what samples were drawn with."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
+    decoupled: ClassVar[bool] = True
+
+
 @register
-class PPOLoss(TokenLoss):
+class PPOLoss(RatioLoss):
     """The clipped importance ratio against the log-probabilities the tokens were sampled with.
 
     PPO: the clipped importance ratio of each token.
@@ -238,9 +245,6 @@ class PPOLoss(TokenLoss):
     dual_clip: float | None = Field(default=None, gt=1)
     """Where A < 0 the loss is at most dual_clip * |A| (Ye et al. 2020, arXiv:1912.09729, equation 5)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
-
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
         ratio = log_ratio.exp()
@@ -253,7 +257,7 @@ class PPOLoss(TokenLoss):
 
 
 @register
-class GSPOLoss(TokenLoss):
+class GSPOLoss(RatioLoss):
     """The clipped importance ratio of whole rollouts.
 
     GSPO: one importance ratio for each rollout, the geometric mean of those of its tokens.
@@ -274,8 +278,6 @@ class GSPOLoss(TokenLoss):
     clip_high: float = Field(default=4e-4, gt=0)
     """How far a rollout's ratio may rise above 1 before it stops counting."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
     spans_rollout: ClassVar[bool] = True
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
@@ -287,7 +289,7 @@ class GSPOLoss(TokenLoss):
 
 
 @register
-class TurnLoss(TokenLoss):
+class TurnLoss(RatioLoss):
     """The clipped importance ratio of whole calls.
 
     Turn-level PPO: one clipped importance ratio for each model call, the geometric mean of those of its tokens.
@@ -308,9 +310,6 @@ class TurnLoss(TokenLoss):
     clip_high: float = Field(default=0.28, gt=0)
     """How far a call's ratio may rise above 1 before it stops counting."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
-
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
         total, count = sums_over(tokens.call, log_ratio)
@@ -320,7 +319,7 @@ class TurnLoss(TokenLoss):
 
 
 @register
-class SAPOLoss(TokenLoss):
+class SAPOLoss(RatioLoss):
     """The importance ratio through a sigmoid gate.
 
     SAPO: a smooth gate on each token's importance ratio in place of a clip.
@@ -337,9 +336,6 @@ class SAPOLoss(TokenLoss):
     """How fast the gate closes for tokens with A > 0."""
     tau_negative: float = Field(default=1.05, gt=0)
     """How fast it closes for the others."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
@@ -391,7 +387,7 @@ class DPPOLoss(TokenLoss):
 
 
 @register
-class CISPOLoss(TokenLoss):
+class CISPOLoss(RatioLoss):
     """REINFORCE, each token weighed by its clipped importance ratio.
 
     CISPO: policy gradient with a clipped importance weight that has no gradient, so that every token has one.
@@ -410,9 +406,6 @@ class CISPOLoss(TokenLoss):
     clip_high: float = Field(default=4.0, gt=0)
     """How far above 1 a weight may be."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
-
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio = clamped_log_ratio(tokens).detach()
         ratio = log_ratio.exp()
@@ -422,7 +415,7 @@ class CISPOLoss(TokenLoss):
 
 
 @register
-class ImportanceLoss(TokenLoss):
+class ImportanceLoss(RatioLoss):
     """The policy gradient, each token weighed by its importance ratio.
 
     Importance-weighted policy gradient: the ratio of each action, neither clipped nor masked.
@@ -440,9 +433,6 @@ class ImportanceLoss(TokenLoss):
     """Which loss this is."""
     level: Literal["token", "rollout"] = "token"
     """What is one action, with one ratio: a token, or all that was sampled in a rollout."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({ADVANTAGES, SAMPLED_LOGPROBS})
-    decoupled: ClassVar[bool] = True
 
     @property
     def spans_rollout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -19,7 +19,7 @@ import orjson
 from agentlightning.chat.base import ChatFormat, Message, ParsedMessage
 from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
-from agentlightning.chat.tool_calls.reader import parse_answer
+from agentlightning.chat.tool_calls.template_probe import parse_answer
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 

@@ -20,13 +20,13 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.config import TrainConfig
-from agentlightning.engine.servers.adapter_versions import AdapterVersion
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
     RENEW_SECONDS,
+    AdapterVersion,
     AnnounceRequest,
     CheckRequest,
     JoinRequest,

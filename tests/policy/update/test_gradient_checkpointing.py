@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.gradient_checkpointing import layers_to_recompute
+from agentlightning.policy.update.forward import layers_to_recompute
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.policy.update.value_head_config import ValueHeadConfig

@@ -20,8 +20,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from agentlightning.engine.base import OnTokens, SamplingParams
-from agentlightning.engine.local.request import Request
-from agentlightning.engine.local.scheduler import ContinuousBatcher
+from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import AgentLightningError, PolicyError
 
 # -- switch interval -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall, ThoughtMarkers
 from agentlightning.chat.tool_calls.format import partial_marker_length
-from agentlightning.chat.tool_calls.reader import CallReader
+from agentlightning.chat.tool_calls.template_probe import CallReader
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.output import OutputEvent, ReasoningDelta, StopFilter, ToolCall, assistant_message
 from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogprobs, token_logprobs

@@ -16,8 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from agentlightning.engine.adapter_view import AdapterSampler, AdapterView
 from agentlightning.engine.base import OnTokens, Sample, SamplingParams
-from agentlightning.engine.servers.adapter_versions import AdapterVersions
-from agentlightning.engine.servers.joining import AdapterRoutes
+from agentlightning.engine.servers.joining import AdapterRoutes, AdapterVersions
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.policy.adapters.views import AgentViews
 from agentlightning.policy.local_config import LocalPolicyConfig

@@ -24,7 +24,7 @@ from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm, class_name, class_path
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.preference import DPO, DPOConfig
-from agentlightning.algorithms.recorded.validation import forget_all_but
+from agentlightning.algorithms.recorded.method import forget_all_but
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ResumeError
