@@ -52,17 +52,21 @@ from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
+    Tasks,
     changed_settings,
     changes_rewards,
     check_changes,
+    check_disjoint,
     check_objects,
     describe_changes,
+    load_tasks,
+    read_tasks,
     record_of,
     resumed_settings,
     settings_of_run,
+    write_tasks,
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
-from agentlightning.training.persistence.tasks import Tasks, check_disjoint, load_tasks, read_tasks, write_tasks
 from agentlightning.training.recorded.job import check_live, is_offline, offline_job
 from agentlightning.training.recorded.offline import learn_offline
 from agentlightning.training.recorded.plan import OfflineOptions, with_options

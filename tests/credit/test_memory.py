@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agentlightning.credit import CreditMemory
-from agentlightning.credit.memory import memory_key
+from agentlightning.credit.base import memory_key
 from agentlightning.errors import ResumeError
 from agentlightning.trajectory import Trajectory
 

@@ -16,7 +16,7 @@ from agentlightning.integrations.address import Address
 from agentlightning.integrations.chat import chat
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset
-from agentlightning.training.persistence.tasks import load_tasks
+from agentlightning.training.persistence.run_changes import load_tasks
 from agentlightning.util.settings import load_settings
 
 

@@ -11,8 +11,8 @@ from agentlightning.config import EvaluationConfig
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.training import measurements
 from agentlightning.training.measurements import Measurements
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.persistence.tasks import Tasks
 
 
 class Publisher:

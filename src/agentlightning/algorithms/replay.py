@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentlightning.algorithms.training import Training
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.memory import memory_key
+from agentlightning.credit.base import memory_key
 from agentlightning.credit.rejection import Check
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, TokenLoss

@@ -2,8 +2,15 @@
 
 from agentlightning.credit.agent_rewards import AgentRewards
 from agentlightning.credit.assignment import Assignment, GroupCredit
-from agentlightning.credit.base import Credit, CreditContext, CreditRule, canonical_credit, credit_rule, register
-from agentlightning.credit.memory import CreditMemory
+from agentlightning.credit.base import (
+    Credit,
+    CreditContext,
+    CreditMemory,
+    CreditRule,
+    canonical_credit,
+    credit_rule,
+    register,
+)
 from agentlightning.credit.normalization import Aggregate, ConstantNormalizer, Normalization, normalization
 from agentlightning.credit.rules import (
     DiscountedCredit,

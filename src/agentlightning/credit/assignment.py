@@ -16,8 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
-from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule
-from agentlightning.credit.memory import memory_key
+from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule, memory_key
 from agentlightning.credit.normalization import GDPO, Normalization, dimensions, normalization
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Reward, Trajectory, Transition

@@ -21,8 +21,10 @@ from agentlightning.credit.base import (
     CreditContext,
     CreditRule,
     Group,
+    MemoryTable,
     OutcomeRule,
     final_rewards,
+    memory_key,
     plain_reward,
     register,
     returns_to_go,
@@ -31,7 +33,6 @@ from agentlightning.credit.base import (
     step_reward,
 )
 from agentlightning.credit.columns import monte_carlo_returns
-from agentlightning.credit.memory import MemoryTable, memory_key
 from agentlightning.credit.states import (
     Evidence,
     Predictor,

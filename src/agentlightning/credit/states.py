@@ -15,8 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from agentlightning.credit.base import Group, returns_to_go, step_reward
-from agentlightning.credit.memory import CreditMemory
+from agentlightning.credit.base import CreditMemory, Group, returns_to_go, step_reward
 from agentlightning.trajectory import Transition
 
 StateKeys = list[list[str]]

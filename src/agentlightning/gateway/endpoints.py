@@ -24,8 +24,7 @@ from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.errors import StoreError
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
 from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attribution import Attribution, Caller
-from agentlightning.gateway.callers.client_retries import RequestIdentity
+from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.dialects.anthropic.reply import count_reply
 from agentlightning.gateway.dialects.anthropic.request import MESSAGES

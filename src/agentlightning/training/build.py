@@ -42,8 +42,8 @@ from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
-from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.group_rewards import GroupRewardSource

@@ -29,8 +29,8 @@ from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
 from agentlightning.training.measurements import without_reward
+from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir
-from agentlightning.training.persistence.tasks import Tasks, read_tasks
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutPlan, describe_failure
 from agentlightning.training.sources.group_rewards import transcript_of

@@ -16,8 +16,8 @@ from agentlightning.credit.rejection import Rejection, describe_reasons, rejecti
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 from agentlightning.trajectory import Trajectory
 

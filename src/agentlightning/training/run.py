@@ -38,8 +38,7 @@ from agentlightning.training.persistence.token_ratios import record_ratios
 from agentlightning.training.report.reward_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
-from agentlightning.training.tracking.samples import validation_transcripts
-from agentlightning.training.tracking.tracking import Tracking
+from agentlightning.training.tracking.tracking import Tracking, validation_transcripts
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
 

@@ -17,8 +17,8 @@ from agentlightning.policy.base import Policy
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.checkpoints import load_weights
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
-from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.util.progress import Progress
 
 TINY: Final = "tiny"

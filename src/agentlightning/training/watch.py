@@ -15,7 +15,7 @@ from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import describe_failure
 from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.samples import said, text_of
+from agentlightning.training.tracking.tracking import said, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)

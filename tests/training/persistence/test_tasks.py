@@ -7,7 +7,7 @@ import pytest
 from agentlightning.config import TrainConfig
 from agentlightning.errors import DatasetError
 from agentlightning.training.health.examination import starting_warnings
-from agentlightning.training.persistence.tasks import load_tasks
+from agentlightning.training.persistence.run_changes import load_tasks
 
 
 def test_given_parts_that_share_tasks_are_warned_about() -> None:

@@ -21,8 +21,7 @@ from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.runner.agents.command import Command, check_executable
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent, method_for, overridden
-from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.methods import check_constructor
+from agentlightning.runner.agents.loading import check_constructor, load_object
 from agentlightning.runner.agents.spec import (
     FORMS,
     AgentLike,

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.import_advice import import_advice
+from agentlightning.runner.agents.loading import import_advice
 from agentlightning.runner.hosts.orphan_guard import guard
 from agentlightning.util.json_values import dumps
 

@@ -6,19 +6,134 @@ Every failure is an AgentError with what was looked for, the cause and the close
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import pickle
+import re
+import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.errors import AgentError, AgentLightningError
-from agentlightning.runner.agents.import_advice import import_advice
-from agentlightning.runner.agents.methods import resolve_method
-from agentlightning.runner.agents.spec import Pickled, Reference
+from agentlightning.runner.agents.arguments import Signature
+from agentlightning.runner.agents.spec import Pickled, Reference, resolve
+
+# -- import advice ---------------------------------------------------------------------------------------------------
+
+# What to install where an agent could not be imported: a package is missing, or its version lacks what is imported.
+#
+# Reads the error as Python or Node.js prints it, because a command's own interpreter has raised it. Imports nothing.
+
+_MISSING: Final = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
+_LACKING: Final = re.compile(r"^ImportError: cannot import name '(\w+)' from '([\w.]+)'", re.M)
+_NODE: Final = re.compile(r"Cannot find (?:package|module) '((?:@[\w.-]+/)?[\w-][\w.-]*)'")
+
+_DISTRIBUTIONS: Final = {
+    "agent_framework": "agent-framework-core agent-framework-openai",
+    "agents": "openai-agents",
+    "autogen_agentchat": "autogen-agentchat",
+    "autogen_ext": "'autogen-ext[openai]'",
+    "google": "google-adk litellm",
+    "llama_index": "llama-index-core llama-index-llms-openai",
+    "pydantic_ai": "'pydantic-ai-slim[openai]'",
+    "strands": "'strands-agents[openai]'",
+}
+"""What pip calls a module, where that is not the module's name with hyphens."""
+
+
+def import_advice(errors: str, program: str) -> str | None:
+    """What to install, from the last import error in what `program` (the first word of its command) has printed; None
+    if it printed none.
+
+    >>> import_advice("ModuleNotFoundError: No module named 'agents'", "python3")
+    "the package 'agents' is not installed for python3; run: python3 -m pip install openai-agents"
+    """
+    if found := _MISSING.findall(errors):
+        return _missing(found[-1], program)
+    if found := _LACKING.findall(errors):
+        name, module = found[-1]
+        return _outdated(f"{module}.{name}", module, program)
+    if found := _NODE.findall(errors):
+        return f"the package {found[-1]!r} is not installed; run in the folder of the agent: npm install {found[-1]}"
+    return None
+
+
+def _missing(module: str, program: str) -> str:
+    top = module.partition(".")[0]
+    if "." in module and top != "google":  # a namespace of many packages
+        return _outdated(module, module, program)
+    return f"the package {top!r} is not installed for {program}; run: {_pip(program)} install {_distribution(top)}"
+
+
+def _outdated(name: str, module: str, program: str) -> str:
+    top = module.partition(".")[0]
+    return (
+        f"the version of {top!r} installed for {program} has no {name}, so it is too old for this agent, or too new;"
+        f" for the newest, run: {_pip(program)} install --upgrade {_distribution(top)}"
+    )
+
+
+def _pip(program: str) -> str:
+    return f"{shlex.quote(program)} -m pip" if Path(program).name.startswith("python") else "pip"
+
+
+def _distribution(top: str) -> str:
+    return _DISTRIBUTIONS.get(top, top.replace("_", "-"))
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------
+
+# Methods of classes as agents and rewards: `path/to/file.py:Class.method` is called on a new instance each time.
+
+
+def resolve_method(module: ModuleType, name: str, role: str) -> Any:
+    """The object at a dotted name inside a module; a method of a class as a function that makes the instance itself.
+
+    Raises AttributeError, and AgentError if the constructor of the class requires arguments.
+    """
+    found = resolve(module, name)
+    parent, _, last = name.rpartition(".")
+    owner = resolve(module, parent) if parent else None
+    if not isinstance(owner, type) or not _is_method(inspect.getattr_static(owner, last, None)):
+        return found
+    check_constructor(owner, role)
+    return _on_new_instance(owner, found)
+
+
+def _is_method(found: Any) -> bool:
+    """Generators are left as they are: the adapter of functions refuses them by name."""
+    return inspect.isfunction(found) and not (inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found))
+
+
+def check_constructor(kind: type[Any], role: str) -> None:
+    """Raise AgentError if a class cannot be instantiated without arguments."""
+    required = [p.name for p in Signature.of(kind).parameters if p.default is p.empty]
+    if required:
+        raise AgentError(
+            f"the constructor of {kind.__qualname__} requires {', '.join(required)}; the class of the {role} is "
+            "instantiated without arguments: read them from os.environ, or pass a function that makes the instance"
+        )
+
+
+def _on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(kind(), *args, **kwargs)
+
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await method(kind(), *args, **kwargs)
+
+    function = functools.wraps(method)(call_async if inspect.iscoroutinefunction(method) else call)
+    signature = inspect.signature(method)
+    without_self = list(signature.parameters.values())[1:]
+    function.__signature__ = signature.replace(parameters=without_self)  # type: ignore[attr-defined]
+    return function
+
 
 FRAMEWORK_MODULES = ("agentlightning.runner", "importlib", "concurrent.", "asyncio.", "threading")
 """Modules whose frames are removed from the tracebacks of users' errors."""

@@ -23,8 +23,8 @@ from agentlightning.training.governance.audit import Action, AuditLog, AuditReco
 from agentlightning.training.governance.reward_watch import SecondReward
 from agentlightning.training.measurements import TEMPERATURES
 from agentlightning.training.persistence.checkpoints import Checkpoints
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
-from agentlightning.training.persistence.tasks import Tasks
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 
 Scores = Sequence[float | None]

@@ -19,7 +19,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.samples import said
+from agentlightning.training.tracking.tracking import said
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.json_values import dumps, loads
 
