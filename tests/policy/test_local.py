@@ -354,7 +354,7 @@ async def test_an_engine_that_failed_tells_every_caller_why_and_works_again(
 
     ids = prompt(policy)
     with monkeypatch.context() as patch:
-        patch.setattr(policy._model, "forward", broken)
+        patch.setattr(policy._model.get_input_embeddings(), "forward", broken)
         failures = await asyncio.gather(*(policy.sample(ids, PARAMS) for _ in range(3)), return_exceptions=True)
     for failure in failures:
         with pytest.raises(PolicyError, match=words) as caught:
