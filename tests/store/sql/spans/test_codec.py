@@ -131,7 +131,7 @@ def test_an_attribute_of_ten_megabytes_is_kept() -> None:
 def test_a_span_whose_blocks_are_gone_says_so() -> None:
     whole = pack([replace(SPAN, attributes={PROMPT_TOKEN_IDS: list(range(2 * BLOCK))})])
     rows = [(block.digest, block.parent, block.ids) for block in whole.blocks()[1:]]
-    with pytest.raises(StoreError, match=r"tokens of span '00000000000000aa' are missing"):
+    with pytest.raises(ValueError, match=r"tokens of span '00000000000000aa' are missing"):
         read(whole, chains=join_blocks(heads_of(whole.body), rows))
 
 

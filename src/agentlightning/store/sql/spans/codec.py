@@ -228,6 +228,8 @@ def heads_of(body: bytes) -> list[bytes]:
         return []
     count, _ = _header.unpack_from(body)
     start, size = _header.size, token_blocks.DIGEST
+    if count * size > len(body):
+        raise ValueError(f"{count} chains of tokens in {len(body)} bytes")
     return [body[start + index * size : start + (index + 1) * size] for index in range(count)]
 
 
@@ -243,7 +245,7 @@ def unpack(
     tokens: bool = True,
 ) -> list[Span]:
     """Decode the spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `token_blocks.join_blocks`
-    returns them; StoreError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
+    returns them; ValueError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
     needed where a call has not recorded its usage."""
     json, numbers = _open(body, {} if chains is None else chains)
     rows = loads(json)

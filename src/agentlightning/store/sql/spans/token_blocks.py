@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, cast
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError
 
 BLOCK: Final = 128
 """Tokens in a block. A span stores half a block inline on average, and a smaller block costs more rows: of the sizes 64
@@ -202,6 +202,6 @@ def join_blocks(heads: Iterable[bytes], blocks: Iterable[tuple[bytes, bytes, byt
     return joined
 
 
-def missing_tokens(span_id: str) -> StoreError:
+def missing_tokens(span_id: str) -> ValueError:
     """The error for a span some of whose blocks are missing."""
-    return StoreError(f"tokens of span {span_id!r} are missing from the database: it was changed by another program")
+    return ValueError(f"tokens of span {span_id!r} are missing from the database: it was changed by another program")
