@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, SUPERSEDED, Span, SpanEvent
 from agentlightning.store.sql.spans.codec import SpanPack, heads_of, join_ids, pack, select, split_ids, unpack
 from agentlightning.store.sql.spans.token_blocks import BLOCK, join_blocks
