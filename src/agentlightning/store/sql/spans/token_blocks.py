@@ -113,8 +113,7 @@ class TokenChain:
 
 
 def split(prompt: bytes) -> tuple[TokenChain | None, bytes]:
-    """(the full blocks of a binary prompt, or None if it is shorter than a block; the rest). Takes less than half as long as
-    `pack_ids`."""
+    """(the full blocks of a binary prompt, or None if it is shorter than a block; the rest)."""
     full = len(prompt) - len(prompt) % _BLOCK_BYTES
     digests: list[bytes] = []
     parent = b""
