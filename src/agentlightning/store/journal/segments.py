@@ -2,8 +2,8 @@
 
 Each file is written by one process, which holds a lock on it as long as it lives; several processes may share a folder.
 The last file is overwritten once its records are all in the store: a page that is in memory takes a record in a third
-of the time of a new one. The file header has a generation number that changes then and seeds the checksums of the records, so that
-leftovers of the former generation are recognised.
+of the time of a new one. The file header has a generation number that changes then and seeds the checksums of the
+records, so that leftovers of the former generation are recognised.
 """
 
 from __future__ import annotations
