@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs a subset of the tests that need no torch on each Python, from 3.11 on, that this machine has beside that of .venv:
-# about a minute each on two cores. Each gets an environment of its own in .peers/python-VERSION.
+# less than a minute each on two cores. Each gets an environment of its own in .peers/python-VERSION.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TESTS=(tests/assemble tests/credit tests/ingest tests/recording tests/store tests/tracing tests/util
+TESTS=(tests/assemble tests/ingest tests/recording tests/store tests/tracing tests/util
     tests/docs/test_reference.py tests/test_resources.py)
 PACKAGES=(pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis psutil openai grimp joblib
     'opentelemetry-exporter-otlp-proto-http>=1.39,<2')
