@@ -24,7 +24,9 @@ def evaluate(
     dataset: Dataset = None,
     env: Environment = None,
     model: Annotated[str | None, typer.Option(help="A directory that transformers loads.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Take agent, held-out tasks, weights and prompts from this run.")
+    ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
     reward_weights: RewardWeights = None,
@@ -67,6 +69,8 @@ def evaluate(
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
+        from agentlightning.training.export.weights import checkpoint_of, holds_weights
+        from agentlightning.training.persistence.checkpoints import read_resources
         from agentlightning.training.persistence.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
         from agentlightning.util.settings import load_settings
@@ -78,15 +82,19 @@ def evaluate(
         shortcuts = {"env": env, "agent": agent, "reward": reward}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
-        weights = weights_of(reward_weights, run)
+        weights, resources = weights_of(reward_weights, run), None
         if run is None:
             known = load_settings(TrainConfig, overrides=changes)
             dataset = dataset or (str(known.data.train) if env else None)
         else:
             known = settings_of_run(run, changes)
             dataset = dataset or str(run / "data" / "held_out.jsonl")
-            model = model or str(run / "checkpoint")
+            found = checkpoint_of(run)
+            model = model or (str(found) if holds_weights(found) else None)
+            resources = read_resources(run, found.name)
         if known.agent is None or dataset is None:
+            if run is not None:
+                raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
             raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
         result = measure(
             known.agent,
@@ -106,6 +114,7 @@ def evaluate(
             cache=cache,
             concurrency=concurrency,
             trained_on=trained_on,
+            resources=resources,
             progress=Progress(console=output.console),
         )
         if out is not None:

@@ -379,7 +379,8 @@ class TrainingRun:
         self.total_steps = state.first_step + stage.steps
         self.stop_rollouts_at(self.total_steps)
         self.measurements.validates = not stage.selects_result
-        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", stage.steps, done=self.step)
+        steps = None if stage.selects_result else stage.steps
+        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", steps, done=self.step)
         return True
 
     async def _keep_start(self) -> None:

@@ -78,7 +78,9 @@ def test_the_end_says_where_nothing_was_won():
     assert closing_warnings(learned, {"greedy": won}) == {}
     assert "nothing was learned" in closing_warnings(flat, {})["nothing_learned"]
     assert "worse than the one it started from" in closing_warnings(learned, {"greedy": lost})["worse_greedy"]
-    assert "includes 0" in closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+    advice = closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+    assert "includes 0" in advice
+    assert "(a file as data.held_out, or a larger data.held_out_share)" in advice
     ends_at_zero = (Gain(0.5, 0.5, 0.0, interval, 40) for interval in ((0.0, 0.2), (-0.2, 0.0)))
     assert [list(closing_warnings(learned, {"greedy": each})) for each in ends_at_zero] == [["no_gain_greedy"]] * 2
     unknown = Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, missing_before=1, missing_after=12)

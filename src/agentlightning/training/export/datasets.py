@@ -146,12 +146,14 @@ async def _conversations(
     rollouts, after = 0, None
     while True:
         page = await store.query_rollouts(
-            status_in=["succeeded"], rollout_id_contains=f"{run_id}-train-", after=after, limit=PAGE
+            status_in=["succeeded"], rollout_id_contains=f"{run_id}-", after=after, limit=PAGE
         )
         if not page:
             return found, rollouts, skipped
-        found += await _of_page(store, page, selection, skipped)
-        rollouts, after = rollouts + len(page), page[-1].rollout_id
+        # Those of a prompt search end in train00001-0.
+        own = [each for each in page if "-train" in each.rollout_id.removeprefix(run_id)]
+        found += await _of_page(store, own, selection, skipped)
+        rollouts, after = rollouts + len(own), page[-1].rollout_id
 
 
 async def _of_page(
