@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import agentlightning as agl
+from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.views.runs import cost_of
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
 
@@ -87,8 +90,24 @@ def test_the_budget_counts_the_dollars_of_the_agents_calls(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((run / "report.json").read_text())
     assert any("its budget of 2 (money) is spent" in text for text in report["warnings"])
-    assert 2.0 <= lines[-1]["apo_money"] <= report["cost"]["provider_dollars"]
+    assert 2.0 <= lines[-1]["apo_money"] == report["cost"]["search_money"] < 3.0
     assert lines[-1]["apo_evaluations"] < 300
+
+
+async def test_no_token_and_no_dollar_is_counted_twice(run: Path) -> None:
+    """The dashboard and the report: what critic and editor cost is not in the store, the rest is."""
+    cost = json.loads((run / "report.json").read_text())["cost"]
+    store = agl.LightningStore(run / "store.db")
+    found = await store.query_rollouts()
+    spans = [span for each in found for span in await store.query_spans(each.rollout_id)]
+    await store.close()
+    dollars = sum(span.attributes.get("agentlightning.cost", 0.0) for span in spans)
+    assert cost["search_money"] + cost["provider_dollars"] == pytest.approx(dollars)
+    shown = cost_of(RunFiles(run))
+    assert (shown["dollars"], shown["tokens"]) == (
+        pytest.approx(dollars),
+        cost["search_tokens"] + cost["provider_tokens"],
+    )
 
 
 def test_train_ends_with_what_has_changed_in_the_prompt_line_by_line(run: Path) -> None:

@@ -296,7 +296,7 @@ class TrainingRun:
         self.account.warn({name: text})
 
     async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
-        label = f"{self.state.run_id}-evaluation-{self.state.step:06d}{self.state.suffix}"
+        label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.measurements.config.modes[0]]}
         resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
         weights = self.measurements.reward_weights
@@ -308,7 +308,7 @@ class TrainingRun:
         self.checkpoints.publisher.publish(resources)
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
-        label = f"evaluation-{self.state.step:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
+        label = f"evaluation-{self.state.step + 1:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
         chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(label, "greedy", chosen)
@@ -467,7 +467,8 @@ def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
         **_automatic_rewards(collected),
-        "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
+        "sampled_tokens": collected.sampled_tokens,
+        "tokens_per_second": (collected.sampled_tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
 

@@ -21,7 +21,7 @@ def test_a_run_whose_groups_teach_nothing_says_so_with_the_way_out():
     healthy = [step(0.4, flat=1, entropy=1.0), step(0.5, flat=2, entropy=0.9)]
     assert warnings_of(healthy) == {}
     [text] = warnings_of([*healthy, *[step(1.0, flat=4)] * 3]).values()
-    assert text.startswith("12 of the last 12 groups taught nothing")
+    assert text.startswith("the rewards of 12 of the last 12 groups taught nothing")
     assert "mean 1" in text
     assert "harder tasks" in text
     assert warnings_of([step(0.0, flat=2, groups=2)]) == {}, "two groups are no pattern"

@@ -71,7 +71,7 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
     if flat:
         console.print(
-            f"groups without spread: {flat} of {groups}; their rollouts had the same reward, and taught nothing"
+            f"groups without spread: {flat} of {groups}; the rewards within each were equal: nothing to learn"
         )
     if result.failed_rollouts:
         for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):

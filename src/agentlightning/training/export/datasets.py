@@ -150,7 +150,7 @@ async def _conversations(
         )
         if not page:
             return found, rollouts, skipped
-        # Those of a prompt search end in train00001-0.
+        # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
         own = [each for each in page if "-train" in each.rollout_id.removeprefix(run_id)]
         found += await _of_page(store, own, selection, skipped)
         rollouts, after = rollouts + len(own), page[-1].rollout_id

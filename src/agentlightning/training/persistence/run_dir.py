@@ -159,8 +159,9 @@ class RunState:
         self.recent_rewards.clear()
 
     def step_name(self, step: int) -> str:
-        """The name of a training step's resources, and the beginning of its rollouts' ids."""
-        return f"{self.run_id}-train-{step:06d}"
+        """The name of the resources of the step after `step` finished ones, and the beginning of its rollouts' ids,
+        which count from 1 as steps do."""
+        return f"{self.run_id}-train-{step + 1:06d}"
 
     def measures_start(self, modes: Iterable[str]) -> bool:
         """Whether the starting policy is still to be measured."""
@@ -189,9 +190,10 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         return ()
     first = state.step if state.first_turn is None else state.first_turn
     steps = (
-        *(f"train-{turn:06d}" for turn in range(first, max(state.step + 1, state.turns))),
+        *(f"train-{turn + 1:06d}" for turn in range(first, max(state.step + 1, state.turns))),
         f"validation-{state.step + 1:06d}",
-        f"evaluation-{state.step:06d}",
+        f"evaluation-{state.step + 1:06d}",
+        f"trial-{state.step + 1:06d}",
         f"guard-{state.step:06d}",
         f"guard-{state.step + 1:06d}",
         "before-",
