@@ -203,13 +203,17 @@ def _csv(path: Path) -> list[Any]:
 
 
 def _jsonl(path: Path) -> list[Any]:
-    tasks: list[Any] = []
+    return [value for _, value in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line of a JSONL file is, and its value; empty lines are skipped. Raises DatasetError as
+    `load_dataset` does."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            content = (line.removeprefix(BOM) if number == 1 else line).strip()
+            where, content = f"{path}, line {number}", (line.removeprefix(BOM) if number == 1 else line).strip()
             if content:
-                tasks.append(_json_value(content, f"{path}, line {number}", "each line is one JSON value"))
-    return tasks
+                yield where, _json_value(content, where, "each line is one JSON value")
 
 
 def _json_array(path: Path) -> list[Any]:

@@ -13,7 +13,7 @@ from agentlightning.algorithms.apo.config import SearchBudget
 from agentlightning.algorithms.training import RolloutReport
 from agentlightning.assemble import calls, steps
 from agentlightning.span import Span
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 
 
 def transcript(task: Any, report: RolloutReport) -> str:
@@ -62,14 +62,9 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _messages(recorded: object) -> Iterator[str]:
-    try:
-        found: Any = loads(recorded) if isinstance(recorded, str) else recorded
-    except ValueError:
-        return
-    for message in cast("list[Any]", found) if isinstance(found, list) else []:
-        if isinstance(message, dict):
-            parts = [_part(part) for part in message.get("parts") or ()]
-            yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
+    for message in recorded_objects(recorded):
+        parts = [_part(part) for part in message.get("parts") or ()]
+        yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
 
 
 def _part(part: Any) -> str:
