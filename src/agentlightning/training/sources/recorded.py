@@ -1,22 +1,14 @@
-"""Recorded rollouts: batches of rollouts that finished earlier, from the agent's own use for example.
-
-Nothing runs. Rollouts of the same task form a group, in the order of their first rollout. Each step takes the next
-groups, and starts again at the first when all were used.
-"""
+"""Recorded rollouts: those that finished earlier, from the agent's own use for example. Those of the same task form a
+group, in the order of their first rollout."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.errors import DatasetError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.sources.reader import TrajectoryReader
 
 PAGE = 1000
 """Rollouts in one request to the store."""
@@ -29,31 +21,7 @@ class RecordedQuery:
     rollout_id_contains: str | None = None
     modes: Sequence[RolloutMode] | None = None
     finished_before: float | None = None
-    """A time in seconds since the epoch. With one, a resumed run sees the same rollouts."""
-
-
-@dataclass(slots=True)
-class RecordedSource:
-    """Returns finished rollouts of a store, `group_size` of each task at most."""
-
-    reader: TrajectoryReader
-    state: RunState
-    query: RecordedQuery = field(default_factory=RecordedQuery)
-    _groups: list[tuple[str, list[str]]] | None = None
-    """(group, ids of its rollouts), once read."""
-
-    async def next(self, request: RolloutRequest) -> Collected:
-        """The groups of the step. Raises DatasetError where the store has no such rollout."""
-        started = time.monotonic()
-        if self._groups is None:
-            self._groups = await find_groups(self.reader.store, self.query)
-        if not self._groups:
-            raise DatasetError("the store has no finished rollout to learn from; record some, or change the query")
-        start = self.state.step * request.tasks
-        chosen = [self._groups[(start + index) % len(self._groups)] for index in range(request.tasks)]
-        groups = {rollout_id: group for group, ids in dict(chosen).items() for rollout_id in ids[: request.group_size]}
-        trajectories, rejected = await self.reader.read(groups, request.check)
-        return Collected(trajectories, rejected=rejected, seconds=time.monotonic() - started)
+    """A time in seconds since the epoch."""
 
 
 async def find_groups(store: LightningStoreBase, query: RecordedQuery) -> list[tuple[str, list[str]]]:
