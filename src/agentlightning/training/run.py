@@ -423,14 +423,16 @@ class TrainingRun:
         promoted = self.state.promoted
         if self.gate is not None and promoted is not None:
             self.state.best_step, self.state.best_checkpoint = promoted["step"], promoted["directory"]
+            self.state.best_version = promoted["version"]
         if self.state.best_checkpoint is not None and self.state.best_step != self.state.step:
-            await self.checkpoints.rollback(self.state.best_checkpoint)
+            await self.checkpoints.rollback(self.state.best_checkpoint, self.state.best_version)
 
     async def _validate(self) -> dict[str, float]:
         results = await self.measurements.validate()
         if self.measurements.is_best(results):
             self.state.best_step = self.state.step
             self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
+            self.state.best_version = None if self.learner is None else self.learner.policy_version
         await self._track_validation(results)
         return {
             **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},

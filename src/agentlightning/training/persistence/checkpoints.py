@@ -86,10 +86,13 @@ class Checkpoints:
             await self.learner.save(directory)
         await self._write_resources(directory)
 
-    async def rollback(self, checkpoint: str) -> None:
-        """Return to the weights and resources of a checkpoint."""
+    async def rollback(self, checkpoint: str, version: int | None = None) -> None:
+        """Return to the weights and resources of a checkpoint. `version`: that of its weights, to count updates from;
+        they have a new one from now on."""
         if self.learner is not None:
             await self.learner.rollback(self.run_dir.path / checkpoint)
+            if self.state is not None and version is not None:
+                self.state.resumes.append([version, self.learner.policy_version])
         self.publisher.publish(read_resources(self.run_dir.path, checkpoint))
         self.restore_algorithm(checkpoint)
 

@@ -90,7 +90,7 @@ class RunState:
     checkpoint_version: int | None = None
     """The version of the weights in it."""
     resumes: list[list[int]] = field(default_factory=list[list[int]])
-    """(version in the checkpoint, version of the same weights since) of each resume."""
+    """(version in the checkpoint, version of the same weights since) of each resume and each return to a checkpoint."""
     first_turn: int | None = None
     """The first turn of the tasks of which a group is still to be learned from. None: that of the current step."""
     turns: int = 0
@@ -124,6 +124,8 @@ class RunState:
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
+    best_version: int | None = None
+    """The version of the weights in it."""
     evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     """The rewards of each finished evaluation, by name."""
     reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
