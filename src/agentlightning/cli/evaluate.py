@@ -69,8 +69,6 @@ def evaluate(
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
-        from agentlightning.training.export.weights import checkpoint_of, holds_weights
-        from agentlightning.training.persistence.checkpoints import read_resources
         from agentlightning.training.persistence.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
         from agentlightning.util.settings import load_settings
@@ -89,13 +87,11 @@ def evaluate(
         else:
             known = settings_of_run(run, changes)
             dataset = dataset or str(run / "data" / "held_out.jsonl")
-            found = checkpoint_of(run)
-            model = model or (str(found) if holds_weights(found) else None)
-            resources = read_resources(run, found.name)
+            model, resources = _learned(run, model)
         if known.agent is None or dataset is None:
-            if run is not None:
-                raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
-            raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
+            if run is None:
+                raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
+            raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
         result = measure(
             known.agent,
             dataset,
@@ -120,6 +116,15 @@ def evaluate(
         if out is not None:
             result.save(out)
         output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa))
+
+
+def _learned(run: Path, model: str | None) -> tuple[str | None, dict[str, Any]]:
+    """The weights of a finished run, unless another model is named, and its prompts."""
+    from agentlightning.training.export.weights import checkpoint_of, holds_weights
+    from agentlightning.training.persistence.checkpoints import read_resources
+
+    found = checkpoint_of(run)
+    return model or (str(found) if holds_weights(found) else None), read_resources(run, found.name)
 
 
 def _failed(text: str) -> Any:
