@@ -26,7 +26,7 @@ from agentlightning.store import LightningStore
 from agentlightning.task import load_dataset
 from agentlightning.trainer import Trainer
 from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.training.sources.recorded import RecordedQuery, find_groups
+from agentlightning.training.sources.recorded import find_groups
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import settings_from
@@ -106,7 +106,7 @@ class Calculator:
 async def _read(path: Path, groups: int) -> list[list[Trajectory]]:
     store = LightningStore(path)
     try:
-        found = await find_groups(store, RecordedQuery(modes=["train"]))
+        found = await find_groups(store, ["train"])
         chosen = {rollout_id: group for group, ids in found[:groups] for rollout_id in ids}
         return group_trajectories((await TrajectoryReader(store).read(chosen))[0])
     finally:

@@ -262,7 +262,8 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
     imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in config.losses)
     filters = imitates or (config.dynamic_sampling > 0 and config.reads_advantages)
     equal_groups = config.equal_groups or ("filter" if filters else "keep")
-    return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
+    made = Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
+    return replace(made, uses_rewards=config.reads_advantages)
 
 
 class LightningRLSettings(TypedDict, total=False):

@@ -50,13 +50,14 @@ class SearchBudget(Section):
     tokens: int | None = Field(default=None, ge=1)
     """Tokens, read and written, of the critic, the editor, and the agent's recorded calls."""
     money: float | None = Field(default=None, gt=0)
-    """Cost by the prices of critic and editor (`input_price`, `output_price`) and of the agent's model (`agent_*`)."""
+    """Cost of critic and editor by their prices (`input_price`, `output_price`), and of the agent's recorded calls by
+    those of `gateway.providers` and `gateway.routes`, in US dollars, or by `agent_*` where these have none."""
     seconds: float | None = Field(default=None, gt=0)
     """Time since the search began, interruptions excluded."""
     agent_input_price: float = Field(default=0.0, ge=0)
-    """The price of a million tokens that the agent's model reads."""
+    """The price of a million tokens that the agent's model reads, where the gateway has none."""
     agent_output_price: float = Field(default=0.0, ge=0)
-    """The price of a million tokens that the agent's model writes."""
+    """The price of a million tokens that the agent's model writes, where the gateway has none."""
 
 
 class BeamSearchConfig(Section):

@@ -30,8 +30,8 @@ class Outcome:
     """None: the rollout failed or has no usable reward; it counts as the lowest score seen, or 0."""
     transcript: str = ""
     """The rollout as the critic reads it."""
-    input_tokens: int = 0
-    output_tokens: int = 0
+    tokens: int = 0
+    money: float = 0.0
 
     def as_json(self) -> list[Any]:
         return [self.task, self.score, self.transcript]

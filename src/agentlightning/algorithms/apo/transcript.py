@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import orjson
 
 from agentlightning import span as names
+from agentlightning.algorithms.apo.budget import price
+from agentlightning.algorithms.apo.config import SearchBudget
 from agentlightning.algorithms.training import RolloutReport
 from agentlightning.assemble import calls, steps
 from agentlightning.span import Span
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 
 
 def transcript(task: Any, report: RolloutReport) -> str:
@@ -26,14 +28,20 @@ def transcript(task: Any, report: RolloutReport) -> str:
     return "\n".join(parts)
 
 
-def usage(spans: Sequence[Span]) -> tuple[int, int]:
-    """Tokens that the model calls of a rollout read and wrote, as far as they were recorded."""
-    found = [span.attributes for span in calls(spans)]
-    return _sum(found, names.INPUT_TOKENS), _sum(found, names.OUTPUT_TOKENS)
+def usage(spans: Sequence[Span], budget: SearchBudget) -> tuple[int, float]:
+    """Tokens of the recorded model calls of a rollout, and what they cost: what the gateway has recorded, for calls
+    without a price there by the prices of the budget."""
+    tokens, money = 0, 0.0
+    for span in calls(spans):
+        read, written, cost = (_number(span, name) for name in (names.INPUT_TOKENS, names.OUTPUT_TOKENS, names.COST))
+        tokens += int(read + written)
+        money += cost or price(read, written, budget.agent_input_price, budget.agent_output_price)
+    return tokens, money
 
 
-def _sum(attributes: Sequence[Mapping[str, Any]], name: str) -> int:
-    return sum(int(value) for each in attributes if isinstance(value := each.get(name), int | float))
+def _number(span: Span, name: str) -> float:
+    value = span.attributes.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _events(spans: Sequence[Span]) -> Iterator[str]:
@@ -54,14 +62,9 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _messages(recorded: object) -> Iterator[str]:
-    try:
-        found: Any = loads(recorded) if isinstance(recorded, str) else recorded
-    except ValueError:
-        return
-    for message in cast("list[Any]", found) if isinstance(found, list) else []:
-        if isinstance(message, dict):
-            parts = [_part(part) for part in message.get("parts") or ()]
-            yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
+    for message in recorded_objects(recorded):
+        parts = [_part(part) for part in message.get("parts") or ()]
+        yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
 
 
 def _part(part: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentlightning.algorithms.apo.config import SearchBudget
 from agentlightning.algorithms.apo.record import Outcome, Trial
 from agentlightning.algorithms.apo.text.candidate import Candidate
 from agentlightning.algorithms.apo.transcript import transcript, usage
@@ -19,12 +20,18 @@ class RunEvaluator:
 
     training: Training
     start: Mapping[str, PromptTemplate]
+    budget: SearchBudget
+    """With the prices of the agent's calls."""
 
     async def evaluate(self, candidate: Candidate, trials: Sequence[Trial]) -> list[Outcome]:
         tasks = {f"{candidate.digest}-{each.split}{each.task:05d}-{each.repeat}": self._task(each) for each in trials}
         reports = await self.training.try_resources(dict(templates(self.start, candidate)), tasks)
         found = dict(zip(tasks, reports, strict=True))
-        return [_outcome(each, task, found[name]) for each, (name, task) in zip(trials, tasks.items(), strict=True)]
+        rows = zip(trials, tasks.items(), strict=True)
+        return [self._outcome(each, task, found[name]) for each, (name, task) in rows]
+
+    def _outcome(self, trial: Trial, task: Any, report: RolloutReport) -> Outcome:
+        return Outcome(trial.task, report.score, transcript(task, report), *usage(report.spans, self.budget))
 
     def _task(self, trial: Trial) -> Any:
         tasks = self.training.train_tasks if trial.split == "train" else self.training.validation_tasks
@@ -34,8 +41,3 @@ class RunEvaluator:
 def templates(start: Mapping[str, PromptTemplate], candidate: Candidate) -> dict[str, PromptTemplate]:
     """The templates with the texts of a candidate."""
     return {name: start[name].model_copy(update={"template": text}) for name, text in candidate.texts.items()}
-
-
-def _outcome(trial: Trial, task: Any, report: RolloutReport) -> Outcome:
-    read, written = usage(report.spans)
-    return Outcome(trial.task, report.score, transcript(task, report), read, written)

@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, cast
 
 from agentlightning.chat.base import ChatFormat, Message
@@ -20,7 +19,6 @@ from agentlightning.chat.messages import read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
-from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory, Transition
 
 TOO_LONG: Final = "too_long"
@@ -39,16 +37,6 @@ _logger: Final = logging.getLogger(__name__)
 def describe_notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     """A sentence for each kind that was counted."""
     return tuple(f"{count} {NOTES[name]}" for name, count in sorted(counts.items()) if count)
-
-
-def load_conversations(dataset: Any) -> Sequence[Any]:
-    """The conversations of a list, a file, or a Hugging Face dataset. Raises DatasetError where there is none."""
-    if isinstance(dataset, str | Path) or not isinstance(dataset, list | tuple):
-        return load_dataset(dataset)
-    dataset = cast("Sequence[Any]", dataset)
-    if not dataset:
-        raise DatasetError("the dataset holds no conversation; give at least one")
-    return dataset
 
 
 def to_trajectories(

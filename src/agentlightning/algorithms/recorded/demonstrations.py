@@ -7,9 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
-from agentlightning.algorithms.recorded.conversations import load_conversations, to_trajectories
+from agentlightning.algorithms.recorded.conversations import to_trajectories
 from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.sessions import Session, Tokenizer, read_sessions
 from agentlightning.chat.base import ChatFormat
@@ -17,6 +17,7 @@ from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory
 
 
@@ -52,7 +53,9 @@ async def load_demonstrations(dataset: Any, validation: Any, *, share: float, se
 
 async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
     if not isinstance(dataset, TrajectoryQuery):
-        return await asyncio.to_thread(load_conversations, dataset), {}
+        if isinstance(dataset, list | tuple) and any(isinstance(each, Session | Trajectory) for each in dataset):
+            return cast("Sequence[Any]", dataset), {}
+        return await asyncio.to_thread(load_dataset, dataset), {}
     sessions = await read_sessions(dataset.store)
     sessions.check()
     found, counts = successful(sessions.usable, dataset)

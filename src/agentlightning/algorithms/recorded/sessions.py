@@ -20,7 +20,7 @@ from agentlightning import span as names
 from agentlightning.algorithms.recorded.conversations import TOO_LONG, AnswerRenderer
 from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
-from agentlightning.chat.messages import chat_messages, parsed
+from agentlightning.chat.messages import chat_messages
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABLE, Rejection, rejection
@@ -31,6 +31,7 @@ from agentlightning.store import pending
 from agentlightning.store.base import LightningStore
 from agentlightning.task import task_key
 from agentlightning.trajectory import Reward, Trajectory, Transition
+from agentlightning.util.json_values import recorded_objects
 
 PAGE: Final = 1000
 """Rollouts in one request to the store."""
@@ -222,15 +223,15 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
 
 def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
     attributes = span.attributes
-    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
+    answers = chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
     agent = attributes.get(names.AGENT_NAME)
     transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
-    tools = tuple(each for each in parsed(attributes.get(names.TOOL_DEFINITIONS)) if isinstance(each, dict))
+    tools = tuple(recorded_objects(attributes.get(names.TOOL_DEFINITIONS)))
     return RecordedCall(
         span.span_id,
         span.sequence_id,
         agent if isinstance(agent, str) else None,
-        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
+        tuple(chat_messages(recorded_objects(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
         {**answers[0], "role": "assistant"} if answers else None,
         tools,
         transition,

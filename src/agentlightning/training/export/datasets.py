@@ -31,7 +31,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import read_state, write_atomically
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 
 PAGE: Final = 200
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
@@ -146,12 +146,14 @@ async def _conversations(
     rollouts, after = 0, None
     while True:
         page = await store.query_rollouts(
-            status_in=["succeeded"], rollout_id_contains=f"{run_id}-train-", after=after, limit=PAGE
+            status_in=["succeeded"], rollout_id_contains=f"{run_id}-", after=after, limit=PAGE
         )
         if not page:
             return found, rollouts, skipped
-        found += await _of_page(store, page, selection, skipped)
-        rollouts, after = rollouts + len(page), page[-1].rollout_id
+        # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
+        own = [each for each in page if "-train" in each.rollout_id.removeprefix(run_id)]
+        found += await _of_page(store, own, selection, skipped)
+        rollouts, after = rollouts + len(own), page[-1].rollout_id
 
 
 async def _of_page(
@@ -198,7 +200,9 @@ def _is_of(span: Span, agent: str | None) -> bool:
 
 
 def _history(span: Span) -> list[Message]:
-    before, answer = (_recorded(span.attributes.get(key)) for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    before, answer = (
+        recorded_objects(span.attributes.get(key)) for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)
+    )
     return [*chat_messages(before), *chat_messages(answer)]
 
 
@@ -216,17 +220,8 @@ def _tools(span: Span) -> tuple[Any, ...]:
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         if "function" not in tool
         else tool
-        for tool in _recorded(span.attributes.get(names.TOOL_DEFINITIONS))
+        for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS))
     )
-
-
-def _recorded(value: Any) -> list[dict[str, Any]]:
-    try:
-        found: Any = loads(value) if isinstance(value, str | bytes) else value
-    except ValueError:
-        return []
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
 
 
 def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:

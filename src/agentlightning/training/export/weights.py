@@ -32,14 +32,10 @@ class ExportedWeights:
 def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeights:
     """Write the weights of a finished run to a new directory. Raises ConfigError where there are none, where the
     directory has contents, and PolicyError for adapters that cannot be merged."""
-    checkpoint = run_dir / "checkpoint"
-    if not (run_dir / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
-    adapters = (checkpoint / "adapter_config.json").exists() or (checkpoint / "agents.json").exists()
-    if not adapters and not (checkpoint / "config.json").exists():
+    checkpoint = checkpoint_of(run_dir)
+    if not holds_weights(checkpoint):
         raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in resources.json")
+    adapters = not (checkpoint / "config.json").exists()
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
     if adapters:
@@ -51,6 +47,20 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeig
     if form == "gguf-ready":
         _check(path)
     return ExportedWeights(path, tuple(sorted(each.name for each in path.iterdir())), adapters)
+
+
+def checkpoint_of(run_dir: Path) -> Path:
+    """The result of a finished run. Raises ConfigError where there is none."""
+    if not (run_dir / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    if not (checkpoint := run_dir / "checkpoint").is_dir():
+        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
+    return checkpoint
+
+
+def holds_weights(checkpoint: Path) -> bool:
+    """Whether a run has trained weights, and not only prompts."""
+    return any((checkpoint / name).exists() for name in ("adapter_config.json", "agents.json", "config.json"))
 
 
 def _check(path: Path) -> None:

@@ -64,6 +64,6 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
         elif low <= 0:
             found[f"no_gain_{mode}"] = (
                 f"no gain is shown ({mode}): the interval {low:+.3f} to {high:+.3f} of {gain.tasks} held-out tasks"
-                f" includes 0; {more} measure on more tasks (data.held_out)"
+                f" includes 0; {more} measure on more tasks (a file as data.held_out, or a larger data.held_out_share)"
             )
     return found

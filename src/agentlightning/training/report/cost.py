@@ -32,7 +32,7 @@ class Cost:
     """What these cost by the prices of `PromptModel` and `SearchBudget`. None: none is set."""
     provider_calls: int = 0
     """Calls of agents that the gateway has sent to providers, in the last attempt of each rollout, evaluations
-    included."""
+    included. Those of a prompt search are among its tokens and its money."""
     provider_tokens: int = 0
     provider_dollars: float | None = None
     """What those calls cost that have a price (`gateway.providers`, `gateway.routes`), in US dollars. None: no call has
@@ -45,12 +45,12 @@ class Cost:
 
 def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
     """The cost of steps by their metrics. What a prompt search counts is its total so far, so its last step has it."""
-    sampled = sum((line.get("tokens_per_second") or 0) * (line.get("collect_seconds") or 0) for line in lines)
+    sampled = sum(int(line.get("sampled_tokens") or 0) for line in lines)
     searches: dict[int, Mapping[str, Any]] = {line.get("stage", 0): line for line in lines if "apo_tokens" in line}
     ends = searches.values()
     money = sum(float(line["apo_money"]) for line in ends)
     return Cost(
-        round(sampled),
+        sampled,
         sum(int(line["apo_model_calls"]) for line in ends),
         sum(int(line["apo_tokens"]) for line in ends),
         money or None,
@@ -58,8 +58,10 @@ def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
 
 
 async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> Cost:
-    """The cost with the calls to providers that the spans of a run record."""
-    ids = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
+    """The cost with the calls to providers that the spans of a run record, without those of its searches, which are
+    counted."""
+    found = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
+    ids = [each for each in found if not each.startswith(f"{run_id}-trial-")]
     calls = priced = tokens = 0
     dollars = 0.0
     for start in range(0, len(ids), CHUNK):

@@ -8,12 +8,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.resources import PromptTemplate
+from agentlightning.resources import PromptTemplate, prompts_in
+from agentlightning.training.persistence.checkpoints import read_resources
+from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.report.cost import Cost
 from agentlightning.training.report.stage_result import StageResult, gain_as_json
 from agentlightning.util.event_loop import run_sync
+
+
+def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, PromptTemplate]) -> str:
+    """What has changed in prompt templates, as a unified diff; empty where nothing has."""
+    return "\n".join(
+        line
+        for name, template in after.items()
+        for line in difflib.unified_diff(
+            before[name].template.splitlines() if name in before else [],
+            template.template.splitlines(),
+            f"{name} before",
+            f"{name} after",
+            lineterm="",
+        )
+    )
+
+
+def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    """The prompt templates in a checkpoint of a run, and what has changed in them since it began, as JSON values."""
+    found = prompts_in(read_resources(run_dir, checkpoint))
+    try:
+        start = settings_of_run(run_dir).prompts if found else {}
+    except AgentLightningError:  # Those of another version: the templates are shown as they are.
+        start = {}
+    return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": prompt_diff(start, found)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +103,7 @@ class TrainingResult:
 
     def diff(self) -> str:
         """What the run changed in its prompt templates, as a unified diff; empty where nothing changed."""
-        return "\n".join(
-            line
-            for name, after in self.prompts.items()
-            for line in difflib.unified_diff(
-                self.start_prompts[name].template.splitlines() if name in self.start_prompts else [],
-                after.template.splitlines(),
-                f"{name} before",
-                f"{name} after",
-                lineterm="",
-            )
-        )
+        return prompt_diff(self.start_prompts, self.prompts)
 
     def report(
         self, *, format: Literal["markdown", "html"] = "markdown", examples: int = 3, store: Any | None = None

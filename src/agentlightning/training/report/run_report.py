@@ -17,7 +17,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import RunState, read_state
-from agentlightning.training.report.cost import cost_of_steps
 from agentlightning.training.sources.group_rewards import transcript_of
 from agentlightning.training.tracking.samples import said
 from agentlightning.util.json_values import dumps, loads
@@ -49,7 +48,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
     report, state = loads(path.read_bytes()), read_state(run_dir)
     modes = list(report["held_out"])
-    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(run_dir, report), _warnings(report)]
+    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(report), _warnings(report)]
     for mode in modes:
         changes = changes_of(run_dir, state, mode)
         parts.append(_tasks(mode, changes))
@@ -120,9 +119,8 @@ def _number(value: float | None, *, sign: bool = False) -> str:
     return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
 
 
-def _cost(run_dir: Path, report: Mapping[str, Any]) -> str:
-    steps = [loads(line) for line in _lines(run_dir / "metrics.jsonl")]
-    cost = report.get("cost") or cost_of_steps(steps).as_json()
+def _cost(report: Mapping[str, Any]) -> str:
+    cost = report["cost"]
     rows = {
         "steps": report["steps"],
         "training rollouts": report["rollouts"],
@@ -155,15 +153,12 @@ def _providers(cost: Mapping[str, Any]) -> dict[str, Any]:
     missing = (
         f", without {without} calls that have no price" if without and cost["provider_dollars"] is not None else ""
     )
+    beside = " beside the search" if cost["search_tokens"] else ""
     return {
-        "calls to providers": cost["provider_calls"],
-        "tokens of providers": cost["provider_tokens"],
-        "US dollars of providers": _money(cost["provider_dollars"]) + missing,
+        f"calls to providers{beside}": cost["provider_calls"],
+        f"tokens of providers{beside}": cost["provider_tokens"],
+        f"US dollars of providers{beside}": _money(cost["provider_dollars"]) + missing,
     }
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _warnings(report: Mapping[str, Any]) -> str:
