@@ -24,7 +24,8 @@ class PolicyConfig(Section):
     """
 
     model: str = "tiny"
-    """A directory (or hub name) that transformers loads. `tiny`: a small new model with random weights."""
+    """A directory that transformers loads, a `.gguf` file, a short name such as `smollm2-135m`, or a hub name
+    (docs/guides/models.md). `tiny`: a small new model with random weights."""
     name: str = "policy"
     """The model name that agents may use; the policy also answers calls for any other name."""
     device: str = "auto"

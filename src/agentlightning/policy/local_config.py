@@ -20,7 +20,7 @@ class LocalPolicyConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | Path
-    """A directory that `transformers` loads as a causal language model with a chat template, or a name on the hub."""
+    """See `PolicyConfig.model`, without `tiny`."""
     name: str = "policy"
     """The model name agents ask for."""
     device: str = "auto"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from agentlightning.policy.adapters.host import AdapterHost
 
 
-TINY: Final = "tiny"
 TINY_CONTEXT: Final = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
 
@@ -46,7 +46,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, str | Path):
         raise ConfigError(
             f"model is a {type(model).__name__} object, and it is opened here by its name; give the directory of one"
-            " that transformers loads (save_pretrained writes it), or its hub name"
+            " that transformers loads (save_pretrained writes it), a GGUF file, or its hub name"
         )
 
 
@@ -129,17 +129,13 @@ async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> 
 
 
 async def open_frozen(name: str, path: str) -> Policy:
-    """A model to serve and not to train. Raises ConfigError where there is none."""
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    """A model to serve and not to train. Raises PolicyError where there is none."""
     config = policy_config(PolicyConfig(), path)
     return await open_policy(config.model_copy(update={"name": name}))
 
 
 async def open_host(name: str, path: str) -> AdapterHost:
-    """A model over which adapters are trained and sampled. Raises ConfigError where there is none."""
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    """A model over which adapters are trained and sampled. Raises PolicyError where there is none."""
     config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
     from agentlightning.policy.adapters.host import AdapterHost
 

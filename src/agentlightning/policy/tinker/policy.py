@@ -27,6 +27,7 @@ from agentlightning.engine.base import (
     room_for_answer,
 )
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.tinker.config import TinkerConfig
@@ -280,7 +281,7 @@ def check_config(config: LocalPolicyConfig) -> None:
 
 def _tokenizer(config: LocalPolicyConfig) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(str(config.model))
+        return AutoTokenizer.from_pretrained(resolve_model(config.model, weights=False))
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(
             f"policy.model={config.model} has no tokenizer that transformers loads: {error}; give the directory or hub"

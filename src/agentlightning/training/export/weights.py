@@ -1,8 +1,9 @@
-"""The weights of a finished run as a directory for other programs.
+"""The weights of a finished run as a directory or a file for other programs.
 
 hf          what transformers loads; an adapter is merged into the model below it
 gguf-ready  the same, checked for what llama.cpp's converter reads:
                 python convert_hf_to_gguf.py DIRECTORY --outfile model.gguf
+gguf        one file that llama.cpp and Ollama load
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
 from agentlightning.errors import ConfigError
 
-WeightsForm = Literal["hf", "gguf-ready"]
+WeightsForm = Literal["hf", "gguf-ready", "gguf"]
+Precision = Literal["f32", "f16", "q8_0"]
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 
@@ -29,9 +32,10 @@ class ExportedWeights:
     """Whether an adapter was merged into the model below it."""
 
 
-def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeights:
-    """Write the weights of a finished run to a new directory. Raises ConfigError where there are none, where the
-    directory has contents, and PolicyError for adapters that cannot be merged."""
+def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Precision = "f16") -> ExportedWeights:
+    """Write the weights of a finished run to a new directory, or to a GGUF file whose matrices have the `precision`.
+    Raises ConfigError where there are none, where the directory has contents, and PolicyError for adapters that cannot
+    be merged and models that cannot be written."""
     checkpoint = run_dir / "checkpoint"
     if not (run_dir / "state.json").exists():
         raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
@@ -40,6 +44,9 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeig
     adapters = (checkpoint / "adapter_config.json").exists() or (checkpoint / "agents.json").exists()
     if not adapters and not (checkpoint / "config.json").exists():
         raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in resources.json")
+    if form == "gguf":
+        _write_gguf(checkpoint, path, precision, adapters)
+        return ExportedWeights(path, (path.name,), adapters)
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
     if adapters:
@@ -51,6 +58,17 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeig
     if form == "gguf-ready":
         _check(path)
     return ExportedWeights(path, tuple(sorted(each.name for each in path.iterdir())), adapters)
+
+
+def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bool) -> None:
+    from agentlightning.models.gguf.write import write_gguf
+
+    with TemporaryDirectory(prefix="agl-merged-") as folder:
+        if adapters:
+            from agentlightning.models.lora.merge import merge
+
+            merge(checkpoint, Path(folder))
+        write_gguf(Path(folder) if adapters else checkpoint, path, precision)
 
 
 def _check(path: Path) -> None:

@@ -24,6 +24,7 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import ConfigError, PolicyError, ResumeError, TrainingStopped
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.evaluation.intervals import Gain, paired_gain
+from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import Policy
 from agentlightning.store import InMemoryLightningStore
@@ -45,7 +46,6 @@ from agentlightning.training.recorded.result import OfflineResult
 from agentlightning.training.recorded.run import RecordedTraining, learner_of
 from agentlightning.training.recorded.source import POLL_SECONDS, ArrivingSource, SessionSource, describe
 from agentlightning.training.recorded.supervised import RecordedLoop
-from agentlightning.training.starting_policy import TINY
 from agentlightning.util.json_values import dumps
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml
