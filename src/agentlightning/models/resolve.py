@@ -74,6 +74,7 @@ SHORT_NAMES: Final = {
     "qwen2.5-1.5b": ShortName("Qwen/Qwen2.5-1.5B-Instruct"),
     "qwen3-0.6b": ShortName("Qwen/Qwen3-0.6B"),
 }
+_NAMES: Final = ", ".join(SHORT_NAMES)
 
 
 def resolve_model(model: str | Path, *, weights: bool = True) -> str:
@@ -87,8 +88,8 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> str:
     short = SHORT_NAMES.get(name.lower())
     if short is None and (path.exists() or not HUB_NAME.fullmatch(name)):
         raise PolicyError(
-            f"model={name} is not a directory; give one that holds config.json and weights, a {GGUF} file,"
-            f" {_other_names()}"
+            f"model={name} is no directory; give one that holds config.json and weights, a {GGUF} file, a name on the"
+            f" hub, or one of {_NAMES}, {TINY}"
         )
     if short is not None and (converted := model_cache() / name.lower()).is_dir():
         return str(converted)
@@ -99,7 +100,7 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> str:
         return _from_hub(repository, weights)
     except PolicyError as error:
         if short is None or short.wheel is None:
-            raise PolicyError(f"model={name} is no directory here, and {error}") from error
+            raise PolicyError(f"model={name} is no directory or short name ({_NAMES}), and {error}") from error
         return str(_from_wheel(name.lower(), short.wheel, str(error)))
 
 
@@ -116,10 +117,6 @@ def model_cache() -> Path:
     if own := os.environ.get(CACHE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentlightning" / "models"
-
-
-def _other_names() -> str:
-    return f"a name on the hub, or one of {', '.join((*SHORT_NAMES, TINY))}"
 
 
 def _in_hub_cache(repository: str, weights: bool) -> Path | None:
@@ -162,7 +159,7 @@ def _from_hub(repository: str, weights: bool) -> str:
         raise PolicyError(f"access to {repository} is restricted: {text}") from error
     except RepositoryNotFoundError as error:
         text = f"nobody has {repository} on {constants.ENDPOINT}, or it is private (HF_TOKEN)"
-        raise PolicyError(f"{text}; give a directory, a {GGUF} file, {_other_names()}") from error
+        raise PolicyError(f"{text}; give another name, a directory or a {GGUF} file") from error
     except (HTTPError, OSError, ValueError) as error:
         text = f"{repository} cannot be fetched from {constants.ENDPOINT}: {_first_line(error)}"
         raise PolicyError(

@@ -20,6 +20,9 @@ from agentlightning.models.gguf.layout import LLAMA3_ROPE, PRE_TOKENIZERS, rope_
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 """Values of `general.architecture` that are read."""
 TOKENIZER, WORDS, TURN_END = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "eot_token_id"))
+OWN_HEADS: Final = ("qwen3", "gemma2", "gemma3")
+"""Families for whose width of a head the reader takes a default, whatever the file says."""
+HEAD: Final = "attention.key_length"
 DAMAGED: Final = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, NotImplementedError)
 """What the readers raise for a file that is cut short or no GGUF."""
 
@@ -34,12 +37,17 @@ def convert(path: Path, target: Path) -> None:
     try:
         reader: Any = GGUFReader(path)
         family = _field(reader, "general.architecture")
-        fields = {name: _field(reader, name) for name in (TOKENIZER, WORDS, TURN_END, f"{family}.rope.scaling.type")}
+        fields = {
+            name: _field(reader, name)
+            for name in (TOKENIZER, WORDS, TURN_END, f"{family}.rope.scaling.type", f"{family}.{HEAD}")
+        }
         frequencies = _check(path, family, fields, {tensor.name: tensor for tensor in reader.tensors})
+        head = fields[f"{family}.{HEAD}"]
+        shape = {"head_dim": head} if head and family in OWN_HEADS else {}
         tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         with checkpoint.without_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, **shape
             )
     except DAMAGED as error:
         raise PolicyError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -49,9 +50,10 @@ def write_gguf(checkpoint: Path, path: Path, precision: Precision) -> None:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.absolute().parent) as folder:
             writer: Any = GGUFWriter(Path(folder) / path.name, config.model_type)
-            _add_shape(writer, config, precision)
-            _add_tokenizer(writer, checkpoint, config.vocab_size)
-            _add_tensors(writer, checkpoint, config, precision)
+            with closing(writer):
+                _add_shape(writer, config, precision)
+                _add_tokenizer(writer, checkpoint, config.vocab_size)
+                _add_tensors(writer, checkpoint, config, precision)
             with (Path(folder) / path.name).open("rb") as file:
                 os.fsync(file.fileno())
             (Path(folder) / path.name).replace(path)
@@ -159,7 +161,6 @@ def _add_tensors(writer: Any, checkpoint: Path, config: Any, precision: Precisio
             writer.write_tensor_data(quantize(_in_order(each, value, config), kinds[each]))
     if factors is not None:
         writer.write_tensor_data(factors)
-    writer.close()
 
 
 def _tensors(checkpoint: Path, *, read: bool = True) -> Iterator[tuple[str, list[int], NDArray[np.float32]]]:
