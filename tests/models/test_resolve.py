@@ -202,7 +202,7 @@ def test_a_tokenizer_alone_is_fetched_without_weights(hub: list[str]) -> None:
     [
         ("nobody", r"no directory or short name \(smollm2-135m.*nobody has nobody on http"),
         ("nobody/here", "nobody has nobody/here"),
-        ("someone/closed", "access to someone/closed is restricted: accept its terms at .*HF_TOKEN"),
+        ("someone/closed", "access to someone/closed is restricted; accept its terms on .*HF_TOKEN"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_said_after_one_request(hub: list[str], name: str, says: str) -> None:

@@ -295,7 +295,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         from agentlightning.policy.local_config import LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
-        path = model if isinstance(model, str | Path) else ""
+        path = str(model) if isinstance(model, str | Path) else ""
         config = LocalPolicyConfig(
             model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised", lora=self.config.lora
         )

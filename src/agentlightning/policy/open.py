@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -15,7 +15,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
 from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
@@ -64,23 +64,16 @@ def policy_config(
     """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are trained.
     Raises MissingExtraError, and ConfigError for adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields}
+    if settings.kind == "fsdp" and settings.engine != "local":
+        shared["device"] = "cpu"
     lora = settings.lora if adapters else None
+    shared |= {"model": path, "lora": lora}
     if settings.engine != "local":
         check_servable(adapters_of(lora, agents or {}), settings.servers, settings.engine)
     return LocalPolicyConfig(
-        model=path,
-        name=settings.name,
-        device="cpu" if settings.kind == "fsdp" and settings.engine != "local" else settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        max_batch_size=settings.max_batch_size,
-        max_kept_tokens=settings.max_kept_tokens,
-        max_context=settings.max_context,
-        tool_calls=settings.tool_calls,
-        value_head=settings.value_head,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        **shared,
         seed=seed,
-        lora=lora,
         agents=dict(agents or {}),
         ranks=settings.ranks,
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),

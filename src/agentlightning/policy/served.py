@@ -113,7 +113,8 @@ class ServedPolicy:
         check_servable(adapters, config, kind)
         transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
         if isinstance(learner, AdapterLearner) and adapters:
-            first = Path(await asyncio.to_thread(resolve_model, learner.config.model))
+            base = learner.config.model
+            first = Path(base if config.urls else await asyncio.to_thread(resolve_model, base))
         else:
             first = await checkpoints.write(learner)
         servers = await open_servers(

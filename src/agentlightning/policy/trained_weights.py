@@ -155,7 +155,7 @@ class AdapterWeights:
         self.value_head = value_head
         self.adapters: Adapters | None = Adapters(model)
         self._adapters = self.adapters
-        self._base, self._agents = str(config.model), config.agents
+        self._base, self._agents = config.model, config.agents
         self.own: str | None = SHARED if SHARED in shapes else None
         self._updaters: dict[str, Updater] = {}
         weights = model.num_parameters()

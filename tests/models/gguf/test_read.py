@@ -45,7 +45,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"family": "mamba9"}, "architecture 'mamba9', which is not read from GGUF .but llama"),
+        ({"family": "mamba9"}, "architecture 'mamba9', not read from GGUF .llama, "),
         ({"pre": "made-up"}, "tokenizer .gpt2, made-up. that transformers would read wrongly"),
         ({"model": "bert"}, "tokenizer .bert, gpt-2."),
         ({"scaling": "yarn"}, "scales its positions .yarn."),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from agentlightning.cli.opening import weights_of
 from agentlightning.cli.options import Json, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.models import Precision
 from agentlightning.util.printable import printable
-
-Precision = Literal["f32", "f16", "q8_0"]
 
 
 class Form(StrEnum):

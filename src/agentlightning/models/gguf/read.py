@@ -71,25 +71,17 @@ def _field(reader: Any, name: str) -> Any:
 def _check(path: Path, family: Any, fields: dict[str, Any], tensors: dict[str, Any]) -> torch.Tensor | None:
     """The factors by which the file scales the frequencies of positions, if it does. Raises PolicyError for what would
     be read wrongly."""
-    if family not in FAMILIES:
-        raise PolicyError(
-            f"{path} holds a model of the architecture {family!r}, which is not read from GGUF (but"
-            f" {', '.join(FAMILIES)}); give its checkpoint for transformers"
-        )
-    kind, words = fields[TOKENIZER], fields[WORDS]
-    if (words not in PRE_TOKENIZERS) if kind == "gpt2" else kind != "llama":
-        raise PolicyError(
-            f"{path} has a tokenizer ({kind}, {words}) that transformers would read wrongly; give its checkpoint for"
-            " transformers"
-        )
-    scaling = fields[f"{family}.rope.scaling.type"] or "none"
+    kind, words, scaling = fields[TOKENIZER], fields[WORDS], fields[f"{family}.rope.scaling.type"] or "none"
     scaled = [name for name in tensors if name.startswith("rope_")]
-    if scaling != "none" or scaled not in ([], ["rope_freqs.weight"]):
-        raise PolicyError(
-            f"{path} scales its positions ({', '.join(scaled) or scaling}), which is not read from GGUF; give its"
-            " checkpoint for transformers"
-        )
-    return torch.from_numpy(tensors[scaled[0]].data.copy()) if scaled else None
+    if family not in FAMILIES:
+        problem = f"holds a model of the architecture {family!r}, not read from GGUF ({', '.join(FAMILIES)} are)"
+    elif (words not in PRE_TOKENIZERS) if kind == "gpt2" else kind != "llama":
+        problem = f"has a tokenizer ({kind}, {words}) that transformers would read wrongly"
+    elif scaling != "none" or scaled not in ([], ["rope_freqs.weight"]):
+        problem = f"scales its positions ({', '.join(scaled) or scaling}), which is not read from GGUF"
+    else:
+        return torch.from_numpy(tensors[scaled[0]].data.copy()) if scaled else None
+    raise PolicyError(f"{path} {problem}; give its checkpoint for transformers")
 
 
 def _set_frequencies(path: Path, config: Any, frequencies: torch.Tensor) -> None:

@@ -10,23 +10,20 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from agentlightning.errors import MissingExtraError, PolicyError
-from agentlightning.models import OUTPUT_HEAD
+from agentlightning.models import OUTPUT_HEAD, Precision
 from agentlightning.models.gguf.layout import PRE_TOKENIZERS, rope_factors
 
-Precision = Literal["f32", "f16", "q8_0"]
 FAMILIES: Final = ("llama", "qwen2", "qwen3")
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7}
 """Values of `general.file_type`."""
@@ -54,6 +51,9 @@ def write_gguf(checkpoint: Path, path: Path, precision: Precision) -> None:
                 _add_shape(writer, config, precision)
                 _add_tokenizer(writer, checkpoint, config.vocab_size)
                 _add_tensors(writer, checkpoint, config, precision)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_tensors_to_file()
             with (Path(folder) / path.name).open("rb") as file:
                 os.fsync(file.fileno())
             (Path(folder) / path.name).replace(path)
@@ -129,48 +129,29 @@ def _plain(known: Any) -> Any:
 
 
 def _add_tensors(writer: Any, checkpoint: Path, config: Any, precision: Precision) -> None:
-    from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
     from gguf.quants import quantize
 
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     names = get_tensor_name_map(arch, config.num_hidden_layers)
-    found = {name: shape for name, shape, _ in _tensors(checkpoint, read=False)}
-    if config.tie_word_embeddings:
-        found.pop(OUTPUT_HEAD, None)
-    named = {each: names.get_name(each, try_suffixes=(".weight", ".bias")) for each in found}
-    if unknown := [each for each, name in named.items() if name is None]:
-        raise PolicyError(f"{checkpoint} has weights without a name in GGUF, such as {unknown[0]}; {OTHER_WAY}")
-    kinds = {
-        each: GGMLQuantizationType["F32" if len(shape) == 1 else precision.upper()] for each, shape in found.items()
-    }
-    for each, shape in found.items():
-        values, size = GGML_QUANT_SIZES[kinds[each]]
-        if shape[-1] % values:
-            raise PolicyError(f"{each} has rows of {shape[-1]} numbers, which q8_0 cannot hold; use --precision f16")
-        count = prod(shape) // values * size
-        writer.add_tensor_info(named[each], shape, np.dtype(np.float32), count, raw_dtype=kinds[each])
-    factors = None
+    for name, value in _tensors(checkpoint):
+        if name == OUTPUT_HEAD and config.tie_word_embeddings:
+            continue
+        if (written := names.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
+            raise PolicyError(f"{checkpoint} has weights without a name in GGUF, such as {name}; {OTHER_WAY}")
+        kind = GGMLQuantizationType["F32" if value.ndim == 1 else precision.upper()]
+        if precision == "q8_0" and value.ndim > 1 and value.shape[-1] % 32:
+            raise PolicyError(f"{name} has rows of {value.shape[-1]} numbers, and q8_0 holds 32 at a time; use f16")
+        writer.add_tensor(written, quantize(_in_order(name, value, config), kind), raw_dtype=kind)
     if config.rope_parameters.get("rope_type") == "llama3":
-        factors = rope_factors(config).numpy()
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for each, _, value in _tensors(checkpoint):
-        if each in found:
-            writer.write_tensor_data(quantize(_in_order(each, value, config), kinds[each]))
-    if factors is not None:
-        writer.write_tensor_data(factors)
+        writer.add_tensor("rope_freqs.weight", rope_factors(config).numpy())
 
 
-def _tensors(checkpoint: Path, *, read: bool = True) -> Iterator[tuple[str, list[int], NDArray[np.float32]]]:
-    """Name, shape and values of each tensor, one at a time; empty values without `read`."""
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                shape = file.get_slice(name).get_shape()
-                value = file.get_tensor(name).float() if read else torch.empty(0)
-                yield name, shape, value.numpy()
+                yield name, file.get_tensor(name).float().numpy()
 
 
 def _in_order(name: str, value: NDArray[np.float32], config: Any) -> NDArray[np.float32]:

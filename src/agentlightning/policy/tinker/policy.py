@@ -67,7 +67,7 @@ class TinkerPolicy:
         check_config(config)
         assert config.lora is not None
         tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r
-        remote = await asyncio.to_thread(TinkerSession.open, server, str(config.model), rank, config.seed)
+        remote = await asyncio.to_thread(TinkerSession.open, server, config.model, rank, config.seed)
         try:
             updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
             policy = cls(config, tokenizer, remote, updater)

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
 from agentlightning.errors import ConfigError
+from agentlightning.models import Precision
 
 WeightsForm = Literal["hf", "gguf-ready", "gguf"]
-Precision = Literal["f32", "f16", "q8_0"]
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 

@@ -135,11 +135,11 @@ class OfflineJob:
             return await asyncio.to_thread(lambda: str(Path(named).resolve()) if Path(named).exists() else named)
         records = self._own_conversations() or _texts(sessions)
         if not records:
-            raise ConfigError("no model: give model=DIRECTORY to the trainer")
+            raise ConfigError("no model: give model=NAME to the trainer, such as smollm2-135m or a directory")
         from agentlightning.models.tiny import make_tiny
 
         self.progress.note(
-            "warning: a tiny model with random weights is trained; for a model of your own set model=DIRECTORY"
+            "warning: a tiny model with random weights is trained; for another set model=, such as smollm2-135m"
         )
         directory = (self.run_dir / TINY).resolve()
         return str(await asyncio.to_thread(make_tiny, directory, records, seed=self.config.run.seed))
