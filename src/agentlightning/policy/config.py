@@ -23,7 +23,7 @@ class PolicyConfig(ModelSettings):
 
     model: ModelName = TINY
     """A directory that transformers loads, a `.gguf` file, a short name such as `smollm2-135m`, or a hub name
-    (docs/guides/models.md). `tiny`: a small new model with random weights."""
+    (docs/get-started/models.md). `tiny`: a small new model with random weights."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from agentlightning.errors import MissingExtraError, PolicyError
@@ -84,9 +83,10 @@ def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
     from gguf import TokenType
 
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-    known = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = next((name for name, make in PRE_TOKENIZERS.items() if _plain(known) == _plain(_with_words(make()))), None)
-    if known["model"]["type"] != "BPE" or words is None:
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    own = _plain(tokenizer.backend_tokenizer.pre_tokenizer)
+    words = next((name for name, make in PRE_TOKENIZERS.items() if own == _plain(make())), None)
+    if model["type"] != "BPE" or words is None:
         raise PolicyError(
             f"the tokenizer of {checkpoint} divides text into words in a way that has no name in GGUF (but"
             f" {', '.join(PRE_TOKENIZERS)}); {OTHER_WAY}"
@@ -102,7 +102,7 @@ def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
     writer.add_tokenizer_pre(words)
     writer.add_token_list([*tokens, *(f"[PAD{number}]" for number in unused)])
     writer.add_token_types([*kinds, *(TokenType.UNUSED for _ in unused)])
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in known["model"]["merges"]])
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
     for name in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(number)
@@ -115,17 +115,9 @@ def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _with_words(words: Any) -> Any:
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = words
-    return json.loads(tokenizer.to_str())
-
-
-def _plain(known: Any) -> Any:
+def _plain(words: Any) -> bytes:
     """How a tokenizer divides text, without what changes positions alone."""
-    words = known["pre_tokenizer"] or {}
-    parts = words.get("pretokenizers", [words])
-    return [{name: value for name, value in part.items() if name != "trim_offsets"} for part in parts]
+    return b"" if words is None else words.__getstate__().replace(b'"trim_offsets":false', b'"trim_offsets":true')
 
 
 def _add_tensors(writer: Any, checkpoint: Path, config: Any, precision: Precision) -> None:
