@@ -43,6 +43,7 @@ def test_a_run_is_exported_as_one_file(invoke, gguf: Path, tmp_path: Path) -> No
     assert json.loads(result.stdout.splitlines()[-1])["files"] == ["out.gguf"]
     assert (tmp_path / "out.gguf").stat().st_size < gguf.stat().st_size
     assert "--overwrite" in invoke(*command).stderr
-    assert invoke(*command, "--overwrite").exit_code == 0
+    said = invoke(*command, "--overwrite").stdout.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["path", "files", "merged"]
     refused = invoke("export", str(run), "--to", "hf", "--precision", "f32")
     assert "--precision is that of a GGUF file" in refused.stderr

@@ -143,7 +143,8 @@ def _has_weights(directory: Path) -> bool:
 def _from_hub(repository: str, weights: bool) -> str:
     """Fetch a repository. The first request is made once: those of transformers are repeated for a minute."""
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import HTTPError as NetworkError  # pyright: ignore[reportPrivateImportUsage]
 
     try:
         info = HfApi().model_info(repository, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -151,7 +152,7 @@ def _from_hub(repository: str, weights: bool) -> str:
         kind = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
         logger.warning("fetching %s from %s to %s, once", repository, constants.ENDPOINT, constants.HF_HUB_CACHE)
         return snapshot_download(repository, allow_patterns=[*BESIDE_WEIGHTS, *([kind] if weights else [])])
-    except (HTTPError, OSError, ValueError) as error:
+    except (NetworkError, OSError, ValueError) as error:
         place = constants.ENDPOINT
         match error:
             case OfflineModeIsEnabled():

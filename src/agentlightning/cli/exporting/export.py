@@ -48,8 +48,8 @@ def export(
         keep = out is not None and not overwrite
         path = out or run / "export" / to.value
         found = _export(run, to, path, min_reward, agent, store, reward_weights, precision, keep)
-        lines = [f"{key}: {value}" for key, value in found.items()]
-        output.finish(found, lambda console: console.print(printable("\n".join(lines)), markup=False, highlight=False))
+        lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
+        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False))
 
 
 def _export(

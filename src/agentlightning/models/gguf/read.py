@@ -46,9 +46,10 @@ def convert(path: Path, target: Path) -> None:
         shape = {"head_dim": head} if head and family in OWN_HEADS else {}
         tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         with checkpoint.without_progress_bars():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, **shape
             )
+        model, found = loaded
     except DAMAGED as error:
         raise PolicyError(
             f"{path} cannot be read as a GGUF file ({type(error).__name__}: {error}); it is cut short or damaged: fetch"
