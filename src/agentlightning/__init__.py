@@ -46,8 +46,8 @@ Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, 
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
     AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
     StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
-    StoreAuthError, PolicyError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError, TrainingStopped,
-    UnknownTokensError, ResumeError.
+    StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError,
+    TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -124,6 +124,7 @@ if TYPE_CHECKING:
         DatasetError,
         MissingExtraError,
         MissingRewardError,
+        ModelNotFoundError,
         NotFoundError,
         PolicyError,
         RankError,
@@ -241,8 +242,8 @@ _NAMES = {
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
-        "DatasetError MissingExtraError MissingRewardError NotFoundError PolicyError ResumeError RewardError "
-        "RankError RewardServiceError "
+        "DatasetError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError ResumeError "
+        "RewardError RankError RewardServiceError "
         "RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError StoreFullError "
         "StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
     ),
@@ -362,6 +363,7 @@ __all__ = [
     "Lora",
     "MissingExtraError",
     "MissingRewardError",
+    "ModelNotFoundError",
     "NLLLoss",
     "NamedResources",
     "Node",

@@ -55,7 +55,7 @@ def evaluate(
 ) -> Evaluation:
     """The reward of `agent` on the tasks of `dataset`; compares and prints like its score.
 
-    With `model`, a directory that transformers loads or `tiny` (a new one with random weights), that model answers the
+    With `model`, named as `PolicyConfig.model` (`tiny` is a new one with random weights), that model answers the
     agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `resources`: what
     the agent is given, by name: prompt templates, say. `limit`: only the first tasks. `reward_weights`: weights of the
     named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the result; `failed`

@@ -100,7 +100,7 @@ class Algorithm(ABC, Generic[C]):
 
     @property
     def model(self) -> object:
-        """The model to train: a directory or hub name. None: the trainer's."""
+        """The model to train, named as in `PolicyConfig.model`. None: the trainer's."""
         return None
 
     @property

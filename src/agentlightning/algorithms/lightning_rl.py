@@ -120,10 +120,10 @@ class LightningRLConfig(BaseModel):
     trained, by the age of a token and without a pass; for rollouts of older weights). The difference from the recorded
     ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
     reference: str | None = None
-    """The model that loss "kl" and `kl_in_reward` keep the policy near: a directory that transformers loads. None: the
+    """The model that loss "kl" and `kl_in_reward` keep the policy near, named as `policy.model`. None: the
     weights that the run started from; with adapters, those below them."""
     teacher: str | None = None
-    """The model that loss "distill" learns from: a directory that transformers loads, with the policy's tokenizer."""
+    """The model that loss "distill" learns from, named as `policy.model`, with the policy's tokenizer."""
     feedback: Feedback | None = None
     """What the policy is shown after it has answered, for loss "sdpo": errors of tools, answers of better rollouts.
     None: both."""

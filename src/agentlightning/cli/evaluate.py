@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Reward, RewardWeights
+from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 
@@ -23,7 +23,7 @@ def evaluate(
     reward: Reward = None,
     dataset: Dataset = None,
     env: Environment = None,
-    model: Annotated[str | None, typer.Option(help="A directory that transformers loads.")] = None,
+    model: Model = None,
     run: Annotated[
         Path | None, typer.Option(help="Take agent, held-out tasks, weights and prompts from this run.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
+from agentlightning.cli import credit, demo, doctor, evaluate, model, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.recorded import learn
 from agentlightning.cli.starting import init
@@ -31,6 +31,7 @@ VERBS = (
     store,
     credit,
     export,
+    model,
     weights,
 )
 

@@ -287,7 +287,7 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     from agentlightning.server.tinker.routes import tinker_routes
 
     named = [model.partition("=") for model in options.tinker]
-    paths = {name if equals else Path(name).name: path if equals else name for name, equals, path in named}
+    paths = {name if equals else Path(name).name.removesuffix(".gguf"): path or name for name, equals, path in named}
     hosts = {name: await open_host(name, path) for name, path in paths.items()}
     routes = tinker_routes(hosts, options.tinker_weights, options.token, max_body_bytes=options.max_body_bytes)
     return await stack.enter_async_context(routes)
@@ -364,7 +364,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         f"{rule.model} ({rule.provider}{dialects[rule.dialect]})" for rule in options.routing.routes if rule.provider
     ]
     served = [*options.models, *routed]
-    models = ", ".join(served) or "none; add one with --model DIR or --routes FILE"
+    models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
     for name, value in (
         ("serving", f"{database_name(options.db)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),

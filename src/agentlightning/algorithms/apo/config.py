@@ -25,7 +25,7 @@ class PromptModel(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the key."""
     path: str | None = None
-    """A local model instead of an endpoint: a directory that transformers loads. Needs the extra `train`."""
+    """A local model instead of an endpoint, named as in `PolicyConfig.model`. Needs the extra `train`."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: variety among the edits."""
     max_tokens: int = Field(default=2048, ge=1)

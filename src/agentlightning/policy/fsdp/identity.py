@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from transformers.utils.hub import cached_file
+from agentlightning.models.resolve import resolve_model
 
 PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
 WEIGHTS = frozenset({".safetensors", ".bin"})
@@ -61,9 +61,7 @@ def _version(package: str) -> str:
 
 def model_digest(source: str) -> str:
     """Of the files of a model: their sizes, and bytes spread over the weights. `source` as in `LocalPolicyConfig`."""
-    directory = Path(source)
-    if not directory.is_dir():
-        directory = Path(str(cached_file(source, "config.json"))).parent
+    directory = Path(resolve_model(source))
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(each for each in directory.iterdir() if each.name == "config.json" or each.suffix in WEIGHTS):
         size = path.stat().st_size

@@ -29,8 +29,8 @@ def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -
     return found | {
         "random_weights": (
             'policy.model is "tiny", a small model with random weights: it shows that everything works, and learns next'
-            " to nothing from rewards alone. Give a model (--model DIRECTORY), or demonstrations to begin with"
-            " (warm_start.dataset)"
+            " to nothing from rewards alone. Give a model (--model smollm2-135m, or a directory), or demonstrations to"
+            " begin with (warm_start.dataset)"
         )
     }
 

@@ -70,7 +70,7 @@ class Planner:
     options: OfflineOptions
     target: str | None
     model: str
-    """A directory, or a hub name."""
+    """As `PolicyConfig.model`."""
 
     async def plan(self, algorithm: Algorithm[Any], sessions: Sessions) -> Plan:
         """Raises DatasetError where nothing can be learned from, saying what is missing."""
@@ -105,10 +105,12 @@ class Planner:
     async def _tokenizer(self) -> Tokenizer:
         from agentlightning.chat.hf import load_chat_format
         from agentlightning.models.limits import model_limits
+        from agentlightning.models.resolve import resolve_model
 
         policy = self.config.policy
-        chat = await load_chat_format(self.model, policy.tool_calls)
-        vocabulary, context = await asyncio.to_thread(model_limits, self.model)
+        directory = await asyncio.to_thread(resolve_model, self.model)
+        chat = await load_chat_format(directory, policy.tool_calls)
+        vocabulary, context = await asyncio.to_thread(model_limits, directory)
         return Tokenizer(chat, min(context, policy.max_context or context), vocabulary, self.target)
 
     def _supervised(self, algorithm: SFTAlgorithm, sessions: Sessions) -> Plan:
