@@ -43,7 +43,7 @@ test-slow: $(STAMP)  ## Run the slow tests
 test-chaos: $(STAMP)  ## Run the tests that kill processes and fill disks
 	$(BIN)/pytest -m chaos --timeout 900
 
-test-pythons: $(STAMP)  ## Run tests that need no torch on the other Pythons that this machine has
+test-pythons: $(STAMP)  ## Run tests that need no torch on the other Pythons of this machine (of 3.11, 3.12 and 3.13, or newer)
 	tests/pythons.sh
 
 lint: $(STAMP)  ## Check style and formatting

@@ -1,5 +1,6 @@
 """What the first command of the README does before it downloads anything."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -30,3 +31,11 @@ def test_torch_comes_from_the_index_that_was_chosen(tmp_path):
     assert "--index-url" not in line
     chosen = make(tmp_path, "-n", "demo", "TORCH_INDEX=https://index.example/cpu").stdout
     assert "--index-url https://index.example/cpu torch==" in chosen
+
+
+def test_every_page_names_the_pythons_that_the_tests_run_on(tmp_path):
+    versions = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    listed = f"{', '.join(versions[:-1])} and {versions[-1]}"
+    assert f"(of {listed}, or newer)" in make(tmp_path, "help").stdout
+    for page in ("README.md", "docs/get-started/install.md"):
+        assert f"tested with Python {listed}" in " ".join((ROOT / page).read_text().split())

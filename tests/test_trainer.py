@@ -5,6 +5,7 @@ from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+from tests.support import agents
 
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
@@ -16,7 +17,7 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.resources import LLM
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient
-from agentlightning.testing import ScriptedEngine, agents
+from agentlightning.testing import ScriptedEngine
 from agentlightning.trainer import Trainer
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
 from agentlightning.training.build import serve_run

@@ -226,7 +226,7 @@ async def test_the_audit_log_names_what_each_version_was_learned_from(job: Job) 
     ]
     first = records[1]
     assert len(first.rollouts) == 12
-    assert all("train-000000" in each for each in first.rollouts)
+    assert all("train-000001" in each for each in first.rollouts)
     assert first.resources == {
         "prompt": {"resource_type": "prompt_template", "template": "a {word}, please", "engine": "f-string"}
     }

@@ -214,7 +214,7 @@ async def test_prompts_then_weights_is_one_run_whose_stages_each_show_their_gain
 async def test_the_prompt_that_was_found_reaches_the_rollouts_that_weights_learn_from_and_no_other(run: Run) -> None:
     result = await run.fit(agl.Sequential([run.apo(), learn()]))
     assert run.prompts("-train-") == {BETTER}
-    assert run.prompts("-evaluation-") == {START, BETTER}, "the search had the policy, too"
+    assert run.prompts("-trial-") == {START, BETTER}, "the search had the policy, too"
     learned = [name for record in agl.read_audit(result.run_dir) for name in record.rollouts]
     assert len(learned) == 16
     assert all("-train-" in name for name in learned), "what a search tried is not learned from"
@@ -230,7 +230,7 @@ async def test_the_prompt_that_was_found_reaches_the_rollouts_that_weights_learn
 async def test_a_search_decodes_as_the_result_is_measured(run: Run) -> None:
     sampled = agl.EvaluationConfig(every=0, modes=("sampled", "greedy"))
     await run.fit(agl.Sequential([run.apo(), learn(1)]), evaluation=sampled)
-    rollouts = await run.store.query_rollouts(rollout_id_contains="-evaluation-")
+    rollouts = await run.store.query_rollouts(rollout_id_contains="-trial-")
     update = await run.store.get_resources_by_id(rollouts[0].resources_id or "")
     assert update is not None
     assert update.resources["llm"].sampling_parameters == {"temperature": 1.0}
@@ -313,7 +313,7 @@ async def test_no_rollout_of_an_earlier_stage_is_learned_from_in_a_later_one(run
     stages = [learn(3), Publishes(f"new {START}"), learn(3)]
     result = await run.fit(agl.Sequential(stages), run=agl.RunConfig(max_staleness=2))
     turns = {name.split("-train-")[1][:6]: prompt for name, prompt in run.seen if "-train-" in name}
-    assert set(turns) == {f"{turn:06d}" for turn in range(7)}, "as many as steps, none ahead of a stage"
+    assert set(turns) == {f"{turn:06d}" for turn in range(1, 8)}, "as many as steps, none ahead of a stage"
     assert {turns[f"{turn:06d}"] for turn in (4, 5, 6)} == {f"new {START}"}
     assert result.rollouts == 7 * 4
 
@@ -344,7 +344,7 @@ async def test_the_gate_stops_a_planted_regression_of_prompts_and_one_of_weights
     result = await run.fit(stages, gate=agl.GateConfig(every=1))
     assert [line["gate_promoted"] for line in run.metrics] == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert result.gate_rejections == 3
-    assert run.prompts("-train-000002") == {BETTER}, "weights begin with the promoted prompt"
+    assert run.prompts("-train-000003") == {BETTER}, "weights begin with the promoted prompt"
     assert (result.best_step, result.best_prompt.template) == (4, BETTER)
     assert scripted_weights(result.checkpoint)["updates"] == 2
     saved = json.loads((result.checkpoint / "resources.json").read_text())
@@ -373,7 +373,7 @@ async def test_prompts_that_the_run_began_with_come_back_too(run: Run) -> None:
     run.policy = ScriptedPolicy(lambda messages, updates: "0.1" if KIND in messages[-1]["content"] else "0.9")
     result = await run.fit(agl.Sequential([Publishes(BETTER), learn(1)]), gate=agl.GateConfig(every=1))
     assert result.gate_rejections == 1
-    assert run.prompts("-train-000001") == {START}
+    assert run.prompts("-train-000002") == {START}
     assert result.diff() == ""
 
 

@@ -21,6 +21,11 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.config import CurriculumConfig, EvaluationConfig, GateConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.dashboard.data.run_data import dashboard_of_run
+from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.views.resources import list_resources, list_weights
+from agentlightning.dashboard.views.rollout import show_tokens
+from agentlightning.dashboard.views.rollouts import list_rollouts
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
@@ -107,7 +112,7 @@ class Run:
         await self.store.update_attempt(*ids, status="succeeded")
 
     def tasks(self, purpose: str) -> list[Any]:
-        """The tasks of the rollouts that were made for a purpose: `train-000000`, `validation`, `before-greedy` ..."""
+        """The tasks of the rollouts that were made for a purpose: `train-000001`, `validation`, `before-greedy` ..."""
         return [task for rollout_id, task in self.rollouts if purpose in rollout_id]
 
     @property
@@ -195,7 +200,7 @@ async def test_supervised_learning_trains_by_its_own_settings(run: Run) -> None:
 
 async def test_every_part_of_the_tasks_is_used_for_its_own_purpose(run: Run) -> None:
     await run.fit(greedy(every=1), LightningRL(steps=3, tasks_per_step=2, group_size=2), **TASKS)
-    batches = [numbers(run.tasks(f"train-{step:06d}")) for step in range(3)]
+    batches = [numbers(run.tasks(f"train-{step:06d}")) for step in (1, 2, 3)]
     assert [len(tasks) for tasks in batches] == [2, 2, 2]
     assert set.union(*batches) == {0, 1, 2, 3, 4, 5}, "each step has other tasks, until all were used"
     assert numbers(run.tasks("validation")) == {10, 11}
@@ -214,6 +219,17 @@ async def test_the_best_checkpoint_by_validation_is_measured_and_kept(run: Run) 
     assert scripted_weights(result.checkpoint)["updates"] == 2
     assert result.held_out["greedy"].after == pytest.approx(0.905), "the best weights are loaded to be measured"
     assert result.held_out["greedy"].before == pytest.approx(0.105)
+    data = dashboard_of_run(result.run_dir, run.store)
+    shown = await list_rollouts(data, Query({"run": "run"}, {"limit": "500", "id": "-after-"}))
+    assert {row["versions"] for row in shown["rows"]} == {(2,)}, "by the dashboard, two updates: loading is none"
+    tokens = await show_tokens(data, Query({"run": "run", "rollout": shown["rows"][0]["rollout_id"]}))
+    assert [call["version"] for call in tokens["stream"]] == [2]
+    weights = await list_weights(data, Query({"run": "run"}))
+    assert {each["version"] for each in weights["records"]} <= {0, 1, 2, 3}, "three steps have no fourth version"
+    resources = await list_resources(data, Query({"run": "run"}))
+    models = [each["resources"]["llm"] for each in resources["versions"]]
+    assert {model["policy_version"] for model in models} == {0, 1, 2, 3}
+    await data.close()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -224,10 +240,10 @@ async def test_rollouts_of_the_next_step_are_queued_before_the_update_where_they
     config = greedy(every=0).model_copy(update={"run": RunConfig(max_staleness=max_staleness)})
     await run.fit(config, LightningRL(steps=3, tasks_per_step=1, group_size=2, credit="reinforce"), **TASKS)
     name = next(rollout_id for rollout_id, _ in run.rollouts if "train" in rollout_id).partition("-train")[0]
-    published = [await run.store.get_resources_by_id(f"{name}-train-{step:06d}") for step in range(3)]
+    published = [await run.store.get_resources_by_id(f"{name}-train-{step:06d}") for step in (1, 2, 3)]
     versions = [update and update.resources["llm"].policy_version for update in published]
     assert versions == ([0, 0, 1] if max_staleness else [0, 1, 2])
-    assert await run.store.get_resources_by_id(f"{name}-train-000003") is None
+    assert await run.store.get_resources_by_id(f"{name}-train-000004") is None
 
 
 async def test_greedy_and_sampled_evaluations_differ_in_temperature(run: Run) -> None:
@@ -270,7 +286,7 @@ async def test_the_curriculum_draws_the_tasks_that_teach_something(run: Run) -> 
     algorithm = LightningRL(steps=9, tasks_per_step=1, group_size=2, reward_weights={"right": 1.0, "style": 0.0})
     curriculum = CurriculumConfig(tasks="learnability", untried_share=1.0, staleness_share=0.0)
     await run.fit(greedy(every=0).model_copy(update={"curriculum": curriculum}), algorithm, **TASKS)
-    steps = [numbers(run.tasks(f"train-{step:06d}")) for step in range(9)]
+    steps = [numbers(run.tasks(f"train-{step:06d}")) for step in range(1, 10)]
     assert set.union(*steps[:6]) == {0, 1, 2, 3, 4, 5}, "every task is tried first"
     assert steps[6:] == [{3}] * 3, "the only one whose rollouts differ"
     assert run.metrics[-1]["curriculum_tasks_tried"] == 6

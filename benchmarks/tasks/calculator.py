@@ -25,7 +25,7 @@ from agentlightning.models.tiny import make_tiny
 from agentlightning.store import LightningStore
 from agentlightning.task import load_dataset
 from agentlightning.trainer import Trainer
-from agentlightning.training.sources.reader import RecordedQuery, TrajectoryReader, find_groups
+from agentlightning.training.sources.reader import TrajectoryReader, find_groups
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import settings_from
@@ -105,7 +105,7 @@ class Calculator:
 async def _read(path: Path, groups: int) -> list[list[Trajectory]]:
     store = LightningStore(path)
     try:
-        found = await find_groups(store, RecordedQuery(modes=["train"]))
+        found = await find_groups(store, ["train"])
         chosen = {rollout_id: group for group, ids in found[:groups] for rollout_id in ids}
         return group_trajectories((await TrajectoryReader(store).read(chosen))[0])
     finally:

@@ -46,8 +46,8 @@ Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, 
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
     AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
     StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
-    StoreAuthError, PolicyError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError, TrainingStopped,
-    UnknownTokensError, ResumeError.
+    StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError,
+    TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -121,6 +121,7 @@ if TYPE_CHECKING:
         DatasetError,
         MissingExtraError,
         MissingRewardError,
+        ModelNotFoundError,
         NotFoundError,
         PolicyError,
         RankError,
@@ -227,9 +228,10 @@ _NAMES = {
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
-        "DatasetError MissingExtraError MissingRewardError NotFoundError PolicyError ResumeError RewardError "
-        "RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError StoreError "
-        "StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError UnknownTokensError"
+        "DatasetError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError ResumeError "
+        "RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
+        "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
+        "UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
@@ -339,6 +341,7 @@ __all__ = [
     "Lora",
     "MissingExtraError",
     "MissingRewardError",
+    "ModelNotFoundError",
     "NLLLoss",
     "NamedResources",
     "Node",

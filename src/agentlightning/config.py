@@ -45,6 +45,16 @@ class DataConfig(Section):
     held_out_share: float = Field(default=0.2, ge=0, lt=1)
     """Share of the training tasks that is split off for the final measurement if there is no file."""
 
+    @field_validator("train", "validation", "held_out", mode="before")
+    @classmethod
+    def _check_file(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError(
+                "should be a file of tasks; how many are used is evaluation.tasks and evaluation.held_out_tasks, and"
+                " the share split off from the training tasks data.validation_share and data.held_out_share"
+            )
+        return value
+
 
 class TurnLimit(Section):
     """A limit on the policy's answers in a training rollout that grows with the steps (ScalingInter-RL, Xi et al. 2025,

@@ -19,6 +19,7 @@
     │   └── StoreServerError   the server of a remote store is unreachable, or has an incompatible version
     │       └── StoreAuthError the server requires a token, or rejects the given one
     ├── PolicyError            a model that cannot be loaded, sampled from or trained
+    │   ├── ModelNotFoundError a name of a model that stands for none, or for one that cannot be fetched
     │   ├── ContextLengthError a prompt that leaves no room for a response
     │   ├── RankError          a process of training on several has ended, or cannot take part
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
@@ -129,6 +130,10 @@ class StoreAuthError(StoreServerError):
 
 class PolicyError(AgentLightningError):
     """A model cannot be loaded, sampled from or trained."""
+
+
+class ModelNotFoundError(PolicyError, ConfigError):
+    """The name of a model stands for none, or for one that cannot be fetched."""
 
 
 class ContextLengthError(PolicyError, ValueError):

@@ -49,16 +49,17 @@ def evaluate(
     concurrency: int | None = None,
     trained_on: str | Path | Sequence[Any] | None = None,
     runner: RunnerConfig | None = None,
+    resources: NamedResources | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """The reward of `agent` on the tasks of `dataset`; compares and prints like its score.
 
-    With `model`, a directory that transformers loads or `tiny` (a new one with random weights), that model answers the
-    agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `limit`: only the
-    first tasks. `reward_weights`: weights of the named dimensions of a reward. `repeats`: rollouts of each task. A
-    rollout that fails is part of the result; `failed` says how it counts in the score: as the lowest reward, as a given
-    one, or not at all ("exclude"). `bounds`: the lowest and highest reward possible, where they are not 0 and 1: the
-    intervals are for rewards between them.
+    With `model`, named as `PolicyConfig.model` (`tiny` is a new one with random weights), that model answers the
+    agent's model calls, greedily or sampled at temperature 1; without one, they are not redirected. `resources`: what
+    the agent is given, by name: prompt templates, say. `limit`: only the first tasks. `reward_weights`: weights of the
+    named dimensions of a reward. `repeats`: rollouts of each task. A rollout that fails is part of the result; `failed`
+    says how it counts in the score: as the lowest reward, as a given one, or not at all ("exclude"). `bounds`: the
+    lowest and highest reward possible, where they are not 0 and 1: the intervals are for rewards between them.
 
     `slices`: fields of tasks, by whose values the result is divided (`Evaluation.slices`). `compare`: an earlier
     evaluation of these tasks, or its file; the result has a `comparison`. `cache`: a directory in which rollouts are
@@ -99,7 +100,7 @@ def evaluate(
             f"runner.max_calls={config.max_calls} limits the answers of a model that is evaluated, and there is none:"
             " give model, or leave it out"
         )
-    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config)
+    job = _Job(agent, tasks, model, reward, mode, reward_weights, repeats, cache, config, resources or {})
     measured = run_sync(_evaluate(job, progress or Progress(enabled=False)))
     result = replace(measured, failed_as=failed, bounds=bounds, tasks=keys, members=members)
     _ = result.mean
@@ -117,6 +118,7 @@ class _Job:
     repeats: int
     cache: str | Path | None
     config: RunnerConfig
+    resources: NamedResources
 
 
 def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
@@ -154,7 +156,7 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         listener = await load_agent(runner, stack, policy=model is not None)
         engines = None if model is None else await _open_engines(str(model), stack)
         server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
-        resources: NamedResources = {}
+        resources = dict(job.resources)
         if engines is not None:
             sampling = {"temperature": TEMPERATURES[job.mode]}
             given: Any = {"sampling_parameters": sampling, "max_calls": config.max_calls}
@@ -194,7 +196,14 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
 
 def _open_cache(directory: Path, job: _Job, stack: AsyncExitStack) -> EvaluationCache:
     return open_cache(
-        directory, stack, agent=job.agent, reward=job.reward, model=job.model, mode=job.mode, config=job.config
+        directory,
+        stack,
+        agent=job.agent,
+        reward=job.reward,
+        model=job.model,
+        mode=job.mode,
+        config=job.config,
+        resources=job.resources,
     )
 
 

@@ -33,6 +33,8 @@ OPERATION: Final = "agentlightning.operation"
 """A step of the agent with its input and output."""
 ANNOTATION: Final = "agentlightning.annotation"
 """Attributes that the agent recorded."""
+DAMAGED: Final = "agentlightning.damaged"
+"""What a store returns in place of a span that it can no longer read; its status message says why."""
 
 # -- attributes from OTel GenAI --------------------------------------------------------------------------------------
 

@@ -125,11 +125,12 @@ def _load_environment(address: str) -> list[Any]:
 
 
 def _items(spec: Sequence[Any] | Dataset[Any]) -> Iterable[Any]:
-    if type(spec).__module__.partition(".")[0] == "datasets":
+    package = type(spec).__module__.partition(".")[0]
+    if package == "datasets":
         return _rows(spec, f"the given {type(spec).__name__}")
     if isinstance(spec, dict):
         raise DatasetError("a dict is one task; put it into a list")
-    if type(spec).__module__.partition(".")[0] == "pandas":
+    if package == "pandas":
         raise DatasetError('a DataFrame holds columns, not tasks; pass frame.to_dict("records")')
     if isinstance(spec, Iterable):
         return cast(Iterable[Any], spec)
@@ -166,12 +167,12 @@ def _rows(dataset: Any, where: str) -> list[Any]:
     """The rows of a Hugging Face dataset, or of a table, without the nulls that its columns gave them."""
     if isinstance(dataset, dict):
         splits = cast("dict[str, Any]", dataset)
-        if len(splits) > 1 and "train" not in splits:
-            names = ", ".join(splits)
+        several, names = len(splits) > 1, ", ".join(splits)
+        if several and "train" not in splits:
             raise DatasetError(f"{where} holds several splits ({names}); name one, as in {where}/{next(iter(splits))}")
-        if len(splits) > 1:
-            logger.warning("%s holds the splits %s; train is taken", where, ", ".join(splits))
-        dataset = splits.get("train") if len(splits) > 1 else next(iter(splits.values()), [])
+        if several:
+            logger.warning("%s holds the splits %s; train is taken", where, names)
+        dataset = splits["train"] if several else next(iter(splits.values()), [])
     left_out: list[str] = []
     rows = [{name: _without_nulls(value, left_out) for name, value in row.items()} for row in dataset]
     if left_out:
@@ -203,13 +204,17 @@ def _csv(path: Path) -> list[Any]:
 
 
 def _jsonl(path: Path) -> list[Any]:
-    tasks: list[Any] = []
+    return [value for _, value in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line of a JSONL file is, and its value; empty lines are skipped. Raises DatasetError as
+    `load_dataset` does."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            content = (line.removeprefix(BOM) if number == 1 else line).strip()
+            where, content = f"{path}, line {number}", (line.removeprefix(BOM) if number == 1 else line).strip()
             if content:
-                tasks.append(_json_value(content, f"{path}, line {number}", "each line is one JSON value"))
-    return tasks
+                yield where, _json_value(content, where, "each line is one JSON value")
 
 
 def _json_array(path: Path) -> list[Any]:

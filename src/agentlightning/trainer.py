@@ -430,7 +430,8 @@ class Trainer:
         before = await measurements.measure_start()
         if at_start:
             await self._load_checkpoint(run)
-        self.progress.phase("training", run.total_steps, done=state.step)
+        # How many steps a search takes is not known: its budget ends it.
+        self.progress.phase("training", None if algorithm.selects_result else run.total_steps, done=state.step)
         if state.step >= run.total_steps:
             self.progress.note(f"all {state.step} steps are done; with more (algorithm.steps=N) the run continues")
         run.account.read_records()
@@ -447,7 +448,7 @@ class Trainer:
     async def _load_checkpoint(self, run: TrainingRun) -> None:
         """Continue from the last checkpoint once the starting policy is measured."""
         run_dir, state = run.account.run_dir, run.state
-        run.checkpoints.publisher.publish(read_resources(run_dir, state.checkpoint))
+        run.checkpoints.publisher.publish(read_resources(run_dir.path, state.checkpoint))
         if run.learner is not None:
             async with run.learner.updating():
                 await load_weights(run.learner.policy, run_dir, state, run.account.collector.store)

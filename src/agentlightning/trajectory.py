@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import orjson
 
 from agentlightning.errors import PolicyError
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 from agentlightning.util.kept_sets import KeptSets
 
 if TYPE_CHECKING:
@@ -87,11 +87,7 @@ class Transition:
     def messages(self) -> list[dict[str, Any]]:
         """The messages of the request in OpenTelemetry's form (`role`, `parts`), parsed on each access; empty if they
         were not recorded or are malformed."""
-        try:
-            found: Any = _parsed(self.input_messages or "[]")
-        except ValueError:
-            return []
-        return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
+        return recorded_objects(self.input_messages)
 
     @property
     def observation(self) -> list[dict[str, Any]]:
@@ -167,14 +163,6 @@ def _without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_ids(inner) for key, inner in value.items() if key != "id"}
     return [_without_ids(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _parsed(text: str) -> Any:
-    """JSON, with the NaN and the lone surrogates that the standard library accepts."""
-    try:
-        return loads(text)
-    except ValueError:
-        return json.loads(text)
 
 
 def _digest(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentlightning.algorithms.recorded.filters import load_demonstrations
 from agentlightning.algorithms.recorded.sessions import to_trajectories
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample
 from agentlightning.chat.hf import HFChatFormat
@@ -120,6 +123,29 @@ def test_a_template_that_rewrites_earlier_answers_trains_each_answer_after_its_o
     assert [chat.decode(call.response_token_ids) for call in example.transitions] == ["one<|im_end|>", "two<|im_end|>"]
     assert "old" in prompts[1]
     assert "one" not in prompts[1]
+
+
+class Turn(BaseModel):
+    role: str
+    content: str
+
+
+class Conversation(BaseModel):
+    messages: list[Turn]
+
+
+@dataclass
+class Plain:
+    messages: tuple[dict[str, str], ...]
+
+
+@pytest.mark.parametrize("kind", [Conversation.model_validate, lambda record: Plain(tuple(record["messages"])), iter])
+async def test_records_are_taken_in_whatever_form_tasks_are(kind: Any) -> None:
+    """Lists of pydantic models and of dataclasses; `iter`: not a list at all."""
+    records = [question("a"), question("b", "no")]
+    given: Any = iter(records) if kind is iter else [kind(record) for record in records]
+    found = await load_demonstrations(given, None, share=0.0, seed=0)
+    assert [record["messages"] for record in found.training] == [record["messages"] for record in records]
 
 
 def test_trajectories_are_imitated_as_they_were_sampled(chat: HFChatFormat) -> None:
@@ -276,7 +302,7 @@ def test_settings_that_cannot_work_are_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="model is a Linear object"):
         SFTAlgorithm(model=torch.nn.Linear(1, 1), dataset=[question("a")])  # type: ignore[arg-type]
     assert SFTAlgorithm(dataset=[], config=SFTConfig(batch_size=3), steps=3).config == SFTConfig(batch_size=3, steps=3)
-    with pytest.raises(DatasetError, match="holds no conversation"):
+    with pytest.raises(DatasetError, match="has no tasks; at least one is needed"):
         SFTAlgorithm(model=directory, dataset=[], output="out").train()
     with pytest.raises(ValueError, match=r"batchsize.*from the arguments of SFTAlgorithm"):
         SFTAlgorithm(model=directory, dataset=[], output="out", batchsize=3)

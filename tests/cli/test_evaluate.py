@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import agentlightning as agl
 from agentlightning.cli.main import build
 
 AGENT = """
@@ -125,3 +126,20 @@ def test_options_that_cannot_work_are_refused_before_anything_runs(
     job: list[str], arguments: list[str], complaint: str
 ) -> None:
     assert complaint in run("--agent", "agent.py:solve", *job, *arguments, status=2)["error"]["message"]
+
+
+@pytest.mark.integration
+def test_a_run_whose_agent_was_an_object_asks_for_the_agent_and_not_for_the_run(job: list[str]) -> None:
+    class Waits(agl.Algorithm):
+        total_steps = 1
+        learns_weights = False
+
+        async def run(self, training: agl.Training) -> None:
+            await training.finish_step(agl.Collected(()), {})
+
+    trainer = agl.Trainer(algorithm=Waits(), run_dir="run", progress=agl.Progress(enabled=False))
+    trainer.fit(lambda task: task["n"] / 10, [{"n": n} for n in range(10)])
+    told = run("--run", "run", status=2)["error"]["message"]
+    assert "the agent of run was given as an object" in told
+    assert "--run" not in told
+    assert run("--run", "run", "--agent", "agent.py:better")["reward"] == 1.0

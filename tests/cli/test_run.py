@@ -357,7 +357,7 @@ def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(run, cle
         (["--input", "missing.txt", "--", "true"], "missing.txt"),
         (["--reward", "nan", "--", "true"], "not finite|learned from"),
         (["--server", "http://127.0.0.1:9", "--model", "x", "--", "true"], "leave out --model"),
-        pytest.param(["--model", "no-such-directory", "--", "true"], "no directory", marks=pytest.mark.slow),
+        pytest.param(["--model", "./no-such-directory", "--", "true"], "no directory", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_runs(invoke, clean, arguments, message):

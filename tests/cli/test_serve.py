@@ -256,4 +256,4 @@ def test_models_of_tinker_are_served_to_those_with_the_token_and_weights_go_wher
 
 
 def test_a_tinker_model_that_is_no_directory_is_named(invoke):
-    assert "nowhere" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--tinker", "x=nowhere"))
+    assert "nowhere" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--tinker", "x=./nowhere"))

@@ -168,16 +168,16 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
     run_dir = RunDir.create(tmp_path / "run")
     run_dir.write_state(RunState(run_id="ro", step=3, checkpoint="checkpoints/step-000003"))
     run_dir.checkpoint(3).mkdir(parents=True)
-    learned = {"revision": 0, "state": {"replay": {"task": ["ro-train-000001-0000"]}}}
+    learned = {"revision": 0, "state": {"replay": {"task": ["ro-train-000002-0000"]}}}
     (run_dir.checkpoint(3) / "algorithm.json").write_text(json.dumps(learned))
 
     async def fill() -> None:
         store = LightningStore(run_dir.store_path)
         names: Any = (
-            "train-000001-0000",
             "train-000002-0000",
             "train-000003-0000",
-            "train-000003-0001",
+            "train-000004-0000",
+            "train-000004-0001",
             "validation-000004-0000",
         )
         await store.add_records([record(name, 5) for name in names])

@@ -40,6 +40,11 @@ def test_printing_the_settings_imports_no_torch_and_no_part_of_a_run():
         (["algorithm.optimizer.warmup_steps=500"], "warmup_steps=500 must be below"),
         (["algorithm.target_agent=("], "is no regular expression"),
         (["policy.engine=mine"], "policy.engine"),
+        (
+            ["data.held_out=20"],
+            "should be a file of tasks; how many are used is evaluation.tasks and evaluation.held_out",
+        ),
+        (["data.train=5"], "should be a file of tasks"),
         (["--config", "missing.toml"], "no settings file 'missing.toml'"),
         (["--resume", "missing"], "missing holds no run"),
         (["--resume", "missing", "--run-dir", "other"], "leave out --run-dir other"),

@@ -175,6 +175,10 @@ async def test_workers_are_found_by_status_and_parts_of_their_id(store: Store) -
     assert await found(sort_by="worker_id", limit=1, offset=1) == ["cpu-2"]
     assert await found(sort_by="status", sort_order="desc") == ["cpu-1", "gpu-1", "cpu-2"]
     assert await found(offset=2) == ["cpu-2"]
+    assert await found(status_in=["idle"], limit=1, offset=1) == ["cpu-1"]
+    assert await found(status_in=["idle", "busy"], after="gpu-1", limit=1) == ["cpu-1"]
+    assert await found(worker_id_contains="-1", sort_by="worker_id", limit=1) == ["cpu-1"]
+    assert await found(status_in=["lost"]) == await found(status_in=[]) == await found(worker_id_contains="tpu") == []
     worker = await store.get_worker_by_id("cpu-1")
     assert worker is not None
     assert worker.status == "idle"

@@ -171,9 +171,9 @@ async def test_pages_of_rollouts_together_hold_each_of_them_once(client):
         ("&tools=failed", lambda row: row["tool_errors"] > 0),
         ("&agent=solve", lambda row: row["agents"] == ["solver"]),
         ("&version=3", lambda row: 3 in row["versions"]),
-        ("&id=train-000004", lambda row: "train-000004" in row["rollout_id"]),
-        ("&step=5", lambda row: "train-000004" in row["rollout_id"]),
-        ("&group=r00000001-train-000004-0002", lambda row: row["group"] == "r00000001-train-000004-0002"),
+        ("&id=train-000005", lambda row: "train-000005" in row["rollout_id"]),
+        ("&step=5", lambda row: "train-000005" in row["rollout_id"]),
+        ("&group=r00000001-train-000005-0002", lambda row: row["group"] == "r00000001-train-000005-0002"),
     ],
 )
 async def test_a_filter_shows_all_that_match_and_no_others(client, query, holds):
@@ -258,7 +258,7 @@ async def test_token_advantages_are_those_of_the_steps_own_rule_over_its_own_rol
     found = await get(client, f"/runs/{GRPO}/rollouts/{group['worst']}/tokens")
     assert (found["step"], found["credit"]["rule"], found["credit"]["notes"]) == (9, "group_relative", [])
     store = LightningStore(made_up / GRPO / "store.db")
-    rollouts = await store.query_rollouts(rollout_id_contains="train-000008", status_in=["succeeded"])
+    rollouts = await store.query_rollouts(rollout_id_contains="train-000009", status_in=["succeeded"])
     groups = {each.rollout_id: each.metadata["group"] for each in rollouts}
     trajectories, _ = await TrajectoryReader(store).read(groups)
     await store.close()

@@ -23,6 +23,9 @@ def test_a_run_is_exported_in_every_form(job, lora):
         model = AutoModelForCausalLM.from_pretrained(job.directory / form)
         tokenizer = AutoTokenizer.from_pretrained(job.directory / form)
         assert model.generate(**tokenizer("say", return_tensors="pt"), max_new_tokens=2).shape[1] > 2
+    done = job.run([AGL, "export", "run", "--to", "gguf"])
+    assert done.returncode == 1
+    assert "divides text into words in a way that has no name in GGUF" in done.stderr
     for form in ("openai-jsonl", "trl-jsonl"):
         done = job.run([AGL, "export", "run", "--to", form, "--json"])
         assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def lucky_once(task, llm, rollout):
     client = OpenAI(base_url=llm.endpoint, api_key="unused")
     messages = [{"role": "user", "content": f"say {task['word']}"}]
     client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
-    return float("train-000000" in rollout.rollout_id and rollout.rollout_id.endswith("-000"))
+    return float("train-000001" in rollout.rollout_id and rollout.rollout_id.endswith("-000"))
 
 
 def settings(max_staleness):
@@ -48,7 +48,7 @@ def test_earlier_successes_teach_until_they_are_too_old_and_a_resumed_run_goes_o
     )
     (saved,) = run_dir.glob("checkpoints/step-000002/algorithm.json")
     kept = json.loads(saved.read_bytes())["state"]["replay"]
-    assert [name.partition("-")[2] for ids in kept.values() for name in ids] == ["train-000000-0000-000"]
+    assert [name.partition("-")[2] for ids in kept.values() for name in ids] == ["train-000001-0000-000"]
 
     agl.Trainer.resume(run_dir, algorithm=agl.LightningRL(algorithm.config, steps=4)).fit(lucky_once)
     lines = metrics(run_dir)
@@ -76,7 +76,7 @@ def lucky_agents(task, llm, rollout):
             {"role": "assistant", "content": answer.choices[0].message.content or ""},
             {"role": "user", "content": "again"},
         ]
-    return float("train-000000" in rollout.rollout_id and rollout.rollout_id.endswith("-000"))
+    return float("train-000001" in rollout.rollout_id and rollout.rollout_id.endswith("-000"))
 
 
 COMBINATIONS = {

@@ -354,7 +354,7 @@ async def test_an_engine_that_failed_tells_every_caller_why_and_works_again(
 
     ids = prompt(policy)
     with monkeypatch.context() as patch:
-        patch.setattr(policy._model, "forward", broken)
+        patch.setattr(policy._model.get_input_embeddings(), "forward", broken)
         failures = await asyncio.gather(*(policy.sample(ids, PARAMS) for _ in range(3)), return_exceptions=True)
     for failure in failures:
         with pytest.raises(PolicyError, match=words) as caught:
@@ -429,7 +429,7 @@ async def test_the_context_can_be_made_shorter_but_not_longer(checkpoint: Path) 
 
 
 def test_a_model_that_cannot_be_opened_is_named_with_the_way_out(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"nowhere is not a directory"):
+    with pytest.raises(PolicyError, match=r"nowhere is no directory"):
         open_policy(tmp_path / "nowhere")
     bare = tmp_path / "bare"
     tiny_model().save_pretrained(bare)

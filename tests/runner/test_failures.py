@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 import pytest
+from tests.support import agents
 
 from agentlightning.span import EXCEPTION, EXCEPTION_STACKTRACE
-from agentlightning.testing import agents
 
 pytestmark = pytest.mark.integration
 

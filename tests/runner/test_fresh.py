@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from agentlightning.testing import agents
+from tests.support import agents
 
 pytestmark = pytest.mark.integration
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import opentelemetry.trace
 import pytest
+from tests.support import agents
 
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import AgentError, ConfigError, StoreFullError
@@ -22,13 +23,12 @@ from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.runner.runner import Runner
 from agentlightning.span import MESSAGE, REWARD, SCORE_VALUE, Span
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing import agents
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.tracing.rewards import get_reward_value
 
 pytestmark = pytest.mark.integration
 
-HERE = "agentlightning.testing.agents"
+HERE = "tests.support.agents"
 OPTIONS: Any = {"secret": "s", "server_url": "http://127.0.0.1:9", "poll_seconds": 0.05}
 
 

@@ -15,7 +15,7 @@ from agentlightning.rollouts import Attempt, AttemptedRollout
 from agentlightning.runner.hosts.messages import FrameDecoder, Job, encode
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, loads, recorded_objects
 
 LARGE = 2**70
 VALUE: dict[str, Any] = {"a": LARGE, "b": [-LARGE, {"c": 2**64}, 1.5, 2**63, None, True, "x"]}
@@ -67,3 +67,19 @@ async def test_a_store_keeps_it(place: str, tmp_path: Path, hub: StoreHub) -> No
         if store is not own:
             await store.close()
         await own.close()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found"),
+    [
+        ('[{"a": 1}, 2, {"b": null}]', [{"a": 1}, {"b": None}]),
+        ([{"a": 1}, "text"], [{"a": 1}]),
+        (b'[{"a": 18446744073709551617}]', [{"a": 2**64 + 1}]),
+        ('[{"a": NaN}]', [{"a": pytest.approx(float("nan"), nan_ok=True)}]),
+        ('{"a": 1}', []),
+        ("[", []),
+        (None, []),
+    ],
+)
+def test_a_recorded_list_is_read_in_whatever_form_it_came(recorded: object, found: list[dict[str, object]]) -> None:
+    assert recorded_objects(recorded) == found

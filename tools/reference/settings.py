@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import cleandoc
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -79,7 +80,7 @@ def _sections(model: type[BaseModel], path: str, title: str | None, seen: set[ty
             tail = f', `type = "{kind_of.default}"`' if kind_of is not None and kind_of.default else ""
             yield f"\n{'##' if not place else '###'} " + (f"`[{place}]`{tail}" if place else str(title)) + "\n"
         if not first and kind.__doc__:
-            yield kind.__doc__.split("\n\n")[0].strip().replace("\n    ", " ") + "\n"
+            yield cleandoc(kind.__doc__).split("\n\n")[0].replace("\n", " ") + "\n"
         first = False
         yield "| setting | type | default | meaning |\n| --- | --- | --- | --- |"
         for name, annotation, default, text in field_rows(kind):

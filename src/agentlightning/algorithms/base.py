@@ -49,7 +49,7 @@ class Algorithm(ABC, Generic[C]):
     """Whether it trains a model. If not (prompt optimisation), the run opens no policy and needs no torch."""
     selects_result: bool = False
     """Whether it chooses its result on the validation tasks itself. The run then validates at no step and measures the
-    held-out tasks in one mode, and no task may be in two splits."""
+    held-out tasks in one mode, no task may be in two splits, and `total_steps` is a bound that it may stay below."""
     objective: ClassVar[Objective] = "reinforcement"
     """What the default learning rate is chosen for."""
 
@@ -100,7 +100,7 @@ class Algorithm(ABC, Generic[C]):
 
     @property
     def model(self) -> object:
-        """The model to train: a directory or hub name. None: the trainer's."""
+        """The model to train, named as in `PolicyConfig.model`. None: the trainer's."""
         return None
 
     @property

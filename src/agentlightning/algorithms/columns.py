@@ -26,7 +26,7 @@ COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models beside the policy: directories that transformers loads, for the policy's own tokens."""
+    """The models beside the policy: named as in `PolicyConfig.model`, for the policy's own tokens."""
 
     reference: str | None = None
     """None: the weights that the run started from."""

@@ -124,10 +124,10 @@ class LightningRLConfig(BaseModel):
     trained, by the age of a token and without a pass; for rollouts of older weights). The difference from the recorded
     ones is corrected as `mismatch` says. None: pass where `mismatch` is set, else behavior."""
     reference: str | None = None
-    """The model that loss "kl" and `kl_in_reward` keep the policy near: a directory that transformers loads. None: the
+    """The model that loss "kl" and `kl_in_reward` keep the policy near, named as `policy.model`. None: the
     weights that the run started from; with adapters, those below them."""
     teacher: str | None = None
-    """The model that loss "distill" learns from: a directory that transformers loads, with the policy's tokenizer."""
+    """The model that loss "distill" learns from, named as `policy.model`, with the policy's tokenizer."""
     feedback: Feedback | None = None
     """What the policy is shown after it has answered, for loss "sdpo": errors of tools, answers of better rollouts.
     None: both."""
@@ -266,7 +266,8 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
     imitates = any(ADVANTAGES in loss.needs and loss.trains_zero_advantage for loss in config.losses)
     filters = imitates or (config.dynamic_sampling > 0 and config.reads_advantages)
     equal_groups = config.equal_groups or ("filter" if filters else "keep")
-    return Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
+    made = Assignment.of(config.credit, config.normalization, config.agent_rewards, config.reward_weights, equal_groups)
+    return replace(made, uses_rewards=config.reads_advantages)
 
 
 @register

@@ -66,7 +66,7 @@ class DPOConfig(BaseModel):
     success_threshold: float = Field(default=0.5, allow_inf_nan=False)
     """The reward from which on a session is good, for loss "kto"."""
     reference: str | None = None
-    """The reference model: a directory that transformers loads. None: the weights that the run started from."""
+    """The reference model, named as `policy.model`. None: the weights that the run started from."""
     target_agent: str | None = None
     """Only calls of agents whose whole name matches this regular expression are learned from. None: all."""
     reward_weights: dict[str, float] | None = None

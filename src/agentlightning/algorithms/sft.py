@@ -125,7 +125,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     """Supervised learning of `model` on `dataset`: by itself (`train`), or as the algorithm of a `Trainer`, which
     measures an agent before and after, validates and keeps checkpoints.
 
-    model: a policy; a directory or hub name that transformers loads; a transformers model, or `(model, tokenizer)` as
+    model: a policy; a name as in `PolicyConfig.model`; a transformers model, or `(model, tokenizer)` as
         Unsloth's `FastLanguageModel` returns them, which are trained in place; None: the trainer's.
     dataset: conversations: a list, a Hugging Face dataset, or the path of a JSONL, JSON, CSV or Parquet file, of
         `{"messages": [...]}` with `tools` where tools are used, messages in the OpenAI format; or plain lists of
@@ -278,7 +278,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         from agentlightning.policy.local_config import LocalPolicyConfig
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
-        path = model if isinstance(model, str | Path) else ""
+        path = str(model) if isinstance(model, str | Path) else ""
         config = LocalPolicyConfig(
             model=path, seed=self.config.seed, optimizer=optimizer, objective="supervised", lora=self.config.lora
         )

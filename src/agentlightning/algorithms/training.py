@@ -71,6 +71,8 @@ class Collected:
     timeouts: int = 0
     """Rollouts whose last attempt timed out: among `failed`, or with a `timeout_reward` among `trajectories`."""
     seconds: float = 0.0
+    sampled_before: int = 0
+    """Of the sampled tokens, those of rollouts that had finished before the run was resumed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the source counts beside these, for the step's metrics."""
 

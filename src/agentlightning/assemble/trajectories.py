@@ -269,15 +269,20 @@ def trajectory(
     `untrainable_calls`, `other_models`, `overridden_calls`, `seeded_calls`, `turn_limit_reached`, `replayed_calls`,
     `replay_mismatches`, `void_calls` and `unlinked_rewards` where they are not zero, the `turn_limit`, the defect of
     the first void call, and the sums of `automatic_rewards`. Whatever an agent has written, only two errors are raised:
-    RewardError as `link_rewards` does, and RolloutRejectedError if every call with tokens is void.
+    RewardError as `link_rewards` does, and RolloutRejectedError if every call with tokens is void or a span is damaged.
     """
     own = [span for span in spans if span.rollout_id == rollout_id and span.attempt_id == attempt_id]
+    for span in own:
+        if span.name == names.DAMAGED:
+            raise RolloutRejectedError("damaged_spans", str(span.status_message))
     others = {span.span_id for span in calls(own) if model is not None and not _answers(model_of(span), model)}
     own = [span for span in own if span.span_id not in others] if others else own
     void = void_calls(own, limits)
     learned = known_transitions([span for span in own if span.span_id not in void] if void else own)
     if void and not learned:
-        raise _all_void(rollout_id, void)
+        span_id, why = next(iter(void.items()))
+        message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
+        raise RolloutRejectedError("void_calls", message)
     links = link_rewards(own)
     found = {
         UNTRAINABLE_CALLS: len(untrainable_calls(own)),
@@ -318,12 +323,6 @@ def _automatic(spans: Iterable[Span]) -> dict[str, float]:
 def _turn_limit(span: Span) -> int:
     limit = span.attributes.get(names.TURN_LIMIT)
     return limit if isinstance(limit, int) else 0
-
-
-def _all_void(rollout_id: str, void: Mapping[str, str]) -> RolloutRejectedError:
-    span_id, why = next(iter(void.items()))
-    message = f"none of the {len(void)} model calls of rollout {rollout_id} can be true; of span {span_id}: {why}"
-    return RolloutRejectedError("void_calls", message)
 
 
 def _answers(found: str | None, model: str) -> bool:

@@ -166,16 +166,6 @@ _SPOKEN: Final = ("text", "reasoning")
 # -- recorded in spans -------------------------------------------------------------------------------------------------
 
 
-def parsed(text: object) -> list[Any]:
-    """A recorded list: JSON text, or a list. Empty for anything else."""
-    if isinstance(text, str):
-        try:
-            text = json.loads(text)
-        except ValueError:
-            return []
-    return cast("list[Any]", text) if isinstance(text, list) else []
-
-
 def chat_messages(recorded: Sequence[Any], *, thoughts: bool = False) -> list[Message]:
     """OpenTelemetry's messages `{"role": ..., "parts": [...]}` as `{"role": ..., "content": ...}`; those that have no
     parts are read as they are. `thoughts`: with those of the model, which is not given them again,

@@ -68,13 +68,13 @@ async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Tr
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
     from agentlightning.errors import ConfigError, DatasetError
-    from agentlightning.training.sources.reader import RecordedQuery, TrajectoryReader, find_groups
+    from agentlightning.training.sources.reader import TrajectoryReader, find_groups
 
     modes: Any = None if mode is None else [mode]
     if mode not in (None, "train", "val", "test"):
         raise ConfigError(f"--mode {mode!r} is none; choose train, val or test")
     async with open_named(store, None, None) as opened:
-        found = await find_groups(opened, RecordedQuery(modes=modes))
+        found = await find_groups(opened, modes)
         if not found:
             of_mode = "" if mode is None else f" of mode {mode}"
             raise DatasetError(f"{store} has no finished rollout{of_mode}; record some first, or train for a step")

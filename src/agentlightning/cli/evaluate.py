@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Reward, RewardWeights
+from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 
@@ -23,8 +23,10 @@ def evaluate(
     reward: Reward = None,
     dataset: Dataset = None,
     env: Environment = None,
-    model: Annotated[str | None, typer.Option(help="A directory that transformers loads.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Take agent, held-out tasks and checkpoint from this run.")] = None,
+    model: Model = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Take agent, held-out tasks, weights and prompts from this run.")
+    ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
     reward_weights: RewardWeights = None,
@@ -78,16 +80,18 @@ def evaluate(
         shortcuts = {"env": env, "agent": agent, "reward": reward}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
-        weights = weights_of(reward_weights, run)
+        weights, resources = weights_of(reward_weights, run), None
         if run is None:
             known = load_settings(TrainConfig, overrides=changes)
             dataset = dataset or (str(known.data.train) if env else None)
         else:
             known = settings_of_run(run, changes)
             dataset = dataset or str(run / "data" / "held_out.jsonl")
-            model = model or str(run / "checkpoint")
+            model, resources = _learned(run, model)
         if known.agent is None or dataset is None:
-            raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
+            if run is None:
+                raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
+            raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
         result = measure(
             known.agent,
             dataset,
@@ -106,11 +110,21 @@ def evaluate(
             cache=cache,
             concurrency=concurrency,
             trained_on=trained_on,
+            resources=resources,
             progress=Progress(console=output.console),
         )
         if out is not None:
             result.save(out)
         output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa))
+
+
+def _learned(run: Path, model: str | None) -> tuple[str | None, dict[str, Any]]:
+    """The weights of a finished run, unless another model is named, and its prompts."""
+    from agentlightning.training.export import checkpoint_of, holds_weights
+    from agentlightning.training.persistence.checkpoints import read_resources
+
+    found = checkpoint_of(run)
+    return model or (str(found) if holds_weights(found) else None), read_resources(run, found.name)
 
 
 def _failed(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli import credit, demo, doctor, evaluate, rescore, run, runner, serve, store, train
+from agentlightning.cli import credit, demo, doctor, evaluate, model, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.recorded import learn
@@ -35,6 +35,7 @@ VERBS = (
     store,
     credit,
     export,
+    model,
 )
 PLUGIN_VERBS = frozenset({"weights"})
 """Those that plugins of this repository bring; without the plugin, the verb says how to get it."""

@@ -76,15 +76,15 @@ def read_routing(path: Path | None) -> GatewayConfig:
 
 
 async def open_engines(models: Iterable[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
-    """Open the models of `--model [NAME=]DIR`, named after their directory by default, and those that the routes file
-    names. `tiny` is a new model with random weights. The stack closes them."""
+    """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
+    routes file names. `tiny` is a new model with random weights. The stack closes them."""
     engines: dict[str, Engine] = {}
     for model in models:
         from agentlightning.policy.open import directory_of, open_frozen
 
         name, equals, path = model.partition("=")
         if not equals:
-            name, path = Path(model).name, model
+            name, path = Path(model).name.removesuffix(".gguf"), model
         policy = await open_frozen(name, await directory_of(path, stack))
         stack.push_async_callback(policy.close)
         engines[policy.model] = policy

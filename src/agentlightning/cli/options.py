@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -16,10 +16,11 @@ Environment = Annotated[
     str | None,
     typer.Option("--env", help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),
 ]
-Model = Annotated[str | None, typer.Option(help="A directory that transformers loads, or `tiny`.")]
+MODEL_HELP: Final = "A directory, a .gguf file, a short name such as smollm2-135m, a hub name, or `tiny`."
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="[NAME=]DIR or tiny: a model that answers calls; repeatable."),
+    typer.Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
 ]
 Routes = Annotated[
     Path | None,

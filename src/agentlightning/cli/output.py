@@ -34,6 +34,7 @@ EXTRAS: Final = {
     "tokenizers": "train",
     "matplotlib": "train",
     "openai": "demo",
+    "gguf": "gguf",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",

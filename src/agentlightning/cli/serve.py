@@ -361,7 +361,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
         f"{rule.model} ({rule.provider}{dialects[rule.dialect]})" for rule in options.routing.routes if rule.provider
     ]
     served = [*options.models, *routed]
-    models = ", ".join(served) or "none; add one with --model DIR or --routes FILE"
+    models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
     for name, value in (
         ("serving", f"{database_name(options.db)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),

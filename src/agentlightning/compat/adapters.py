@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
-
-import orjson
+from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, scalar_reward
@@ -15,6 +13,7 @@ from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.util.json_values import recorded_objects
 
 GONE: Final = {
     "llm_call_match": "model calls are found by their attributes, whatever their spans are called",
@@ -82,12 +81,12 @@ class TracerTraceToTriplet:
         return Triplet(
             {
                 "token_ids": list(attributes.get(names.PROMPT_TOKEN_IDS) or ()),
-                "messages": chat_messages(_recorded(attributes.get(names.INPUT_MESSAGES))),
+                "messages": chat_messages(recorded_objects(attributes.get(names.INPUT_MESSAGES))),
             },
             {
                 "token_ids": list(attributes.get(names.RESPONSE_TOKEN_IDS) or ()),
                 "logprobs": list(attributes.get(names.LOGPROBS) or ()),
-                "messages": chat_messages(_recorded(attributes.get(names.OUTPUT_MESSAGES))),
+                "messages": chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES))),
             },
             rewards[0] if rewards else None,
             {"response_id": attributes.get(names.RESPONSE_ID), "agent_name": attributes.get(names.AGENT_NAME)},
@@ -110,7 +109,7 @@ class TraceToMessages:
     @staticmethod
     def _conversation(span: Span) -> dict[str, Any]:
         before, answer, tools = (
-            _recorded(span.attributes.get(key))
+            recorded_objects(span.attributes.get(key))
             for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOOL_DEFINITIONS)
         )
         found: dict[str, Any] = {"messages": [*chat_messages(before), *chat_messages(answer)]}
@@ -120,15 +119,6 @@ class TraceToMessages:
 def _number(span: Span) -> float | None:
     reward = get_reward_value(span)
     return None if isinstance(reward, dict) else scalar_reward(reward)
-
-
-def _recorded(value: Any) -> list[dict[str, Any]]:
-    try:
-        found: Any = orjson.loads(value) if isinstance(value, str | bytes) else value
-    except ValueError:
-        return []
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
 
 
 def check_adapter(adapter: Any) -> None:

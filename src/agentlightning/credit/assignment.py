@@ -66,6 +66,8 @@ class Assignment:
     agent_rewards: AgentRewards = "shared"
     reward_weights: Mapping[str, float] | None = None
     equal_groups: EqualGroups = "keep"
+    uses_rewards: bool = True
+    """False: the losses do not read advantages, and learn from groups with equal rewards as from others."""
 
     @classmethod
     def of(

@@ -170,7 +170,7 @@ def training_samples(
             by_rule.update(found.credit.counts)
             outcome = _credit_group(found.group, found.credit, target_agent, trains)
             credited += [outcome] * bool(outcome)
-        if found.too_small or found.without_spread:
+        if found.too_small or (found.without_spread and assignment.uses_rewards):
             counts["groups_too_small" if found.too_small else "groups_without_spread"] += 1
             continue
         counts["groups_trained" if outcome else "groups_without_tokens"] += 1

@@ -111,6 +111,7 @@ class Endpoints:
         return [
             *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
+            Route(f"{prefix}/v1/responses/{{response_id}}/cancel", self._stored_response, methods=["POST"]),
             Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
@@ -133,7 +134,7 @@ class Endpoints:
             if (provider := self._responses.provider_of(attempt, response_id)) is not None:
                 pool = self._providers[provider]
                 body = await request_stored_response(pool, request.method, attempt, response_id)
-                if request.method == "GET":
+                if request.method != "DELETE":
                     await self._forwarding.record_poll(attempt, response_id, body)
                 return Response(body, media_type="application/json")
             if request.method != "DELETE":

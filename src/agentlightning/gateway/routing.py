@@ -218,7 +218,7 @@ class Router:
         return None
 
     def _unknown(self, model: str | None) -> ApiError:
-        known = ", ".join(self.models) or "none, start the server with one: agl serve --model DIR"
+        known = ", ".join(self.models) or "none, start the server with one: agl serve --model MODEL"
         if model is None:
             return bad_request("model", f"the request names no model; this server has: {known}")
         whose = " to callers of this dialect" if self._find(model, None) is not None else ""

@@ -12,7 +12,7 @@ import hmac
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -74,11 +74,11 @@ class Metrics:
     def __init__(self, store: LightningStoreBase, sources: Iterable[Source] = ()) -> None:
         self._store = store
         self._sources = list(sources)
-        self._calls: dict[str, Histogram] = {}
+        self._calls = defaultdict[str, Histogram](lambda: Histogram(LATENCIES))
         self._errors: Counter[tuple[str, str]] = Counter()
         self._in_progress: Counter[str] = Counter()
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self._request_seconds: dict[str, Histogram] = {}
+        self._request_seconds = defaultdict[str, Histogram](lambda: Histogram(LATENCIES))
         self._open_requests = 0
         self._claims: Counter[str] = Counter()
         self._spans = 0
@@ -106,23 +106,20 @@ class Metrics:
         if call.error is not None:
             self._errors[method, type(call.error).__name__] += 1
         if not call.waits:
-            self._histogram_of(self._calls, method).observe(call.seconds)
+            self._calls[method].observe(call.seconds)
         if call.result is not None:
             self._count_result(call)
 
     def _count_result(self, call: CallRecord) -> None:
         method, result = call.method, call.result
         if call.spans:
-            self._count_spans(len(call.spans))
+            self._spans += len(call.spans)
+            self._batches.observe(len(call.spans))
         elif method == "dequeue_many_rollouts":
             for rollout in result:
                 self._claims[rollout.queue] += 1
         elif method in ("dequeue_rollout", "start_rollout", "start_attempt"):
             self._claims[result.queue] += 1
-
-    def _count_spans(self, count: int) -> None:
-        self._spans += count
-        self._batches.observe(count)
 
     def took(self, method: str, waited: float, decided: float, together: int) -> None:
         """`SqlStore.observe`: called from the threads of the store."""
@@ -140,14 +137,7 @@ class Metrics:
         """`route` is the path template, so that ids create no series; `seconds` excludes waiting for rollouts."""
         self._open_requests -= 1
         self._requests[route, method, status] += 1
-        self._histogram_of(self._request_seconds, route).observe(seconds)
-
-    @staticmethod
-    def _histogram_of(histograms: dict[str, Histogram], name: str) -> Histogram:
-        histogram = histograms.get(name)
-        if histogram is None:
-            histogram = histograms[name] = Histogram(LATENCIES)
-        return histogram
+        self._request_seconds[route].observe(seconds)
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +181,7 @@ class Metrics:
         ]
 
     def _observed_metrics(self) -> Iterable[Metric]:
-        yield _counter("claims", "Attempts started, by queue.", "queue", self._claims)
+        yield _gauge("claims", "Attempts started, by queue.", "queue", self._claims, CounterMetricFamily)
         yield CounterMetricFamily("agentlightning_spans_received", "Spans kept by this server.", self._spans)
         yield _histogram("spans_per_call", "Spans in one call.", "", {"": self._batches})
         yield _histogram(
@@ -212,11 +202,6 @@ class Metrics:
         yield errors
         waiting = {method: self._in_progress[method] for method in sorted(WAITING_CALLS)}
         yield _gauge("store_waiters", "Calls that wait for rollouts to come or to finish.", "method", waiting)
-        yield from self._http_metrics()
-        for source in self._sources:
-            yield from source()
-
-    def _http_metrics(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
             "agentlightning_http_requests", "Requests answered.", labels=["route", "method", "status"]
         )
@@ -229,6 +214,8 @@ class Metrics:
         yield GaugeMetricFamily(
             "agentlightning_http_requests_under_way", "Requests not answered yet.", self._open_requests
         )
+        for source in self._sources:
+            yield from source()
 
 
 class _Registry:
@@ -257,15 +244,14 @@ def _database_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
         yield GaugeMetricFamily("agentlightning_store_bytes", "Size of the database.", counts["bytes"])
 
 
-def _gauge(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    metric = GaugeMetricFamily(f"agentlightning_{name}", help_text, labels=[label])
-    for value, number in values.items():
-        metric.add_metric([value], number)
-    return metric
-
-
-def _counter(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
-    metric = CounterMetricFamily(f"agentlightning_{name}", help_text, labels=[label])
+def _gauge(
+    name: str,
+    help_text: str,
+    label: str,
+    values: Mapping[str, float],
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    metric = kind(f"agentlightning_{name}", help_text, labels=[label])
     for value, number in values.items():
         metric.add_metric([value], number)
     return metric

@@ -69,7 +69,7 @@ class Policy(Engine, Protocol):
         """Columns of every sampled token of each tree, at the temperature it was sampled with and under the present
         weights: `logprobs`, `entropy` (nats), `values`; `average_logprobs` under the moving average that `train` keeps
         with `average` (before the first such update, the present weights); and `ref_logprobs` under the model in
-        `reference`, a directory that transformers loads, with the same tokenizer and of any size. They go into a
+        `reference`, a model named as in `PolicyConfig.model`, with the same tokenizer and of any size. They go into a
         `TrainingSample`, and are those of its `adapter`. Changes no weights.
 
         Raises PolicyError for a column that the policy cannot give, naming what it lacks."""

@@ -7,10 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.models.resolve import TINY
 from agentlightning.policy.fsdp.config import RanksConfig, parse_address
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.update.value_head_config import ValueHeadSetting
-from agentlightning.util.kept_sets import MAX_SET
+from agentlightning.policy.local_config import ModelName, ModelSettings
 from agentlightning.util.settings import Section
 
 
@@ -56,46 +55,18 @@ class WeightsConfig(Section):
     """The newest full versions that are kept, with all that follow the older of them."""
 
 
-class PolicyConfig(Section):
+class PolicyConfig(ModelSettings):
     """The model that learns, and what samples from it.
 
     >>> agl.PolicyConfig(model="path/to/model").model
     'path/to/model'
     """
 
-    model: str = "tiny"
-    """A directory (or hub name) that transformers loads. `tiny`: a small new model with random weights."""
-    name: str = "policy"
-    """The model name that agents may use; the policy also answers calls for any other name."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 ..."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
-    in float32, which cost 4 bytes a weight more."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
-    max_batch_size: int = Field(default=128, ge=1)
-    """Answers sampled at the same time; further calls wait."""
-    max_context: int | None = Field(default=None, ge=16)
-    """Tokens of prompt and answer together; None: what the model has."""
-    tool_calls: str | None = None
-    """How the model writes tool calls: a format's name, such as hermes, llama3 or harmony (docs/guides/offline.md).
-    None: as its chat template shows; where it has no place for tools, calls or results, all of them stand in the
-    messages, in Hermes' format. "messages" writes them so with any template, "template" with none."""
-    lora: Lora | None = None
-    """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
-    max_kept_tokens: int = Field(default=1024, ge=0, le=MAX_SET)
-    """The most tokens that top-p and top-k sampling may keep at a position of an answer that is trained: the sets are
-    recorded, as the policy's probabilities are those over them. An answer with a larger set is refused, and counted.
-    0: all such answers are."""
+    model: ModelName = TINY
+    """A directory that transformers loads, a `.gguf` file, a short name such as `smollm2-135m`, or a hub name
+    (docs/get-started/models.md). `tiny`: a small new model with random weights."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
-    value_head: ValueHeadSetting = None
-    """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
-    critic."""
-    gradient_checkpointing: bool = False
-    """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
-    for long contexts, about a third more time."""
     in_flight: bool = False
     """Answers in progress continue across an update, each token with the version that sampled it. false: they finish
     first."""
@@ -135,7 +106,7 @@ class PolicyConfig(Section):
     def _check_tinker(self) -> Self:
         if self.kind != "tinker":
             return self
-        if self.model == "tiny":
+        if self.model == TINY:
             raise ValueError(
                 'kind="tinker" trains a model that the server has: name it by model, whose tokenizer is used here, and'
                 " tinker.base_model"

@@ -34,6 +34,7 @@ from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
+from agentlightning.models.resolve import shared_name
 from agentlightning.policy.adapters.views import AgentViews, with_adapters_of
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -154,12 +155,7 @@ class LocalPolicy:
         """See `AdapterLearner.save_adapter`."""
         adapters = self._weights.adapters
         assert adapters is not None
-        base = Path(self.config.model)
-        await self._engine.run(
-            lambda: write_adapter(
-                directory, adapters.by_name[name], str(base.absolute() if base.is_dir() else self.config.model)
-            )
-        )
+        await self._engine.run(lambda: write_adapter(directory, adapters.by_name[name], shared_name(self.config.model)))
 
     async def sample(
         self,

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
 from agentlightning.policy.local_config import LocalPolicyConfig
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
 def find_device(name: str) -> torch.device:
@@ -31,12 +30,11 @@ def find_device(name: str) -> torch.device:
 
 def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and the model; without `weights`, this is one on the meta device. Raises PolicyError."""
-    path = Path(config.model)
-    if not path.is_dir() and (path.is_absolute() or path.exists() or str(config.model).count("/") > 1):
-        raise PolicyError(f"model={config.model} is not a directory; give one that holds config.json and weights")
-    if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise PolicyError(f"{path} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained")
-    source = str(config.model)
+    source = resolve_model(config.model, weights=weights)
+    if not any((Path(source) / name).exists() for name in TOKENIZER_FILES):
+        raise PolicyError(
+            f"{source} holds no tokenizer; save the model's tokenizer there with tokenizer.save_pretrained"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         with checkpoint.without_progress_bars():
@@ -49,7 +47,7 @@ def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreT
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise PolicyError(
             f"model={config.model} cannot be loaded as a causal language model with a tokenizer: {error}; give a "
-            "directory written by save_pretrained, or a name on the hub that this machine can reach"
+            "directory written by save_pretrained, or another model"
         ) from error
     text: Any = model.config.get_text_config(decoder=True)
     if getattr(

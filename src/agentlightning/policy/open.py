@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
 from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.plugins import load_plugin
 from agentlightning.util.settings import settings_from
 
-TINY: Final = "tiny"
 TINY_CONTEXT: Final = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
 
@@ -43,7 +43,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, str | Path):
         raise ConfigError(
             f"model is a {type(model).__name__} object, and it is opened here by its name; give the directory of one"
-            " that transformers loads (save_pretrained writes it), or its hub name"
+            " that transformers loads (save_pretrained writes it), a GGUF file, or its hub name"
         )
 
 
@@ -61,23 +61,16 @@ def policy_config(
     """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are trained.
     Raises MissingExtraError, and ConfigError for adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields}
+    if settings.kind == "fsdp" and settings.engine != "local":
+        shared["device"] = "cpu"
     lora = settings.lora if adapters else None
+    shared |= {"model": path, "lora": lora}
     if settings.engine != "local":
         check_servable(adapters_of(lora, agents or {}), settings.servers, settings.engine)
     return LocalPolicyConfig(
-        model=path,
-        name=settings.name,
-        device="cpu" if settings.kind == "fsdp" and settings.engine != "local" else settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        max_batch_size=settings.max_batch_size,
-        max_kept_tokens=settings.max_kept_tokens,
-        max_context=settings.max_context,
-        tool_calls=settings.tool_calls,
-        value_head=settings.value_head,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        **shared,
         seed=seed,
-        lora=lora,
         agents=dict(agents or {}),
         ranks=settings.ranks,
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
@@ -124,9 +117,7 @@ async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> 
 
 
 async def open_frozen(name: str, path: str) -> Policy:
-    """A model to serve and not to train. Raises ConfigError where there is none."""
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    """A model to serve and not to train. Raises PolicyError where there is none."""
     config = policy_config(PolicyConfig(), path)
     return await open_policy(config.model_copy(update={"name": name}))
 

@@ -20,6 +20,7 @@ from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.adapters.served import AdapterLearner, ServedAdapters
 from agentlightning.policy.base import Columns, Policy, ScoreColumn
 from agentlightning.policy.lora_config import check_servable
@@ -112,7 +113,8 @@ class ServedPolicy:
         check_servable(adapters, config, kind)
         transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
         if isinstance(learner, AdapterLearner) and adapters:
-            first = Path(learner.config.model)
+            base = learner.config.model
+            first = Path(base if config.urls else await asyncio.to_thread(resolve_model, base))
         else:
             first = await checkpoints.write(learner)
         servers = await open_servers(

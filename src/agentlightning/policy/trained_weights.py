@@ -18,6 +18,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora import AdapterFiles, Adapters, has_adapters, read_weights, set_weights
 from agentlightning.models.lora.files import FOLDER, folder_name
+from agentlightning.models.resolve import shared_name
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora, adapters_of
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
@@ -154,7 +155,7 @@ class AdapterWeights:
         self.value_head = value_head
         self.adapters: Adapters | None = Adapters(model)
         self._adapters = self.adapters
-        self._base, self._agents = str(config.model), config.agents
+        self._base, self._agents = config.model, config.agents
         self.own: str | None = SHARED if SHARED in shapes else None
         self._updaters: dict[str, Updater] = {}
         weights = model.num_parameters()
@@ -184,7 +185,7 @@ class AdapterWeights:
     ) -> None:
         by_name = self._adapters.by_name
         files = AdapterFiles(
-            _absolute(self._base),
+            shared_name(self._base),
             by_name.get(SHARED),
             {name: adapter for name, adapter in by_name.items() if name != SHARED},
             {agent: _as_json(setting) for agent, setting in self._agents.items()},
@@ -248,10 +249,6 @@ def _optimizer(lora: Lora, config: LocalPolicyConfig, weights: int) -> Optimizer
     if given.lr is not None:
         return completed
     return completed.model_copy(update={"lr": LR_FACTOR * default_lr(weights, config.objective)})
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def _as_json(setting: AgentSetting) -> Any:

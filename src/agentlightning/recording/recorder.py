@@ -440,8 +440,7 @@ def _install() -> None:
     _installed.set()
     atexit.register(_close_all)
     pending.register(_flush_pending)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     multiprocessing.util.register_after_fork(_installed, _in_worker)
     if multiprocessing.parent_process() is not None:
         _in_worker(None)

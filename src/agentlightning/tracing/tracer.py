@@ -67,8 +67,7 @@ UNLIMITED = SpanLimits(
 
 
 _random = random.Random()  # seeded by the operating system; `os.urandom` would cost a system call per id
-if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=_random.seed)
+os.register_at_fork(after_in_child=_random.seed)
 
 
 def _open_scope() -> Scope | None:

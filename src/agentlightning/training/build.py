@@ -142,7 +142,7 @@ def make_training_run(
     max_calls = config.runner.max_calls
     publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
     if not state.measures_start(config.evaluation.modes):
-        publisher.publish(read_resources(account.run_dir, state.checkpoint))
+        publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
     stream = make_source(config, account, tasks, publisher, learner, algorithm)
     source: RolloutSource = stream

@@ -22,6 +22,7 @@ from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
+from agentlightning.models.resolve import TINY
 from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
 from agentlightning.span import Span
@@ -34,7 +35,7 @@ from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutPlan, describe_failure
 from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.starting_policy import TINY, has_random_weights
+from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking.tracking import check_installed
 from agentlightning.trajectory import Trajectory
 

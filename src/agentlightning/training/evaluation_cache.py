@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from agentlightning.config import RunnerConfig
 from agentlightning.errors import ConfigError
+from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import PRIVATE_QUEUE
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
@@ -80,14 +81,12 @@ def open_cache(
     model: str | Path | None,
     mode: str,
     config: RunnerConfig,
+    resources: NamedResources,
 ) -> EvaluationCache:
     """Open the cache in a directory. Raises ConfigError where another process uses it, or nothing can be written."""
-    runner = config.model_dump(mode="json", include=SEEN_BY_AGENTS)
-    if runner["max_calls"] is None:  # Caches that were made before there was a limit stay valid.
-        del runner["max_calls"]
-    settings = _digest(
-        [identity(agent), identity(reward), None if model is None else _files(Path(model)), mode, runner]
-    )
+    files = None if model is None else _files(Path(model))
+    seen = [config.model_dump(mode="json", include=SEEN_BY_AGENTS), named_resources.dump_python(resources, mode="json")]
+    settings = _digest([identity(agent), identity(reward), files, mode, *seen])
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context((directory / "lock").open("w"))

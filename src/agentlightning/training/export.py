@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, cast
 
 from agentlightning import span as names
@@ -16,6 +17,7 @@ from agentlightning.assemble import calls, scalar_reward
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.models import Precision
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore
@@ -23,17 +25,18 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import read_state, write_atomically
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------
 
-# The weights of a finished run as a directory for other programs.
+# The weights of a finished run as a directory or a file for other programs.
 #
 # hf          what transformers loads; an adapter is merged into the model below it
 # gguf-ready  the same, checked for what llama.cpp's converter reads:
 #                 python convert_hf_to_gguf.py DIRECTORY --outfile model.gguf
+# gguf        one file that llama.cpp and Ollama load
 
-WeightsForm = Literal["hf", "gguf-ready"]
+WeightsForm = Literal["hf", "gguf-ready", "gguf"]
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 
@@ -48,17 +51,17 @@ class ExportedWeights:
     """Whether an adapter was merged into the model below it."""
 
 
-def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeights:
-    """Write the weights of a finished run to a new directory. Raises ConfigError where there are none, where the
-    directory has contents, and PolicyError for adapters that cannot be merged."""
-    checkpoint = run_dir / "checkpoint"
-    if not (run_dir / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
-    adapters = (checkpoint / "adapter_config.json").exists() or (checkpoint / "agents.json").exists()
-    if not adapters and not (checkpoint / "config.json").exists():
+def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Precision = "f16") -> ExportedWeights:
+    """Write the weights of a finished run to a new directory, or to a GGUF file whose matrices have the `precision`.
+    Raises ConfigError where there are none, where the directory has contents, and PolicyError for adapters that cannot
+    be merged and models that cannot be written."""
+    checkpoint = checkpoint_of(run_dir)
+    if not holds_weights(checkpoint):
         raise ConfigError(f"{checkpoint} holds no weights: the run trained none; its prompts are in resources.json")
+    adapters = not (checkpoint / "config.json").exists()
+    if form == "gguf":
+        _write_gguf(checkpoint, path, precision, adapters)
+        return ExportedWeights(path, (path.name,), adapters)
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
     if adapters:
@@ -70,6 +73,31 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path) -> ExportedWeig
     if form == "gguf-ready":
         _check(path)
     return ExportedWeights(path, tuple(sorted(each.name for each in path.iterdir())), adapters)
+
+
+def checkpoint_of(run_dir: Path) -> Path:
+    """The result of a finished run. Raises ConfigError where there is none."""
+    if not (run_dir / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    if not (checkpoint := run_dir / "checkpoint").is_dir():
+        raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
+    return checkpoint
+
+
+def holds_weights(checkpoint: Path) -> bool:
+    """Whether a run has trained weights, and not only prompts."""
+    return any((checkpoint / name).exists() for name in ("adapter_config.json", "agents.json", "config.json"))
+
+
+def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bool) -> None:
+    from agentlightning.models.gguf.write import write_gguf
+
+    with TemporaryDirectory(prefix="agl-merged-") as folder:
+        if adapters:
+            from agentlightning.models.lora.merge import merge
+
+            merge(checkpoint, Path(folder))
+        write_gguf(Path(folder) if adapters else checkpoint, path, precision)
 
 
 def _check(path: Path) -> None:
@@ -207,12 +235,14 @@ async def _conversations(
     rollouts, after = 0, None
     while True:
         page = await store.query_rollouts(
-            status_in=["succeeded"], rollout_id_contains=f"{run_id}-train-", after=after, limit=PAGE
+            status_in=["succeeded"], rollout_id_contains=f"{run_id}-", after=after, limit=PAGE
         )
         if not page:
             return found, rollouts, skipped
-        found += await _of_page(store, page, selection, skipped)
-        rollouts, after = rollouts + len(page), page[-1].rollout_id
+        # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
+        own = [each for each in page if "-train" in each.rollout_id.removeprefix(run_id)]
+        found += await _of_page(store, own, selection, skipped)
+        rollouts, after = rollouts + len(own), page[-1].rollout_id
 
 
 async def _of_page(
@@ -259,7 +289,9 @@ def _is_of(span: Span, agent: str | None) -> bool:
 
 
 def _history(span: Span) -> list[Message]:
-    before, answer = (_recorded(span.attributes.get(key)) for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
+    before, answer = (
+        recorded_objects(span.attributes.get(key)) for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)
+    )
     return [*chat_messages(before), *chat_messages(answer)]
 
 
@@ -277,17 +309,8 @@ def _tools(span: Span) -> tuple[Any, ...]:
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         if "function" not in tool
         else tool
-        for tool in _recorded(span.attributes.get(names.TOOL_DEFINITIONS))
+        for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS))
     )
-
-
-def _recorded(value: Any) -> list[dict[str, Any]]:
-    try:
-        found: Any = loads(value) if isinstance(value, str | bytes) else value
-    except ValueError:
-        return []
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
 
 
 def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:

@@ -332,7 +332,7 @@ class TrainingRun:
         self.account.warn({name: text})
 
     async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
-        label = f"{self.state.run_id}-evaluation-{self.state.step:06d}{self.state.suffix}"
+        label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.measurements.config.modes[0]]}
         resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
         weights = self.measurements.reward_weights
@@ -344,7 +344,7 @@ class TrainingRun:
         self.checkpoints.publisher.publish(resources)
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
-        label = f"evaluation-{self.state.step:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
+        label = f"evaluation-{self.state.step + 1:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
         chosen = self.measurements.validation if tasks is None else tasks
         return await self.measurements.evaluate(label, "greedy", chosen)
@@ -415,7 +415,8 @@ class TrainingRun:
         self.total_steps = state.first_step + stage.steps
         self.stop_rollouts_at(self.total_steps)
         self.measurements.validates = not stage.selects_result
-        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", stage.steps, done=self.step)
+        steps = None if stage.selects_result else stage.steps
+        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", steps, done=self.step)
         return True
 
     async def _keep_start(self) -> None:
@@ -458,14 +459,16 @@ class TrainingRun:
         promoted = self.state.promoted
         if self.gate is not None and promoted is not None:
             self.state.best_step, self.state.best_checkpoint = promoted["step"], promoted["directory"]
+            self.state.best_version = promoted["version"]
         if self.state.best_checkpoint is not None and self.state.best_step != self.state.step:
-            await self.checkpoints.rollback(self.state.best_checkpoint)
+            await self.checkpoints.rollback(self.state.best_checkpoint, self.state.best_version)
 
     async def _validate(self) -> dict[str, float]:
         results = await self.measurements.validate()
         if self.measurements.is_best(results):
             self.state.best_step = self.state.step
             self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
+            self.state.best_version = None if self.learner is None else self.learner.policy_version
         await self._track_validation(results)
         return {
             **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},
@@ -502,7 +505,8 @@ def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float
         **{f"rejected_{reason}": count for reason, count in reasons.items()},
         **collected.metrics,
         **_automatic_rewards(collected),
-        "tokens_per_second": collected.sampled_tokens / max(collected.seconds, 1e-9),
+        "sampled_tokens": collected.sampled_tokens,
+        "tokens_per_second": (collected.sampled_tokens - collected.sampled_before) / max(collected.seconds, 1e-9),
         "collect_seconds": collected.seconds,
     }
 

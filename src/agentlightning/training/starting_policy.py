@@ -6,12 +6,13 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
+from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import Policy
 from agentlightning.store.base import LightningStoreBase
@@ -20,9 +21,6 @@ from agentlightning.training.persistence.checkpoints import load_weights
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.util.progress import Progress
-
-TINY: Final = "tiny"
-"""The model name that stands for a small policy with random weights."""
 
 
 def has_random_weights(config: TrainConfig) -> bool:

@@ -94,7 +94,7 @@ def _with_absolute_models(settings: C) -> C:
         return settings.model_copy(update={"stages": tuple(map(_with_absolute_models, settings.stages))})
     models = {name: getattr(settings, name, None) for name in ("reference", "teacher")}
     return settings.model_copy(
-        update={name: str(Path(given).resolve()) for name, given in models.items() if given is not None}
+        update={name: str(Path(given).resolve()) for name, given in models.items() if given and Path(given).exists()}
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -17,6 +18,21 @@ def loads(data: bytes | bytearray | memoryview | str) -> Any:
         return _decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return orjson.loads(data)
+
+
+def recorded_objects(value: object) -> list[dict[str, Any]]:
+    """The objects of a recorded list, JSON text (with the NaN and the lone surrogates that the standard library
+    accepts) or a list; empty for anything else."""
+    if isinstance(value, str | bytes):
+        try:
+            value = loads(value)
+        except ValueError:
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return []
+    items = cast("list[Any]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Any]", each) for each in items if isinstance(each, dict)]
 
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None, option: int | None = None) -> bytes:

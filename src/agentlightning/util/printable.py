@@ -14,5 +14,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: _escape_sequence(found[0]), text)
 
 
+def printable_lines(text: str) -> str:
+    """The same for text of several lines, which stay lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def _escape_sequence(character: str) -> str:
     return character.encode("unicode_escape").decode()

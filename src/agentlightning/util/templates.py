@@ -50,7 +50,8 @@ def check_length(text: str) -> str:
 
 @contextmanager
 def bounded() -> Generator[None]:
-    """Jinja code that runs in this thread for longer than SECONDS is stopped by a TemplateLimitError."""
+    """Jinja code that runs in this thread for longer than SECONDS is stopped by a TemplateLimitError, which is also
+    raised for what no memory holds."""
     deadline, before = time.monotonic() + SECONDS, sys.gettrace()
 
     def trace_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
@@ -64,6 +65,8 @@ def bounded() -> Generator[None]:
     sys.settrace(trace)
     try:
         yield
+    except MemoryError as error:
+        raise TemplateLimitError("the template makes a text that does not fit into memory") from error
     finally:
         sys.settrace(before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agentlightning import span as names
 from agentlightning.algorithms.apo.config import (
     PromptModel,
     SearchBudget,
@@ -12,7 +13,9 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
     detectable_gain,
 )
+from agentlightning.algorithms.apo.trials import usage
 from agentlightning.errors import ConfigError
+from agentlightning.span import Span
 
 
 def test_each_limit_ends_the_search_in_words():
@@ -23,17 +26,20 @@ def test_each_limit_ends_the_search_in_words():
     assert (spent.tokens, spent.model_calls) == (15, 1)
     assert spent.money == pytest.approx((10 * 2 + 5 * 10) / 1e6)
     for _ in range(3):
-        spent.count_evaluation(1, 1)
+        spent.count_evaluation(2, 0.0)
     assert "3 evaluations" in str(spent.exhausted())
     assert "50 tokens" in str(Spending(SearchBudget(calls=None, tokens=50), tokens=50).exhausted())
     assert "0.001" in str(Spending(SearchBudget(calls=None, money=1e-3), money=0.01).exhausted())
     assert "5 seconds" in str(Spending(SearchBudget(calls=None, seconds=5), seconds=6).exhausted())
 
 
-def test_calls_of_the_agent_cost_what_its_model_costs():
-    spent = Spending(SearchBudget(agent_input_price=1.0, agent_output_price=3.0))
-    spent.count_evaluation(100, 10)
-    assert spent.money == pytest.approx(130 / 1e6)
+def test_calls_of_the_agent_cost_what_the_gateway_says_or_what_the_budget_does():
+    budget = SearchBudget(agent_input_price=1.0, agent_output_price=3.0)
+    used = {"gen_ai.operation.name": "chat", names.INPUT_TOKENS: 100, names.OUTPUT_TOKENS: 10}
+    free = Span("r", "a", "chat", 0.0, span_id="1" * 16, sequence_id=1, attributes=used)
+    priced = Span("r", "a", "chat", 0.0, span_id="2" * 16, sequence_id=2, attributes={**used, names.COST: 0.25})
+    assert usage([free], budget) == (110, pytest.approx(130 / 1e6))
+    assert usage([free, priced], budget) == (220, pytest.approx(0.25 + 130 / 1e6))
 
 
 def test_what_is_put_aside_is_not_spent_on_the_search():

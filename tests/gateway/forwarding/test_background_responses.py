@@ -4,13 +4,14 @@ import asyncio
 import json
 from contextlib import suppress
 
+import httpx
 import openai
 import pytest
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import calls
 from agentlightning.errors import StoreFullError
-from agentlightning.testing.provider import Reply, response_answer
+from agentlightning.testing.provider import Reply, response_answer, response_events
 
 pytestmark = pytest.mark.integration
 
@@ -104,3 +105,51 @@ async def test_what_could_not_be_recorded_is_recorded_with_the_next_poll(started
             await client.responses.retrieve("resp_1")
     assert (await client.responses.retrieve("resp_1")).status == "completed"
     assert len(calls(await service.spans())) == 1
+
+
+@pytest.mark.parametrize("final", [DONE | {"status": "cancelled", "output": []}, DONE])
+async def test_a_response_that_is_cancelled_ends_with_what_its_provider_answers(ask, final):
+    service, provider = await ask("openai", [Reply(QUEUED), Reply(final)], paths=["responses"])
+    client = await service.client()
+    await client.responses.create(model="theirs", input="hi", background=True)
+    assert (await client.responses.cancel("resp_1")).status == final["status"]
+    assert (provider.seen[-1].method, provider.seen[-1].path) == ("POST", "/v1/responses/resp_1/cancel")
+    call, end = await service.spans()
+    assert end.parent_id == call.span_id
+    assert (end.status_code == "OK") == (final is DONE)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.cancel("resp_of_another_attempt")
+    assert len(provider.seen) == 2
+
+
+EVENTS = response_events([MESSAGE], usage=(1_000_000, 500_000))
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 4, len(EVENTS) - 1])
+@pytest.mark.parametrize("end", ["whole", "close"])
+async def test_polls_bring_the_answer_of_a_background_response_whose_stream_broke(ask, num_events, end):
+    broken = Reply(events=EVENTS[:num_events], end=end)
+    service, provider = await ask("openai", [broken], paths=["responses"], price={"input": 1, "output": 2})
+    provider.responses = lambda seen: Reply(DONE)
+    client = await service.client()
+    with suppress(openai.APIError, httpx.TransportError):
+        async for _ in await client.responses.create(model="theirs", input="hi", background=True, stream=True):
+            pass
+    (call,) = await service.spans()
+    assert (call.status_code, calls([call])) == ("ERROR", [])
+    assert (await client.responses.retrieve("resp_1")).status == "completed"
+    await client.responses.retrieve("resp_1")
+    spans = await service.spans()
+    (answer,) = calls(spans)
+    assert (len(spans), answer.parent_id, answer.status_code) == (2, call.span_id, "OK")
+    assert service.gateway.metrics()["provider_dollars"] == pytest.approx(2.0)
+
+
+async def test_a_stream_that_broke_in_the_foreground_is_a_failed_call(ask):
+    service, _ = await ask("openai", [Reply(events=EVENTS[:4], end="close")], paths=["responses"])
+    client = await service.client()
+    with suppress(openai.APIError, httpx.TransportError):
+        async for _ in await client.responses.create(model="theirs", input="hi", stream=True):
+            pass
+    (call,) = await service.spans()
+    assert (call.status_code, call.attributes[names.OPERATION_NAME]) == ("ERROR", "chat")

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import agents
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.agent import AgentClass, FunctionAdapter, LitAgentAdapter, load_agent
 from agentlightning.runner.agents.command import Command
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
-from agentlightning.testing import agents
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_a_list_of_words_is_a_command() -> None:
 
 
 def test_a_function_that_can_be_imported_travels_by_name() -> None:
-    assert agent_spec(agents.echo) == Reference("agentlightning.testing.agents", "echo")
-    assert agent_spec(agents.decorated) == Reference("agentlightning.testing.agents", "decorated")
+    assert agent_spec(agents.echo) == Reference("tests.support.agents", "echo")
+    assert agent_spec(agents.decorated) == Reference("tests.support.agents", "decorated")
 
 
 def test_a_closure_travels_whole(make_call: Any) -> None:
@@ -62,7 +62,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_of_agent_is_recognised(name: str) -> None:
-    assert isinstance(load_agent(f"agentlightning.testing.agents:{name}"), KINDS[name])
+    assert isinstance(load_agent(f"tests.support.agents:{name}"), KINDS[name])
 
 
 def test_a_command_is_recognised() -> None:
@@ -133,7 +133,7 @@ def test_a_method_whose_class_needs_arguments_is_refused_before_any_attempt(tmp_
 
 BROKEN = {
     "no module": ("no_such_package.agent:solve", "no module 'no_such_package'"),
-    "no name": ("agentlightning.testing.agents:ecoh", "has no 'ecoh'; did you mean agentlightning.testing.agents:echo"),
+    "no name": ("tests.support.agents:ecoh", "has no 'ecoh'; did you mean tests.support.agents:echo"),
     "no file": ("/nowhere/agent.py:solve", "file not found: /nowhere/agent.py"),
     "no program": ("no-such-program --x", "there is no program 'no-such-program'.*any other text is a command"),
     "a script that is no program": ("agent.py --x", r"did you mean `python agent.py --x` or `agent.py:NAME`"),

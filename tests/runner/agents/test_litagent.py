@@ -4,11 +4,11 @@ import inspect
 from typing import Any
 
 import pytest
+from tests.support import agents
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM
 from agentlightning.runner.agents.litagent import LitAgent, llm_rollout, method_for, prompt_rollout, rollout
-from agentlightning.testing import agents
 
 
 @pytest.mark.parametrize(("mode", "method"), [("train", "training_rollout_async"), ("val", "validation_rollout")])

@@ -521,3 +521,17 @@ async def test_api_keys_do_not_leave_a_store_in_a_file(
     kept = await store.get_latest_resources()
     assert kept is not None
     assert getattr(kept.resources["main"], "api_key", None) == "sk-secret", "agents still have it"
+
+
+@pytest.mark.parametrize("same_rollout", [True, False])
+async def test_an_attempt_id_that_two_attempts_have_is_named(store: LightningStoreBase, same_rollout: bool) -> None:
+    first, second = record(1), record(2)
+    taken = first.attempts[0]
+    if same_rollout:
+        first = replace(first, attempts=(taken, replace(taken, sequence_id=2)), spans=())
+    else:
+        second = replace(second, attempts=(replace(taken, rollout_id="ro-0002"),), spans=())
+    with pytest.raises(ConflictError, match="attempt 'at-0001-1' is one of rollout 'ro-0001' already"):
+        await store.add_records([first, second])
+    assert await everything(store) == []
+    assert await store.add_records([record(1), record(1), record(2)]) == 2

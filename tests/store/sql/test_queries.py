@@ -62,3 +62,14 @@ async def test_rollouts_of_several_states_are_paged_in_order_of_creation(databas
         assert [each.rollout_id for each in page] == wanted[2:5]
     assert await store.query_rollouts(status_in=[]) == []
     await store.close()
+
+
+@pytest.mark.parametrize("filters", [{"status_in": ["idle"]}, {"worker_id_contains": "worker"}])
+async def test_a_page_of_some_workers_costs_the_same_however_many_there_are(filters):
+    store = SqlStore(":memory:")
+    asked = []
+    for count in (100, 900):
+        await asyncio.gather(*(store.update_worker(f"worker-{number}-of-{count}") for number in range(count)))
+        asked.append(await instructions(store, partial(store.query_workers, **filters, limit=5)))
+    await store.close()
+    assert asked[1] < 2 * asked[0] + 20

@@ -5,8 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load
+from tests.models.gguf.checkpoints import small_checkpoint
 
 from agentlightning.errors import ConfigError
+from agentlightning.models.gguf.read import convert
+from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.resolve import CACHE
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import Lora
 from agentlightning.training.export import export_weights
 
 FILES = {"config.json": "{}", "model.safetensors": "", "tokenizer.json": "{}"}
@@ -50,3 +59,21 @@ def test_a_run_without_weights_is_refused(run: Path, tmp_path: Path) -> None:
     (run / "checkpoint" / "config.json").unlink()
     with pytest.raises(ConfigError, match="holds no weights"):
         export_weights(run, "hf", tmp_path / "out")
+
+
+async def test_an_adapter_over_a_gguf_file_is_exported_as_one(run: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    write_gguf(small_checkpoint(tmp_path / "saved"), tmp_path / "base.gguf", "f32")
+    policy = LocalPolicy.open(LocalPolicyConfig(model=str(tmp_path / "base.gguf"), lora=Lora(r=2)))
+    for part in (run / "checkpoint").iterdir():
+        part.unlink()
+    (run / "checkpoint").rmdir()
+    await policy.save(run / "checkpoint")
+    await policy.close()
+    found = export_weights(run, "gguf", tmp_path / "out.gguf", "f32")
+    assert (found.files, found.merged) == (("out.gguf",), True)
+    convert(tmp_path / "out.gguf", tmp_path / "read")
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("saved", "read"))
+    assert load(one).keys() == load(two).keys()
+    for name, weight in load(one).items():  # A new adapter changes nothing.
+        torch.testing.assert_close(weight, load(two)[name], msg=name)

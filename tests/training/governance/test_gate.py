@@ -31,7 +31,7 @@ class Parts:
     async def write(self, step: int) -> str:
         return f"step-{step}"
 
-    async def rollback(self, directory: str) -> None:
+    async def rollback(self, directory: str, version: int | None = None) -> None:
         self.returned.append(directory)
 
     async def decided(self, record: AuditRecord) -> None:

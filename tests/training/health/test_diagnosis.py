@@ -21,7 +21,7 @@ def test_a_run_whose_groups_teach_nothing_says_so_with_the_way_out():
     healthy = [step(0.4, flat=1, entropy=1.0), step(0.5, flat=2, entropy=0.9)]
     assert warnings_of(healthy) == {}
     [text] = warnings_of([*healthy, *[step(1.0, flat=4)] * 3]).values()
-    assert text.startswith("12 of the last 12 groups taught nothing")
+    assert text.startswith("the rewards of 12 of the last 12 groups taught nothing")
     assert "mean 1" in text
     assert "harder tasks" in text
     assert warnings_of([step(0.0, flat=2, groups=2)]) == {}, "two groups are no pattern"
@@ -78,7 +78,9 @@ def test_the_end_says_where_nothing_was_won():
     assert closing_warnings(learned, {"greedy": won}) == {}
     assert "nothing was learned" in closing_warnings(flat, {})["nothing_learned"]
     assert "worse than the one it started from" in closing_warnings(learned, {"greedy": lost})["worse_greedy"]
-    assert "includes 0" in closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+    advice = closing_warnings(learned, {"greedy": unsure})["no_gain_greedy"]
+    assert "includes 0" in advice
+    assert "(a file as data.held_out, or a larger data.held_out_share)" in advice
     ends_at_zero = (Gain(0.5, 0.5, 0.0, interval, 40) for interval in ((0.0, 0.2), (-0.2, 0.0)))
     assert [list(closing_warnings(learned, {"greedy": each})) for each in ends_at_zero] == [["no_gain_greedy"]] * 2
     unknown = Gain(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, missing_before=1, missing_after=12)

@@ -120,3 +120,46 @@ def test_regression_weighs_independent_parts_and_keeps_a_conversation_whole(tiny
     say(store, ("a", "x"), 0.5, (longer, "y"), 1.0, task="conversation")
     result = learned(store, tiny, tmp_path, 1)
     assert (result.method, result.sessions) == ("awr", 5)
+
+
+def test_preferences_compare_the_parts_that_answer_the_same_prompt(
+    tiny: Path, chat: HFChatFormat, tmp_path: Path
+) -> None:
+    """The last reward of the second session is the higher one, and its first answer earned nothing."""
+    store = agl.LightningStore(tmp_path / "sessions.db")
+    say(store, ("first", "yes"), 1.0, ("second", "apples"), 0.0)
+    say(store, ("first", "no"), 0.0, ("second", "coins"), 1.0)
+    result = learned(store, tiny, tmp_path, algorithm=agl.DPO(optimizer=OptimizerConfig(lr=3e-3)))
+    assert result.counts["pairs"] == 2 * 12, "each prompt once a step"
+    pairs = [("first", "yes", "no"), ("second", "coins", "apples")]
+    for prompt, good, bad in pairs:
+        moved = [gain(tiny, result.checkpoint, chat, prompt, answer) for answer in (good, bad)]
+        assert moved[0] > moved[1] + 1.0
+    assert "2 sessions hold several rewards; each belongs to the calls since the one before it" in result.notes
+
+
+@pytest.mark.parametrize(
+    ("sessions", "pairs"),
+    [
+        ([[("a", "x"), 1.0, ("a", "y"), 0.0]], 1),  # two answers to one prompt, in one session
+        ([[("a", "x"), 1.0, ("b", "y"), 0.0], [("b", "x"), 1.0, ("c", "y"), 0.0]], 1),
+    ],
+)
+def test_every_pair_is_of_one_prompt(tiny: Path, tmp_path: Path, sessions: Any, pairs: int) -> None:
+    store = agl.LightningStore(tmp_path / "sessions.db")
+    for turns in sessions:
+        say(store, *turns)
+    assert learned(store, tiny, tmp_path, 1, algorithm=agl.DPO()).counts["pairs"] == pairs
+
+
+def test_a_conversation_is_preferred_as_a_whole(tiny: Path, tmp_path: Path) -> None:
+    store = agl.LightningStore(tmp_path / "sessions.db")
+    for answer in "xy":
+        longer = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "b"},
+        ]
+        say(store, ("a", answer), 0.5, (longer, answer), float(answer == "x"), task="conversation")
+    result = learned(store, tiny, tmp_path, 1, algorithm=agl.DPO())
+    assert (result.sessions, result.counts["pairs"]) == (2, 1)

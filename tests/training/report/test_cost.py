@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 import pytest
 
 from agentlightning import span as names
@@ -19,7 +18,7 @@ def searched(step: int, stage: int, tokens: int, money: float) -> dict[str, Any]
 
 
 def test_a_search_counts_its_total_so_that_its_last_step_has_it_and_several_searches_add_up() -> None:
-    learned = {"step": 3, "stage": 2, "tokens_per_second": 10.0, "collect_seconds": 2.5}
+    learned = {"step": 3, "stage": 2, "sampled_tokens": 25, "tokens_per_second": 4.0, "collect_seconds": 2.5}
     lines = [searched(1, 1, 100, 0.25), searched(2, 1, 300, 0.5), learned, searched(4, 3, 50, 0.25)]
     assert cost_of_steps(lines) == Cost(25, 4 + 8, 350, 0.75)
 
@@ -37,11 +36,12 @@ async def call(store: InMemoryLightningStore, name: str, **attributes: Any) -> N
     await store.add_span(Span(*ids, "chat", 0.0, span_id="1" * 16, attributes=usage | attributes))
 
 
-async def test_calls_to_providers_are_read_from_the_spans_of_the_run_and_of_no_other() -> None:
+async def test_calls_to_providers_are_read_from_the_spans_of_the_run_but_for_those_that_a_search_has_counted() -> None:
     store = InMemoryLightningStore()
     await call(store, "r1-train-1", **{names.PROVIDER_RETRIES: 0, names.COST: 0.007})
     await call(store, "r1-after-1", **{names.PROVIDER_RETRIES: 0})
     await call(store, "r1-train-2")
+    await call(store, "r1-trial-000001-p-train00001-0", **{names.PROVIDER_RETRIES: 0, names.COST: 5.0})
     await call(store, "r2-train-1", **{names.PROVIDER_RETRIES: 0, names.COST: 9.0})
     found = await with_providers(Cost(), store, "r1")
     await store.close()
@@ -50,22 +50,15 @@ async def test_calls_to_providers_are_read_from_the_spans_of_the_run_and_of_no_o
     )
 
 
-def test_the_report_has_money_where_prices_are_known_and_says_where_not(tmp_path: Any) -> None:
+def test_the_report_has_money_where_prices_are_known_and_says_where_not() -> None:
     report = {
         **dict.fromkeys(("steps", "rollouts", "failed_rollouts", "seconds", "rollbacks"), 0),
         "rejected_rollouts": {},
         "cost": Cost(12, 3, 90, None, 4, 30, 0.25, 1).as_json(),
     }
-    text = _cost(tmp_path, report)
+    text = _cost(report)
     assert "| sampled tokens of training | 12 |" in text
     assert "| tokens of the prompt search, agent included | 90 |" in text
     assert "| money of the prompt search | unknown, no price is set |" in text
-    assert "| US dollars of providers | 0.2500, without 1 calls that have no price |" in text
+    assert "| US dollars of providers beside the search | 0.2500, without 1 calls that have no price |" in text
     assert _stages(report) == "", "one algorithm has no stages"
-
-
-def test_a_report_of_an_earlier_version_has_the_tokens_that_its_metrics_have(tmp_path: Any) -> None:
-    line = orjson.dumps({"step": 1, "tokens_per_second": 10.0, "collect_seconds": 3.0}) + b"\n"
-    (tmp_path / "metrics.jsonl").write_bytes(line)
-    report = dict.fromkeys(("steps", "rollouts", "failed_rollouts", "seconds", "rollbacks"), 0)
-    assert "| sampled tokens of training | 30 |" in _cost(tmp_path, {**report, "rejected_rollouts": {}})

@@ -25,6 +25,7 @@ from agentlightning.span import (
 )
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.run import step_line
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
@@ -131,27 +132,27 @@ async def test_a_step_takes_the_first_groups_that_are_complete(store: InMemoryLi
     loop = Loop(store, finish, max_staleness=1)
     first = asyncio.create_task(loop.source.next(REQUEST))
     claimed = await loop.claim(8)
-    assert loop.published == [("r-train-000000", 0), ("r-train-000001", 0)]
+    assert loop.published == [("r-train-000001", 0), ("r-train-000002", 0)]
     for rollout in claimed:
-        if group_of(rollout) in ("000000-0001", "000001-0000"):
+        if group_of(rollout) in ("000001-0001", "000002-0000"):
             await finish(rollout, version=0)
-    assert groups_of(await first) == ["000000-0001", "000001-0000"], "the others are still running"
+    assert groups_of(await first) == ["000001-0001", "000002-0000"], "the others are still running"
     loop.train()
     second = asyncio.create_task(loop.source.next(REQUEST))
-    for rollout in [each for each in claimed if group_of(each) in ("000000-0000", "000001-0001")]:
+    for rollout in [each for each in claimed if group_of(each) in ("000001-0000", "000002-0001")]:
         await finish(rollout, version=0)
-    assert groups_of(await second) == ["000000-0000", "000001-0001"]
-    assert loop.published[2:] == [("r-train-000002", 1)], "two groups were started for the two that were taken"
+    assert groups_of(await second) == ["000001-0000", "000002-0001"]
+    assert loop.published[2:] == [("r-train-000003", 1)], "two groups were started for the two that were taken"
 
 
 async def test_without_staleness_a_step_takes_its_own_groups(store: InMemoryLightningStore, finish: Any) -> None:
     loop = Loop(store, finish, max_staleness=0, total_steps=3)
     chance = random.Random(1)
     batches, seen, ages = await run(loop, 3, 4, lambda rollout: chance.uniform(0, 0.02))
-    assert batches == [[f"{step:06d}-{index:04d}" for index in range(2)] for step in range(3)]
+    assert batches == [[f"{step:06d}-{index:04d}" for index in range(2)] for step in (1, 2, 3)]
     assert set(seen.values()) == {1}
     assert set(ages) == {0}, "each with the step's weights"
-    assert loop.published == [(f"r-train-{step:06d}", step) for step in range(3)]
+    assert loop.published == [(f"r-train-{step + 1:06d}", step) for step in range(3)]
 
 
 async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
@@ -161,8 +162,8 @@ async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
     loop.source.turn_limit = TurnLimit(start=2, grow=3, every=1)
     await run(loop, 2, 4, lambda rollout: 0)
     limits = {name: limit for (name, _), limit in zip(loop.published, loop.turn_limits, strict=True)}
-    assert limits["r-train-000000"] == 2
-    assert limits["r-train-000001"] == 5
+    assert limits["r-train-000001"] == 2
+    assert limits["r-train-000002"] == 5
 
 
 async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_resumed_run(
@@ -207,7 +208,7 @@ async def test_agents_of_all_speeds_are_learned_from_once_and_in_time(
     chance = random.Random(max_staleness)
     batches, seen, ages = await run(loop, 8, 16, lambda rollout: 0.002 * 20 ** chance.random())
     taken = Counter(group for batch in batches for group in batch)
-    assert taken == Counter(f"{turn:06d}-{index:04d}" for turn in range(8) for index in range(2))
+    assert taken == Counter(f"{turn + 1:06d}-{index:04d}" for turn in range(8) for index in range(2))
     assert set(seen.values()) == {1}, "no rollout ran twice"
     assert max(ages) <= max_staleness
 
@@ -225,13 +226,13 @@ async def test_nothing_runs_beyond_the_last_step(store: InMemoryLightningStore, 
     for rollout in await loop.claim(8):
         await finish(rollout)
     await collecting
-    assert [name for name, _ in loop.published] == ["r-train-000000", "r-train-000001"]
+    assert [name for name, _ in loop.published] == ["r-train-000001", "r-train-000002"]
     assert await store.dequeue_rollout() is None
 
 
 async def test_a_second_request_within_a_step_runs_its_own(store: InMemoryLightningStore, finish: Any) -> None:
     loop = Loop(store, finish, max_staleness=0)
-    for name in ("000000-0000", "000000-part1-0000"):
+    for name in ("000001-0000", "000001-part1-0000"):
         collecting = asyncio.create_task(loop.source.next(REQUEST))
         for rollout in await loop.claim(4):
             await finish(rollout)
@@ -260,14 +261,14 @@ async def test_a_group_that_became_too_old_is_counted_and_its_task_runs_again(
     loop.version = 3
     collecting = asyncio.create_task(loop.source.next(REQUEST))
     for rollout in await loop.claim(4):
-        await finish(rollout, version=1 if group_of(rollout) == "000000-0001" else 2)
+        await finish(rollout, version=1 if group_of(rollout) == "000001-0001" else 2)
     again = await loop.claim(2)
-    assert {rollout.rollout_id for rollout in again} == {f"r-train-000000-0001-00{m}-fresh1" for m in range(2)}
+    assert {rollout.rollout_id for rollout in again} == {f"r-train-000001-0001-00{m}-fresh1" for m in range(2)}
     assert {rollout.input["n"] for rollout in again} == {rollout.input["n"] for rollout in again[:1]}
     for rollout in again:
         await finish(rollout, version=3)
     collected: Collected = await collecting
-    assert groups_of(collected) == ["000000-0000", "000000-0001"]
+    assert groups_of(collected) == ["000001-0000", "000001-0001"]
     assert not collected.rejected
     assert collected.metrics["groups_stale"] == 1
     assert len(loop.notes) == 1
@@ -320,18 +321,34 @@ async def test_an_overloaded_engine_has_the_youngest_groups_cancelled_and_run_la
     claimed = await loop.claim(16)
     await asyncio.wait_for(loop.noted.wait(), 10)
     cancelled = {r.rollout_id for r in await store.query_rollouts(status_in=["cancelled"])}
-    assert cancelled == {r.rollout_id for r in claimed if group_of(r) >= "000002-0001"}, "5 of 8 groups fill 0.7"
+    assert cancelled == {r.rollout_id for r in claimed if group_of(r) >= "000003-0001"}, "5 of 8 groups fill 0.7"
     for rollout in claimed:
         if rollout.rollout_id not in cancelled:
             await finish(rollout, version=0)
     collected = await collecting
-    assert groups_of(collected) == ["000000-0000", "000000-0001"]
+    assert groups_of(collected) == ["000001-0000", "000001-0001"]
     assert collected.metrics["groups_cancelled"] == 3
     again = await loop.claim(4)
     assert {group_of(rollout) for rollout in again} <= {group_of(r) for r in claimed if r.rollout_id in cancelled}
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_resumed_run_does_not_count_what_had_finished_in_its_speed(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    before = Loop(store, finish, max_staleness=0, total_steps=1)
+    collecting = asyncio.create_task(before.source.next(REQUEST))
+    for rollout in await before.claim(4):
+        await finish(rollout, version=0)
+    first = await collecting
+    assert (first.sampled_before, first.sampled_tokens > 0) == (0, True)
+    after = before.killed(step=0, version=0)
+    again = await asyncio.wait_for(after.source.next(REQUEST), 10)
+    assert again.sampled_before == again.sampled_tokens == first.sampled_tokens
+    line = step_line(after.state, again, {})
+    assert (line["sampled_tokens"], line["tokens_per_second"]) == (first.sampled_tokens, 0.0)
 
 
 async def test_a_resumed_run_takes_each_group_once_and_runs_nothing_twice(
@@ -344,7 +361,7 @@ async def test_a_resumed_run_takes_each_group_once_and_runs_nothing_twice(
     claimed = await before.claim(8)
     for rollout in claimed:
         seen[rollout.rollout_id] += 1
-        if group_of(rollout) != "000000-0000":
+        if group_of(rollout) != "000001-0000":
             await finish(rollout, version=0)
     first = groups_of(await collecting)
     before.train()
@@ -354,13 +371,13 @@ async def test_a_resumed_run_takes_each_group_once_and_runs_nothing_twice(
     await after.source.collector.recover("r", "killed")
     batches, again, _ = await run(after, 3, 2, lambda rollout: 0)
     taken = Counter([*first, *(group for batch in batches for group in batch)])
-    assert taken == Counter(f"{turn:06d}-{index:04d}" for turn in range(3) for index in range(2))
+    assert taken == Counter(f"{turn + 1:06d}-{index:04d}" for turn in range(3) for index in range(2))
     assert not seen & again, "what had finished was used"
 
 
 async def finish_all(loop: Loop, claimed: list[AttemptedRollout]) -> None:
     for rollout in claimed:
-        if group_of(rollout) == "000000-0000":
+        if group_of(rollout) == "000001-0000":
             await loop.finish(rollout, version=0)
 
 
@@ -382,7 +399,7 @@ async def test_what_had_finished_before_a_kill_is_used_while_it_is_young_enough(
     after = before.killed(step=1, version=5)
     after.state.resumes.append([1, 5])
     batches, again, ages = await run(after, 4, 1, lambda rollout: 0)
-    assert [name[:6] for batch in batches[:2] for name in batch] == ["000001"] * 2 + ["000002"] * 2
+    assert [name[:6] for batch in batches[:2] for name in batch] == ["000002"] * 2 + ["000003"] * 2
     assert not again, "nothing had to run"
     assert len(ages) == 12
 
@@ -392,7 +409,7 @@ async def test_a_resumed_run_runs_again_what_is_too_old(store: InMemoryLightning
     before.version = 9
     collecting = asyncio.create_task(before.source.next(REQUEST))
     for rollout in await before.claim(8):
-        await finish(rollout, version=5 if group_of(rollout) == "000001-0000" else 9)
+        await finish(rollout, version=5 if group_of(rollout) == "000002-0000" else 9)
     await collecting
     before.state.step = 1
     after = before.killed(step=1, version=10)
@@ -400,12 +417,12 @@ async def test_a_resumed_run_runs_again_what_is_too_old(store: InMemoryLightning
     again: list[AttemptedRollout] = []
     while len(again) < 2:
         again += [rollout for rollout in await after.claim(1) if rollout.rollout_id.endswith("fresh1")]
-    assert {group_of(rollout) for rollout in again} == {"000001-0000"}
+    assert {group_of(rollout) for rollout in again} == {"000002-0000"}
     for rollout in again:
         await finish(rollout, version=10)
     collected = await collecting
     assert collected.metrics["groups_stale"] == 1
-    assert groups_of(collected) == ["000001-0000", "000001-0001"]
+    assert groups_of(collected) == ["000002-0000", "000002-0001"]
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])

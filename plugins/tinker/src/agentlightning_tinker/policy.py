@@ -27,6 +27,7 @@ from agentlightning.engine.base import (
     room_for_answer,
 )
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.config import TinkerConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -66,7 +67,7 @@ class TinkerPolicy:
         check_config(config)
         assert config.lora is not None
         tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r
-        remote = await asyncio.to_thread(TinkerSession.open, server, str(config.model), rank, config.seed)
+        remote = await asyncio.to_thread(TinkerSession.open, server, config.model, rank, config.seed)
         try:
             updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
             policy = cls(config, tokenizer, remote, updater)
@@ -280,7 +281,7 @@ def check_config(config: LocalPolicyConfig) -> None:
 
 def _tokenizer(config: LocalPolicyConfig) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(str(config.model))
+        return AutoTokenizer.from_pretrained(resolve_model(config.model, weights=False))
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(
             f"policy.model={config.model} has no tokenizer that transformers loads: {error}; give the directory or hub"

@@ -201,7 +201,7 @@ class APO(Algorithm[APOConfig]):
             start,
             len(training.train_tasks),
             len(training.validation_tasks),
-            RunEvaluator(training, start),
+            RunEvaluator(training, start, config.budget),
             writer,
             spending,
             directory=training.directory,

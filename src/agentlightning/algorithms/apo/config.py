@@ -29,7 +29,7 @@ class PromptModel(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the key."""
     path: str | None = None
-    """A local model instead of an endpoint: a directory that transformers loads. Needs the extra `train`."""
+    """A local model instead of an endpoint, named as in `PolicyConfig.model`. Needs the extra `train`."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature: variety among the edits."""
     max_tokens: int = Field(default=2048, ge=1)
@@ -54,13 +54,14 @@ class SearchBudget(Section):
     tokens: int | None = Field(default=None, ge=1)
     """Tokens, read and written, of the critic, the editor, and the agent's recorded calls."""
     money: float | None = Field(default=None, gt=0)
-    """Cost by the prices of critic and editor (`input_price`, `output_price`) and of the agent's model (`agent_*`)."""
+    """Cost of critic and editor by their prices (`input_price`, `output_price`), and of the agent's recorded calls by
+    those of `gateway.providers` and `gateway.routes`, in US dollars, or by `agent_*` where these have none."""
     seconds: float | None = Field(default=None, gt=0)
     """Time since the search began, interruptions excluded."""
     agent_input_price: float = Field(default=0.0, ge=0)
-    """The price of a million tokens that the agent's model reads."""
+    """The price of a million tokens that the agent's model reads, where the gateway has none."""
     agent_output_price: float = Field(default=0.0, ge=0)
-    """The price of a million tokens that the agent's model writes."""
+    """The price of a million tokens that the agent's model writes, where the gateway has none."""
 
 
 class BeamSearchConfig(Section):
@@ -183,18 +184,15 @@ class Spending:
     """In earlier sessions of the run."""
     _since: float = field(default_factory=time.monotonic)
 
-    def count_evaluation(self, input_tokens: int, output_tokens: int) -> None:
+    def count_evaluation(self, tokens: int, money: float) -> None:
         self.calls += 1
-        budget = self.budget
-        self._count(input_tokens, output_tokens, budget.agent_input_price, budget.agent_output_price)
+        self.tokens += tokens
+        self.money += money
 
     def count_model(self, model: PromptModel, input_tokens: int, output_tokens: int) -> None:
         self.model_calls += 1
-        self._count(input_tokens, output_tokens, model.input_price, model.output_price)
-
-    def _count(self, read: int, written: int, input_price: float, output_price: float) -> None:
-        self.tokens += read + written
-        self.money += (read * input_price + written * output_price) / 1e6
+        self.tokens += input_tokens + output_tokens
+        self.money += price(input_tokens, output_tokens, model.input_price, model.output_price)
 
     @property
     def elapsed(self) -> float:
@@ -234,6 +232,11 @@ class Spending:
         self._since = time.monotonic()
 
 
+def price(read: float, written: float, input_price: float, output_price: float) -> float:
+    """What tokens cost, by the prices of a million."""
+    return (read * input_price + written * output_price) / 1e6
+
+
 def detectable_gain(pairs: int, spread: float = 0.5) -> float:
     """The smallest mean paired difference that `pairs` pairs show in 80% of cases at a two-sided level of 5%: 2.8
     standard errors, for differences with a standard deviation of `spread` times sqrt(2)."""
@@ -259,7 +262,10 @@ def announcement(budget: SearchBudget, reserved: int, held_out: int) -> str:
     }
     named = " or ".join(text for text, given in limits.items() if given) or "no limit at all"
     if budget.money and not (budget.agent_input_price or budget.agent_output_price):
-        named += " (of critic and editor alone: budget.agent_input_price and budget.agent_output_price are not set)"
+        named += (
+            " (the agent's calls count where gateway.providers has a price for them: budget.agent_input_price and"
+            " budget.agent_output_price are not set)"
+        )
     pairs = reserved // 2
     aside = (
         f" {reserved} are put aside for validation, enough to tell two finalists {detectable_gain(pairs):.2f} apart;"

@@ -71,7 +71,7 @@ class SearchContext:
             raise BudgetSpentError
         outcomes = await self.evaluator.evaluate(candidate, trials) if trials else []
         for outcome in outcomes:
-            self.spending.count_evaluation(outcome.input_tokens, outcome.output_tokens)
+            self.spending.count_evaluation(outcome.tokens, outcome.money)
         self.counts["failed_rollouts"] += sum(outcome.score is None for outcome in outcomes)
         return outcomes
 

@@ -9,12 +9,13 @@ from typing import Any, Literal, Protocol, cast
 import orjson
 
 from agentlightning import span as names
+from agentlightning.algorithms.apo.config import SearchBudget, price
 from agentlightning.algorithms.apo.text import Candidate
 from agentlightning.algorithms.training import RolloutReport, Training
 from agentlightning.assemble import calls, steps
 from agentlightning.resources import PromptTemplate
 from agentlightning.span import Span
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- record ----------------------------------------------------------------------------------------------------------
 
@@ -42,8 +43,8 @@ class Outcome:
     """None: the rollout failed or has no usable reward; it counts as the lowest score seen, or 0."""
     transcript: str = ""
     """The rollout as the critic reads it."""
-    input_tokens: int = 0
-    output_tokens: int = 0
+    tokens: int = 0
+    money: float = 0.0
 
     def as_json(self) -> list[Any]:
         return [self.task, self.score, self.transcript]
@@ -74,14 +75,20 @@ def transcript(task: Any, report: RolloutReport) -> str:
     return "\n".join(parts)
 
 
-def usage(spans: Sequence[Span]) -> tuple[int, int]:
-    """Tokens that the model calls of a rollout read and wrote, as far as they were recorded."""
-    found = [span.attributes for span in calls(spans)]
-    return _sum(found, names.INPUT_TOKENS), _sum(found, names.OUTPUT_TOKENS)
+def usage(spans: Sequence[Span], budget: SearchBudget) -> tuple[int, float]:
+    """Tokens of the recorded model calls of a rollout, and what they cost: what the gateway has recorded, for calls
+    without a price there by the prices of the budget."""
+    tokens, money = 0, 0.0
+    for span in calls(spans):
+        read, written, cost = (_number(span, name) for name in (names.INPUT_TOKENS, names.OUTPUT_TOKENS, names.COST))
+        tokens += int(read + written)
+        money += cost or price(read, written, budget.agent_input_price, budget.agent_output_price)
+    return tokens, money
 
 
-def _sum(attributes: Sequence[Mapping[str, Any]], name: str) -> int:
-    return sum(int(value) for each in attributes if isinstance(value := each.get(name), int | float))
+def _number(span: Span, name: str) -> float:
+    value = span.attributes.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _events(spans: Sequence[Span]) -> Iterator[str]:
@@ -102,14 +109,9 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _messages(recorded: object) -> Iterator[str]:
-    try:
-        found: Any = loads(recorded) if isinstance(recorded, str) else recorded
-    except ValueError:
-        return
-    for message in cast("list[Any]", found) if isinstance(found, list) else []:
-        if isinstance(message, dict):
-            parts = [_part(part) for part in message.get("parts") or ()]
-            yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
+    for message in recorded_objects(recorded):
+        parts = [_part(part) for part in message.get("parts") or ()]
+        yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
 
 
 def _part(part: Any) -> str:
@@ -136,12 +138,18 @@ class RunEvaluator:
 
     training: Training
     start: Mapping[str, PromptTemplate]
+    budget: SearchBudget
+    """With the prices of the agent's calls."""
 
     async def evaluate(self, candidate: Candidate, trials: Sequence[Trial]) -> list[Outcome]:
         tasks = {f"{candidate.digest}-{each.split}{each.task:05d}-{each.repeat}": self._task(each) for each in trials}
         reports = await self.training.try_resources(dict(templates(self.start, candidate)), tasks)
         found = dict(zip(tasks, reports, strict=True))
-        return [_outcome(each, task, found[name]) for each, (name, task) in zip(trials, tasks.items(), strict=True)]
+        rows = zip(trials, tasks.items(), strict=True)
+        return [self._outcome(each, task, found[name]) for each, (name, task) in rows]
+
+    def _outcome(self, trial: Trial, task: Any, report: RolloutReport) -> Outcome:
+        return Outcome(trial.task, report.score, transcript(task, report), *usage(report.spans, self.budget))
 
     def _task(self, trial: Trial) -> Any:
         tasks = self.training.train_tasks if trial.split == "train" else self.training.validation_tasks
@@ -151,8 +159,3 @@ class RunEvaluator:
 def templates(start: Mapping[str, PromptTemplate], candidate: Candidate) -> dict[str, PromptTemplate]:
     """The templates with the texts of a candidate."""
     return {name: start[name].model_copy(update={"template": text}) for name, text in candidate.texts.items()}
-
-
-def _outcome(trial: Trial, task: Any, report: RolloutReport) -> Outcome:
-    read, written = usage(report.spans)
-    return Outcome(trial.task, report.score, transcript(task, report), read, written)

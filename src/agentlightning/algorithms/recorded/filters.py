@@ -12,13 +12,12 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from agentlightning.algorithms.recorded.sessions import (
     RecordedCall,
     Session,
     Tokenizer,
-    load_conversations,
     missing_rewards,
     read_sessions,
     to_trajectories,
@@ -28,6 +27,7 @@ from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.task import load_dataset
 from agentlightning.trajectory import Trajectory
 
 MIN_VOTES: Final = 3
@@ -172,7 +172,9 @@ async def load_demonstrations(dataset: Any, validation: Any, *, share: float, se
 
 async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
     if not isinstance(dataset, TrajectoryQuery):
-        return await asyncio.to_thread(load_conversations, dataset), {}
+        if isinstance(dataset, list | tuple) and any(isinstance(each, Session | Trajectory) for each in dataset):
+            return cast("Sequence[Any]", dataset), {}
+        return await asyncio.to_thread(load_dataset, dataset), {}
     sessions = await read_sessions(dataset.store)
     sessions.check()
     found, counts = successful(sessions.usable, dataset)

@@ -21,9 +21,8 @@ from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import DatasetError
-from agentlightning.task import load_dataset
+from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import Trajectory, Transition
-from agentlightning.util.json_values import loads
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [me
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 PREFERRED: Final = 1.0
 """The reward of what is chosen; what is rejected has 0.0."""
-BOM: Final = b"\xef\xbb\xbf"
+LINES: Final = frozenset({".jsonl", ".ndjson"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,9 @@ class PreferenceRecord:
 
 
 def load_preferences(source: Any) -> list[PreferenceRecord]:
-    """The pairs of a file (JSONL, JSON, Parquet), a list, or a Hugging Face dataset. Raises DatasetError that names the
+    """The pairs of what `load_dataset` reads. Raises DatasetError that names the
     line and the field of what is wrong."""
-    return [_record(each, where) for each, where in _values(source)]
+    return [_record(each, where) for where, each in _values(source)]
 
 
 def conversations(records: Sequence[PreferenceRecord]) -> list[dict[str, Any]]:
@@ -156,26 +155,16 @@ def conversations(records: Sequence[PreferenceRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _values(source: Any) -> Iterator[tuple[Any, str]]:
-    if not (isinstance(source, str | Path) and Path(source).suffix.lower() == ".jsonl"):
-        for number, value in enumerate(load_dataset(source), 1):
-            yield value, f"{source}, record {number}" if isinstance(source, str | Path) else f"pair {number}"
+def _values(source: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(source, str | Path) and Path(source).suffix.lower() in LINES and Path(source).is_file():
+        rows = list(json_lines(Path(source)))
+        if not rows:
+            raise DatasetError(f"{source} has no preference pair; at least one line is needed: {FORM}")
+        yield from rows
         return
-    path, found = Path(source), False
-    if not path.is_file():
-        raise DatasetError(f"preference pairs not found: {str(path)!r}; pass the path of an existing file")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            content = (line.removeprefix(BOM) if number == 1 else line).strip()
-            if not content:
-                continue
-            where, found = f"{path}, line {number}", True
-            try:
-                yield loads(content), where
-            except ValueError as error:
-                raise DatasetError(f"{where} is not JSON ({error}); each line is one JSON object: {FORM}") from error
-    if not found:
-        raise DatasetError(f"{path} has no preference pair; at least one line is needed: {FORM}")
+    name = f"{source}, record" if isinstance(source, str | Path) else "pair"
+    for number, value in enumerate(load_dataset(source), 1):
+        yield f"{name} {number}", value
 
 
 def _record(value: Any, where: str) -> PreferenceRecord:

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final, cast
 
 from agentlightning import span as names
 from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
-from agentlightning.chat.messages import chat_messages, parsed, read_conversation
+from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
@@ -31,8 +30,9 @@ from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store import pending
 from agentlightning.store.base import LightningStore
-from agentlightning.task import load_dataset, task_key
+from agentlightning.task import task_key
 from agentlightning.trajectory import Reward, Trajectory, Transition
+from agentlightning.util.json_values import recorded_objects
 
 PAGE: Final = 1000
 """Rollouts in one request to the store."""
@@ -224,15 +224,15 @@ def session_of(rollout: Rollout, spans: Sequence[Span]) -> Session | Rejection:
 
 def _call(span: Span, found: Trajectory, reward: Any) -> RecordedCall:
     attributes = span.attributes
-    answers = chat_messages(parsed(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
+    answers = chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES)), thoughts=True)
     agent = attributes.get(names.AGENT_NAME)
     transition = next((each for each in found.transitions if each.span_id == span.span_id), None)
-    tools = tuple(each for each in parsed(attributes.get(names.TOOL_DEFINITIONS)) if isinstance(each, dict))
+    tools = tuple(recorded_objects(attributes.get(names.TOOL_DEFINITIONS)))
     return RecordedCall(
         span.span_id,
         span.sequence_id,
         agent if isinstance(agent, str) else None,
-        tuple(chat_messages(parsed(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
+        tuple(chat_messages(recorded_objects(attributes.get(names.INPUT_MESSAGES)), thoughts=True)),
         {**answers[0], "role": "assistant"} if answers else None,
         tools,
         transition,
@@ -381,16 +381,6 @@ _logger: Final = logging.getLogger(__name__)
 def describe_notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     """A sentence for each kind that was counted."""
     return tuple(f"{count} {NOTES[name]}" for name, count in sorted(counts.items()) if count)
-
-
-def load_conversations(dataset: Any) -> Sequence[Any]:
-    """The conversations of a list, a file, or a Hugging Face dataset. Raises DatasetError where there is none."""
-    if isinstance(dataset, str | Path) or not isinstance(dataset, list | tuple):
-        return load_dataset(dataset)
-    dataset = cast("Sequence[Any]", dataset)
-    if not dataset:
-        raise DatasetError("the dataset holds no conversation; give at least one")
-    return dataset
 
 
 def to_trajectories(

@@ -11,6 +11,7 @@ import typer
 from agentlightning.cli.opening import weights_of
 from agentlightning.cli.options import Json, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
+from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
 
@@ -18,7 +19,8 @@ class Form(StrEnum):
     """What is written."""
 
     HF = "hf"
-    GGUF = "gguf-ready"
+    GGUF_READY = "gguf-ready"
+    GGUF = "gguf"
     OPENAI = "openai-jsonl"
     TRL = "trl-jsonl"
     DPO = "dpo-jsonl"
@@ -30,23 +32,24 @@ def register(app: typer.Typer) -> None:
 
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    to: Annotated[Form, typer.Option("--to", help="hf and gguf-ready: weights; the others: rollouts as lines.")],
+    to: Annotated[Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")],
     out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
     agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     reward_weights: RewardWeights = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a run for transformers or llama.cpp, or its training rollouts as a data set."""
+    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set."""
     output = Output(as_json)
     with errors_reported(output):
         keep = out is not None and not overwrite
         path = out or run / "export" / to.value
-        found = _export(run, to, path, min_reward, agent, store, reward_weights, keep)
-        lines = [f"{key}: {value}" for key, value in found.items()]
-        output.finish(found, lambda console: console.print(printable("\n".join(lines)), markup=False, highlight=False))
+        found = _export(run, to, path, min_reward, agent, store, reward_weights, precision, keep)
+        lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
+        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False))
 
 
 def _export(
@@ -57,24 +60,29 @@ def _export(
     agent: str | None,
     store: str | None,
     weights: str | None,
+    precision: Precision | None,
     keep: bool,
 ) -> dict[str, Any]:
     from agentlightning.errors import ConfigError
     from agentlightning.store import LightningStore
     from agentlightning.training.export import Selection, export_dataset, export_weights
 
-    if to in (Form.HF, Form.GGUF):
+    if precision is not None and to is not Form.GGUF:
+        raise ConfigError(f"--precision is that of a GGUF file, and --to {to.value} writes none; leave it out")
+    if to in (Form.HF, Form.GGUF_READY, Form.GGUF):
         given = {"--min-reward": min_reward, "--agent": agent, "--store": store, "--reward-weights": weights}
         unused = [name for name, value in given.items() if value is not None]
         if unused:
             raise ConfigError(
                 f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
             )
-        written = export_weights(run, to.value, out)
+        if to is Form.GGUF:
+            out = out if out.suffix == ".gguf" else out.with_name(f"{out.name}.gguf")
+            _check_new(out, keep)
+        written = export_weights(run, to.value, out, precision or "f16")
         return {"path": str(written.path), "files": list(written.files), "merged": written.merged}
     path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
-    if keep and path.exists():
-        raise ConfigError(f"{path} exists; give another --out, or --overwrite")
+    _check_new(path, keep)
     opened = None if store is None else LightningStore(store)
     found = export_dataset(run, to.value, path, Selection(min_reward, agent, weights_of(weights, run)), opened)
     return {
@@ -83,3 +91,10 @@ def _export(
         "rollouts": found.rollouts,
         "skipped": dict(found.skipped),
     }
+
+
+def _check_new(path: Path, keep: bool) -> None:
+    from agentlightning.errors import ConfigError
+
+    if keep and path.exists():
+        raise ConfigError(f"{path} exists; give another --out, or --overwrite")

@@ -13,7 +13,7 @@ from agentlightning.evaluation.intervals import Gain
 from agentlightning.training.health.examination import failures_of, read_records
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.report.result import TrainingResult
-from agentlightning.util.printable import printable
+from agentlightning.util.printable import printable, printable_lines
 
 LINES: Final = 6
 """Of a transcript, the last ones."""
@@ -50,11 +50,16 @@ def print_result(result: TrainingResult, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     print_closing(result, console)
     if result.prompts:
-        console.print(printable(result.diff() or "the prompts have not changed"), markup=False, highlight=False)
+        print_prompt_diff(result.diff(), console)
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         if path is None:
             continue
         console.print(f"{name:<11} {path}")
+
+
+def print_prompt_diff(diff: str, console: Console) -> None:
+    """What has changed in the prompts of a run."""
+    console.print(printable_lines(diff) or "the prompts have not changed", markup=False, highlight=False)
 
 
 def print_closing(result: TrainingResult, console: Console) -> None:
@@ -66,7 +71,7 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
     if flat:
         console.print(
-            f"groups without spread: {flat} of {groups}; their rollouts had the same reward, and taught nothing"
+            f"groups without spread: {flat} of {groups}; the rewards within each were equal: nothing to learn"
         )
     if result.failed_rollouts:
         for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, Reward, RewardWeights
+from agentlightning.cli.options import Json, Model, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
 
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
-Model = Annotated[str | None, typer.Option(help="A directory (or hub name) that transformers loads, or `tiny`.")]
 RunDir = Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
@@ -183,7 +182,7 @@ def _train(
     from agentlightning.util.progress import Progress
 
     if model is None:
-        raise ConfigError("--model is missing: give the directory of a model that transformers loads, or tiny")
+        raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
     every = options.checkpoint_every
     config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
     trainer = Trainer(

@@ -99,6 +99,8 @@ def _record(
         "rejected_rollouts": report.get("rejected_rollouts") or _rejected(series),
         "failures": _failures(failed),
         "warnings": {each["name"]: each["what"] for each in found["warnings"]},
+        "prompts": found["prompts"],
+        "prompt_diff": found["prompt_diff"],
     }
 
 

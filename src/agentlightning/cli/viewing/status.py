@@ -62,6 +62,8 @@ def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[flo
 
 def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
     """The state of a run as JSON values."""
+    from agentlightning.training.report.result import prompts_of
+
     state, rewards = found.state, [each.reward for each in records if each.reward is not None]
     validated = next((each for each in reversed(records) if each.validation), None)
     # The settings say nothing of the steps of an algorithm object.
@@ -92,6 +94,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "rejected_rollouts": dict(state.rejected),
         "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
         "warnings": dict(state.warnings),
+        **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
     }
 
 
@@ -128,3 +131,7 @@ def _print(record: dict[str, Any], rewards: list[float | None], console: Console
         )
     for text in record["warnings"].values():
         console.print(f"warning     {printable(text)}", style="yellow", markup=False)
+    if record["prompts"]:
+        from agentlightning.cli.formatting.training_report import print_prompt_diff
+
+        print_prompt_diff(record["prompt_diff"], console)

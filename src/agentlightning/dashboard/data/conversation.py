@@ -16,7 +16,7 @@ from agentlightning import span as names
 from agentlightning.assemble.model_calls import is_call
 from agentlightning.dashboard.data.text import LONG, as_text, limited, tells_failure
 from agentlightning.span import Span
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import recorded_objects
 
 Message = dict[str, Any]
 IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
@@ -81,12 +81,7 @@ def _line(message: Message) -> str:
 
 def messages_of(span: Span, attribute: str) -> list[Message]:
     """The messages in an attribute; those that cannot be read are left out."""
-    value = span.attributes.get(attribute)
-    try:
-        found = loads(value) if isinstance(value, str) else value
-    except orjson.JSONDecodeError:
-        return []
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return recorded_objects(span.attributes.get(attribute))
 
 
 def parts_of(message: Message) -> list[dict[str, Any]]:

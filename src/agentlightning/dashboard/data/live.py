@@ -14,7 +14,7 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import has_failed, is_call
 from agentlightning.dashboard.data.conversation import message_json, messages_of
-from agentlightning.dashboard.data.summary import Summaries, token_count, version_of
+from agentlightning.dashboard.data.summary import Summaries, Updates, token_count, version_of
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
@@ -66,12 +66,13 @@ class Live:
         if statistics != self._statistics:
             spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
             found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
-            self._calls = sorted(map(call_line, found[:NEWEST]), key=lambda call: -(call["end_time"] or 0.0))
+            lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
+            self._calls = sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
             self._statistics = statistics
         return self._calls
 
 
-def call_line(span: Span) -> dict[str, Any]:
+def call_line(span: Span, updates: Updates) -> dict[str, Any]:
     """A model call as a line of a table."""
     attributes = span.attributes
     answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
@@ -80,7 +81,7 @@ def call_line(span: Span) -> dict[str, Any]:
         "span_id": span.span_id,
         "agent": attributes.get(names.AGENT_NAME),
         "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
-        "version": version_of(span),
+        "version": version_of(span, updates),
         "end_time": span.end_time,
         "seconds": None if span.end_time is None else span.end_time - span.start_time,
         "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),

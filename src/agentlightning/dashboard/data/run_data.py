@@ -15,12 +15,13 @@ from agentlightning.dashboard.data.catalog import Catalog, Source
 from agentlightning.dashboard.data.credit import BatchCredit, credit_of
 from agentlightning.dashboard.data.live import Live
 from agentlightning.dashboard.data.run_files import RunFiles
-from agentlightning.dashboard.data.summary import Summaries, group_of
+from agentlightning.dashboard.data.summary import Summaries, Updates, group_of
 from agentlightning.dashboard.data.token_text import TokenTexts, find_texts
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.rollouts import Rollout
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
+from agentlightning.training.learner import updates_of
 from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
 from agentlightning.training.sources.reader import TrajectoryReader
 
@@ -205,15 +206,20 @@ class DashboardData:
         store = await self.catalog.store(source)
         known = self._runs.get(name)
         if known is None or known.store is not store or known.source.files is not source.files:
-            known = self._runs[name] = RunData(
-                source, store, Summaries(store, reward_weights(source)), self.catalog.shares_store(source)
-            )
+            summaries = Summaries(store, reward_weights(source), updates_in(source))
+            known = self._runs[name] = RunData(source, store, summaries, self.catalog.shares_store(source))
         return known
 
     async def close(self) -> None:
         for run in self._runs.values():
             await run.attempts.close()
         await self.catalog.close()
+
+
+def updates_in(source: Source) -> Updates:
+    """By the resumes of a run as they are when it is called; the version itself where there is no run."""
+    files = source.files
+    return int if files is None else lambda version: updates_of(version, files.state().resumes)
 
 
 def reward_weights(source: Source) -> dict[str, float] | None:

@@ -276,14 +276,14 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
     files, run_id = run.source.run(), run.source.run_id
     learned = files.learned_by(step)
     if learned is None:
-        return await run.store.query_rollouts(rollout_id_contains=f"{run_id}-train-{step - 1:06d}")
+        return await run.store.query_rollouts(rollout_id_contains=f"{run_id}-train-{step:06d}")
     known = await run.by_ids(learned)
     groups = {group_of(each) for each in known}
     stems = sorted({group[: group.rfind("-")] for group in groups if group.startswith(f"{run_id}-train-")})
     found = {each.rollout_id: each for each in known}
     for stem in stems[:8]:
         for each in await run.store.query_rollouts(rollout_id_contains=stem):
-            alone = stems == [f"{run_id}-train-{step - 1:06d}"]
+            alone = stems == [f"{run_id}-train-{step:06d}"]
             if alone or group_of(each) in groups:
                 found.setdefault(each.rollout_id, each)
     return list(found.values())

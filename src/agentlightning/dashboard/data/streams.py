@@ -15,7 +15,7 @@ from agentlightning.assemble import calls, link_rewards, steps
 from agentlightning.assemble.model_calls import has_failed
 from agentlightning.dashboard.data.conversation import Turn, message_json, tool_results, turns_of
 from agentlightning.dashboard.data.credit import BatchCredit
-from agentlightning.dashboard.data.summary import token_count, version_of
+from agentlightning.dashboard.data.summary import Updates, token_count, version_of
 from agentlightning.dashboard.data.text import as_text, limited, tells_failure
 from agentlightning.dashboard.data.token_text import TokenTexts
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -31,9 +31,14 @@ Tokens = list[int]
 
 
 def stream_of(
-    spans: Sequence[Span], credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios | None = None
+    spans: Sequence[Span],
+    credit: BatchCredit,
+    texts: TokenTexts | None,
+    ratios: CallRatios | None = None,
+    updates: Updates = int,
 ) -> list[dict[str, Any]]:
-    """The model calls of one attempt, for the page. `spans` are those of the attempt, `ratios` of its rollout."""
+    """The model calls of one attempt, for the page. `spans` are those of the attempt, `ratios` of its rollout, and
+    `updates` counts those behind a version of the weights."""
     turns = turns_of(spans)
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
@@ -49,13 +54,14 @@ def stream_of(
         found.append(
             {
                 **call_json(turn),
+                "version": version_of(span, updates),
                 "counts": span.span_id in counted,
                 "reward": rewards.get(span.span_id),
                 "known_tokens": known,
                 "prompt_tokens": token_count(span, names.INPUT_TOKENS, names.PROMPT_TOKEN_IDS),
                 "prompt": _prompt(prompt[known:], texts) if shown else None,
                 "sampled_tokens": token_count(span, names.OUTPUT_TOKENS, names.RESPONSE_TOKEN_IDS),
-                "tokens": _sampled(span, sampled, credit, texts, ratios or {}) if shown and sampled else None,
+                "tokens": _sampled(span, sampled, credit, texts, ratios or {}, updates) if shown and sampled else None,
                 "left_out": not shown,
             }
         )
@@ -76,7 +82,6 @@ def call_json(turn: Turn) -> dict[str, Any]:
         "name": span.name,
         "agent": attributes.get(names.AGENT_NAME),
         "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
-        "version": version_of(span),
         "start_time": span.start_time,
         "seconds": None if span.end_time is None else span.end_time - span.start_time,
         "temperature": attributes.get(names.REQUEST_TEMPERATURE),
@@ -137,7 +142,7 @@ def _prompt(tokens: Tokens, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def _sampled(
-    span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios
+    span: Span, sampled: Tokens, credit: BatchCredit, texts: TokenTexts | None, ratios: CallRatios, updates: Updates
 ) -> dict[str, Any]:
     recorded = span.attributes.get(names.LOGPROBS)
     logprobs = cast("list[float]", recorded) if isinstance(recorded, list) else []
@@ -151,7 +156,7 @@ def _sampled(
         "advantages": list(own.advantages) if own is not None and fits else None,
         "weights": list(own.weights) if own is not None and fits else None,
         "log_ratios": moved if len(moved) == len(sampled) else None,
-        "versions": _versions(span, len(sampled)),
+        "versions": _versions(span, len(sampled), updates),
         "alternatives": _alternatives(span, len(sampled), texts),
     }
 
@@ -169,15 +174,15 @@ def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list
     return [[(token, shown[token], value) for token, value in row] for row in rows]
 
 
-def _versions(span: Span, count: int) -> list[int] | None:
+def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:
     """The version of the weights that sampled each token; None where it is not known."""
     runs = span.attributes.get(names.POLICY_VERSIONS)
     if isinstance(runs, list) and all(isinstance(each, int) for each in cast("list[Any]", runs)):
         numbers = cast("list[int]", runs)
-        found = [v for v, n in zip(numbers[::2], numbers[1::2], strict=False) for _ in range(min(n, count))]
+        found = [updates(v) for v, n in zip(numbers[::2], numbers[1::2], strict=False) for _ in range(min(n, count))]
         if len(found) == count:
             return found
-    version = version_of(span)
+    version = version_of(span, updates)
     return None if version is None else [version] * count
 
 

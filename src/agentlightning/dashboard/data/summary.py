@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 from agentlightning import span as names
 from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
@@ -20,6 +20,10 @@ from agentlightning.trajectory import Reward
 
 REMEMBERED: Final = 20_000
 """Finished rollouts whose summaries are remembered."""
+
+
+Updates: TypeAlias = Callable[[int], int]
+"""The number of updates behind weights of a version. Pages show it: loading a checkpoint raises the version too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,10 @@ class RolloutSummary:
 class Summaries:
     """Reads summaries, and remembers those of finished rollouts."""
 
-    def __init__(self, store: LightningStoreBase, weights: Mapping[str, float] | None = None) -> None:
-        self._store = store
-        self._weights = weights
+    def __init__(
+        self, store: LightningStoreBase, weights: Mapping[str, float] | None = None, updates: Updates = int
+    ) -> None:
+        self._store, self._weights, self.updates = store, weights, updates
         self._known: OrderedDict[tuple[str, float | None, str], RolloutSummary] = OrderedDict()
 
     async def of(
@@ -97,7 +102,11 @@ class Summaries:
         result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        return result
+        return [self.counted(each) for each in result]
+
+    def counted(self, summary: RolloutSummary) -> RolloutSummary:
+        """With updates in place of versions."""
+        return replace(summary, versions=tuple(map(self.updates, summary.versions)))
 
 
 def _key(rollout: Rollout) -> tuple[str, float | None, str]:
@@ -167,9 +176,9 @@ def number_of(reward: Reward | None, weights: Mapping[str, float] | None) -> flo
         return None
 
 
-def version_of(span: Span) -> int | None:
+def version_of(span: Span, updates: Updates = int) -> int | None:
     version = span.attributes.get(names.POLICY_VERSION)
-    return version if isinstance(version, int) else None
+    return updates(version) if isinstance(version, int) else None
 
 
 def _digest(task: Any) -> str:

@@ -106,7 +106,7 @@ def _step(run: MadeUpRun, writer: Writer, step: int) -> None:
     learned: list[str] = []
     failed = 0
     for index in range(TASKS):
-        group = f"{state.run_id}-train-{step - 1:06d}-{index:04d}"
+        group = f"{state.run_id}-train-{step:06d}-{index:04d}"
         rewards: list[float] = []
         members: list[tuple[RolloutRecord, float]] = []
         for place in range(GROUP):
@@ -180,6 +180,7 @@ def _line(
         "timeouts": 0,
         "rejected": 0,
         "rejected_missing_reward": 0,
+        "sampled_tokens": 17_000,
         "tokens_per_second": 820 * noise,
         "collect_seconds": 21 * noise,
         "drain_seconds": 0.4 * noise,
@@ -271,7 +272,7 @@ async def _fill(run: MadeUpRun, store: LightningStoreBase) -> None:
         llm = ProxyLLM(endpoint="http://127.0.0.1:4747", model="policy", policy_version=version * EVERY)
         await store.add_resources(
             {"llm": llm, "instructions": PromptTemplate(template=text)},
-            f"{run.state.run_id}-train-{version * EVERY:06d}",
+            f"{run.state.run_id}-train-{version * EVERY + 1:06d}",
         )
     for number in range(3):
         await store.update_worker(f"worker-{number}", {"finished": 190 + 7 * number, "failed": number})
@@ -280,5 +281,5 @@ async def _fill(run: MadeUpRun, store: LightningStoreBase) -> None:
     waiting: Problem = problem(3)
     for number in range(2):
         await store.enqueue_rollout(
-            waiting.task(), "train", rollout_id=f"{run.state.run_id}-train-{run.done:06d}-0000-{number:03d}"
+            waiting.task(), "train", rollout_id=f"{run.state.run_id}-train-{run.done + 1:06d}-0000-{number:03d}"
         )

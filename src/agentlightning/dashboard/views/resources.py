@@ -9,9 +9,11 @@ from typing import Any, Final
 
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
+from agentlightning.dashboard.data.summary import Updates
 from agentlightning.dashboard.query import Query
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
 from agentlightning.training.governance.audit import AuditRecord
+from agentlightning.training.learner import Resumes, updates_of
 
 PAGE: Final = 50
 MOST_LINES: Final = 2000
@@ -28,13 +30,16 @@ async def list_resources(data: DashboardData, query: Query) -> dict[str, Any]:
     shown = newest[:limit]
     before = [*newest[1:], None][: len(shown)]
     return {
-        "versions": [_version(each, earlier) for each, earlier in zip(shown, before, strict=True)],
+        "versions": [_version(*each, run.summaries.updates) for each in zip(shown, before, strict=True)],
         "next": str(offset + limit) if len(newest) > limit else None,
     }
 
 
-def _version(update: ResourcesUpdate, before: ResourcesUpdate | None) -> dict[str, Any]:
+def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: Updates) -> dict[str, Any]:
     resources = named_resources.dump_python(update.resources, mode="json")
+    for each in resources.values():
+        if (version := each.get("policy_version")) is not None:
+            each["policy_version"] = updates(version)
     return {
         "resources_id": update.resources_id,
         "version": update.version,
@@ -80,9 +85,8 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
     records, state = files.audit(), files.state()
     newest = records[::-1]
     kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
-    resumed = {new: old for old, new in state.resumes}
     return {
-        "records": [_record(each, kept, resumed) for each in newest[offset : offset + limit]],
+        "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
         "promoted_step": state.promoted["step"] if state.promoted else None,
@@ -92,13 +96,13 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
     }
 
 
-def _record(record: AuditRecord, kept: Sequence[str] | set[str], resumed: Mapping[int, int]) -> dict[str, Any]:
-    parent = None if record.version is None else resumed.get(record.version, record.version - 1)
+def _record(record: AuditRecord, kept: Sequence[str] | set[str], resumes: Resumes) -> dict[str, Any]:
+    version = None if record.version is None else updates_of(record.version, resumes)
     return {
         "action": record.action,
         "step": record.step,
-        "version": record.version,
-        "parent": None if parent is None or parent < 0 else parent,
+        "version": version,
+        "parent": version - 1 if version else None,
         "algorithm": record.algorithm,
         "time": record.time,
         "rollouts": len(record.rollouts),

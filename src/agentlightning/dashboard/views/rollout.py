@@ -109,7 +109,7 @@ async def _spans(run: RunData, attempt: Attempt | None, count: int, start: int, 
         begin = index.start_of(min(start, len(index.ids)), CONTEXT)
     found = await run.store.query_spans(*key, after=begin.after, limit=begin.context + limit, tokens=False)
     own = found[begin.context :]
-    calls = _without_tokens(stream_of(found, BatchCredit(), None))
+    calls = _without_tokens(stream_of(found, BatchCredit(), None, updates=run.summaries.updates))
     shown = {span.span_id for span in own}
     if begin.after is not None:
         for call in calls:  # whether it begins a thread is not known from here
@@ -142,7 +142,8 @@ async def _totals(
     say."""
     if index is None:
         return replace(summarize(rollout, attempt, []), spans_read=False), None, False
-    return await index.totals(rollout, attempt, run.weights)
+    summary, density, is_current = await index.totals(rollout, attempt, run.weights)
+    return run.summaries.counted(summary), density, is_current
 
 
 def _time(attempt: Attempt | None, spans: Sequence[Span], index: AttemptIndex | None) -> dict[str, float | None]:
@@ -250,7 +251,7 @@ async def _calls(run: RunData, rollout: Rollout, credit: BatchCredit, ratios: Ca
         begin = index.start_of(place, 1)
         skip, more = index.calls_before(place) - index.calls_before(place - begin.context), end < count
         spans = await run.store.query_spans(*key, after=begin.after, limit=begin.context + end - place)
-    stream = stream_of(spans, credit, run.texts, ratios)[skip:]
+    stream = stream_of(spans, credit, run.texts, ratios, run.summaries.updates)[skip:]
     total = None if index is None else len(index.calls)
     summary, _, _ = await _totals(run, rollout, attempt, index)
     return _Calls(summary, stream, more, total)

@@ -17,7 +17,7 @@ from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
 from agentlightning.evaluation.intervals import mean_interval, student_quantile
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.report.result import cost_of_steps
+from agentlightning.training.report.result import cost_of_steps, prompts_of
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
@@ -62,6 +62,7 @@ def _show(source: Source, files: RunFiles) -> dict[str, Any]:
         "settings_error": files.config_error(),
         "changes": files.changes(),
         "checkpoints": _checkpoints(files, state),
+        **prompts_of(files.path, "checkpoint" if files.status() == "finished" else state.checkpoint),
     }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,13 +146,16 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     count, heads, dim = query.shape[0], key.shape[1], query.shape[3]
     queries = (query * (dim**-0.5 if scaling is None else scaling)).reshape(count, heads, -1, dim)
-    shared, layer = _current.get(), getattr(module, "layer_idx", None)
-    if shared is None or layer is None:
-        weights = _softmax(queries @ key.transpose(2, 3) + attention_mask, query.dtype)
-        output = weights @ value
-    else:
-        output = _attend_shared(queries, key, value, attention_mask, shared, cast(int, layer))
+    output = attend_rows(queries, key, value, attention_mask, getattr(module, "layer_idx", None))
     return output.reshape(count, 1, -1, value.shape[3]), None
+
+
+def attend_rows(queries_NHRD: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int | None) -> Tensor:
+    """What `attend` computes, from scaled queries; returns [N, H, R, D]."""
+    shared = _current.get()
+    if shared is None or layer is None:
+        return _softmax(queries_NHRD @ key.transpose(2, 3) + mask, queries_NHRD.dtype) @ value
+    return _attend_shared(queries_NHRD, key, value, mask, shared, layer)
 
 
 def _attend_shared(

@@ -17,6 +17,8 @@ from torch import Tensor
 from agentlightning.engine.base import RANGES, SamplingParams, out_of_range
 from agentlightning.errors import ConfigError
 
+BLOCK = 256
+"""Tokens whose probabilities are summed first when one is sampled."""
 BELOW_ONE = 1.0 - 2.0**-52
 """Largest uniform number used: times a total it stays below that total, so no token of probability 0 is sampled."""
 MIN_TEMPERATURE = 1e-30
@@ -158,15 +160,18 @@ def sample_tokens(
     if params.top_k is not None or params.top_p is not None:
         logits_NV = top_k_top_p_mask(logits_NV, params.top_k, params.top_p)
     kept = logits_NV[list(params.recording)] > -math.inf if params.recording else None
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    tokens_N = logits_NV.argmax(dim=-1) if params.all_greedy else inverse_cdf_sample(logprobs_NV, uniform_N)
+    largest_N1 = logits_NV.max(dim=-1, keepdim=True).values
+    weights_NV = (logits_NV - largest_N1).exp_()
+    totals_NB = _block_totals(weights_NV)
+    tokens_N = logits_NV.argmax(dim=-1) if params.all_greedy else inverse_cdf_sample(weights_NV, totals_NB, uniform_N)
     if params.greedy is not None and not params.all_greedy:
         tokens_N = torch.where(params.greedy, logits_NV.argmax(dim=-1), tokens_N)
-    logprobs_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+    normalizer_N1 = largest_N1 + totals_NB[:, -1:].log().float()
+    logprobs_N = (logits_NV.gather(1, tokens_N.unsqueeze(1)) - normalizer_N1).squeeze(1)
     if not params.top_logprobs:
         return SampledTokens(tokens_N, logprobs_N, kept=kept)
-    top = logprobs_NV.topk(min(params.top_logprobs, logprobs_NV.shape[-1]), dim=-1)
-    return SampledTokens(tokens_N, logprobs_N, top.indices, top.values, kept)
+    top = logits_NV.topk(min(params.top_logprobs, logits_NV.shape[-1]), dim=-1)
+    return SampledTokens(tokens_N, logprobs_N, top.indices, top.values - normalizer_N1, kept)
 
 
 def exclude_tokens(
@@ -203,12 +208,29 @@ def _adjust_logits(
     return logits_NV
 
 
-def inverse_cdf_sample(logprobs_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The token at which each row's cumulative probability first exceeds its uniform number."""
-    cumulative_NV = logprobs_NV.exp().cumsum(dim=-1, dtype=torch.float64)
-    target_N1 = uniform_N.clamp(max=BELOW_ONE).unsqueeze(1) * cumulative_NV[:, -1:]
-    tokens_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
-    return tokens_N1.squeeze(1).clamp_(max=logprobs_NV.shape[-1] - 1)
+def _block_totals(weights_NV: Tensor) -> Tensor:
+    """Cumulative sums of the weights at the ends of blocks of BLOCK tokens, [N, B] in float64: the whole row's last."""
+    whole = weights_NV.shape[-1] // BLOCK * BLOCK
+    sums_NB = weights_NV[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    if whole < weights_NV.shape[-1]:
+        sums_NB = torch.cat([sums_NB, weights_NV[:, whole:].sum(-1, keepdim=True)], -1)
+    return sums_NB.cumsum(-1, dtype=torch.float64)
+
+
+def inverse_cdf_sample(weights_NV: Tensor, totals_NB: Tensor, uniform_N: Tensor) -> Tensor:
+    """The token at which each row's cumulative weight first exceeds its uniform number's share of the whole: first the
+    block, then the token in it, since a cumulative sum of the vocabulary costs more than all else here."""
+    target_N1 = uniform_N.clamp(max=BELOW_ONE).unsqueeze(1) * totals_NB[:, -1:]
+    block_N1 = torch.searchsorted(totals_NB, target_N1, right=True).clamp_(max=totals_NB.shape[-1] - 1)
+    before_N1 = torch.where(block_N1 > 0, totals_NB.gather(1, (block_N1 - 1).clamp(min=0)), 0.0)
+    share_N1 = (target_N1 - before_N1) / (totals_NB.gather(1, block_N1) - before_N1)
+    last = weights_NV.shape[-1] - 1
+    columns_NK = block_N1 * BLOCK + torch.arange(min(BLOCK, last + 1), device=weights_NV.device)
+    inside_NK = weights_NV.gather(1, columns_NK.clamp(max=last)).masked_fill_(columns_NK > last, 0.0)
+    cumulative_NK = inside_NK.cumsum(-1, dtype=torch.float64)
+    # Relative to the block's own sum, so that rounding never reaches beyond it to a token of probability 0.
+    within_N1 = torch.searchsorted(cumulative_NK, share_N1.clamp(0.0, BELOW_ONE) * cumulative_NK[:, -1:], right=True)
+    return (block_N1 * BLOCK + within_N1).squeeze(1).clamp_(max=last)
 
 
 def top_k_top_p_mask(logits_NV: Tensor, top_k_N1: Tensor | None, top_p_N1: Tensor | None) -> Tensor:

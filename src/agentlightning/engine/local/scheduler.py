@@ -35,7 +35,7 @@ from agentlightning.engine.base import (
     TopLogprobs,
     room_for_answer,
 )
-from agentlightning.engine.local import cascade_attention, kv_cache, sampler
+from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher, token_masks
 from agentlightning.engine.local.kv_cache import KVCache, probe_layout
 from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
@@ -146,6 +146,8 @@ MOST_PADDED = 8192
 """Positions read in that trial: windows up to this size are found."""
 AGREEMENT = 3e-4
 """Largest difference of logits, as a share of their spread, that is rounding in float32."""
+BFLOAT16_ROUNDING = 0.05
+"""Largest difference between two orders of the same operations in bfloat16 that is taken for rounding."""
 MOST_ROUNDING = 0.2
 """The same in bfloat16, where it varies."""
 BROKEN_WEIGHTS = (
@@ -203,6 +205,8 @@ class ContinuousBatcher:
         """Common prefixes of `_rows`, found together with `_batch_params`."""
         self._kv_cache_usage = 0.0
         self._use_cascade = False
+        self._decoder: decoder.Decoder | None = None
+        """Makes the forward passes in place of the model. None: the model does."""
         self._alone = False
         """Each row has a forward pass of its own, in which the model makes its mask and positions itself."""
         model.eval()
@@ -285,6 +289,8 @@ class ContinuousBatcher:
         self._preempt(running)
         self.prefix_cache.clear(adapters)
         self._batch_params = self._shared_prefix = None
+        if self._decoder is not None:
+            self._decoder.invalidate()
 
     def release_memory(self) -> None:
         """Free the memory of the slots unless one is in use; the next request allocates it again."""
@@ -602,6 +608,8 @@ class ContinuousBatcher:
                 "position_ids": positions_NQ.clamp_(max=self.context_length - 1),
             }
         with nullcontext() if self._adapters is None else self._adapters.use_rows(adapters):
+            if self._decoder is not None:
+                return self._decoder(ids_NQ, **inputs)
             cache = {self._cache_argument: self._cache}
             output = self.model(input_ids=ids_NQ, use_cache=True, logits_to_keep=1, **inputs, **cache)
         return cast(Tensor, output.logits)[:, -1]
@@ -614,13 +622,18 @@ class ContinuousBatcher:
         noise, failure = self._difference(alone=True)
         reason = "its configuration has a window that its layers do not name"
         if self._cache.layout.has_sliding_window or not self._hidden_window():
-            for cascade in (True, False) if cascade_attention.supported(self.model) else (False,):
-                worst, reason = self._difference(cascade=cascade)
-                if worst <= max(AGREEMENT, 4 * noise if math.isfinite(noise) else 0.0):
+            cascade = [True, False] if cascade_attention.supported(self.model) else [False]
+            ways = [(way, False) for way in cascade]
+            if decoder.supported(self.model, self._cache):
+                ways.insert(0, (cascade[0], True))
+            for way, lean in ways:
+                worst, reason = self._difference(cascade=way, lean=lean)
+                rounding = BFLOAT16_ROUNDING if lean and self.model.dtype == torch.bfloat16 else AGREEMENT
+                if worst <= max(rounding, 4 * noise if math.isfinite(noise) else 0.0):
                     return
         if noise > (AGREEMENT if self.model.dtype == torch.float32 else MOST_ROUNDING):
             raise RuntimeError(f"with cached keys: {failure}")
-        self._alone, self._use_cascade = True, False
+        self._alone, self._use_cascade, self._decoder = True, False, None
         logger.warning(
             "%s samples one row after the other, which is slow for many: rows that share a pass would not be sampled "
             "from its own distribution (%s)", type(self.model).__name__, reason,
@@ -631,10 +644,11 @@ class ContinuousBatcher:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         return isinstance(window, int) and 0 < window < self.context_length
 
-    def _difference(self, *, alone: bool = False, cascade: bool = False) -> tuple[float, str]:
+    def _difference(self, *, alone: bool = False, cascade: bool = False, lean: bool = False) -> tuple[float, str]:
         """How far the logits of two rows of different lengths, as if beside a far longer one, are from those without a
         cache, as a share of their spread; and why."""
         self._alone, self._use_cascade = alone, cascade
+        self._decoder = decoder.Decoder(self.model, self._cache) if lean else None
         windows = [window for window in self._cache.layout.windows if window is not None]
         length = min(self.context_length, min([*windows, PROBED]) + PROBED) - 1
         padding = getattr(self.model.config, "pad_token_id", None)  # Some models skip it when they count positions.

@@ -19,6 +19,7 @@ from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import PoolWeights, Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport, open_transport
 from agentlightning.util.plugins import load_plugin
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
@@ -29,11 +30,12 @@ log = logging.getLogger(__name__)
 async def open_served_model(config: ServedModel, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
     """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError if a
     server rejects an adapter."""
+    directory = await asyncio.to_thread(resolve_model, config.model)
     servers = await open_servers(
         config.with_adapters(),
-        await load_chat_format(config.model, config.tool_calls),
+        await load_chat_format(directory, config.tool_calls),
         kind=config.engine,
-        model=Path(config.model),
+        model=Path(directory),
         name=name,
         dtype=config.dtype,
         max_context=config.max_context,

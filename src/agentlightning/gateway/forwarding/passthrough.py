@@ -104,10 +104,14 @@ class ForwardedCall(ForwardedExchange):
     async def _exchange(self, keep: RecordSpans, writer: ResponseWriter, call: UpstreamCall) -> None:
         async with call:
             writer.extra_headers = call.visible_headers()
-            if self.respond is not None:
-                await self.respond(self, call, keep, writer)
-            else:
-                await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
+            try:
+                if self.respond is not None:
+                    await self.respond(self, call, keep, writer)
+                else:
+                    await (self._send_stream if self.stream else self._send_whole)(call, keep, writer)
+            finally:
+                if self.is_pending:  # It costs what the last poll says.
+                    call.settle(Usage())
 
     def record_failure(self, keep: RecordSpans, call: UpstreamCall, error: BaseException) -> Awaitable[None] | None:
         """Record a failure, unless the call is recorded already. Durable as `RecordSpans` says."""
@@ -205,7 +209,7 @@ class ForwardedCall(ForwardedExchange):
         except ValueError:
             raise self._protocol_error("sent a response that is not JSON") from None
         self.response.read(response)
-        call.settle(Usage() if self.response.is_pending else self.response.usage)
+        call.settle(Usage() if self.is_pending else self.response.usage)
         if self._added and self._added.remove_from(response):
             body = dumps(response)
         return body

@@ -206,16 +206,18 @@ class ForwardingService:
     async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
         client disconnects."""
-        with cancel_on_disconnect(receive):
-            await forward.run(self.record, writer)
-        self._count_usage(forward)
-
-    def _count_usage(self, forward: ForwardedCall) -> None:
-        """Count the usage of a complete response, and note the provider that stores it."""
+        try:
+            with cancel_on_disconnect(receive):
+                await forward.run(self.record, writer)
+        finally:
+            self._note_provider(forward)
         self._count_tokens(forward.response.usage or Usage())
+
+    def _note_provider(self, forward: ForwardedCall) -> None:
+        """Note the provider that stores a response, whatever became of its stream."""
         attempt, provider = forward.caller.attempt, forward.route.provider
         if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
-            pending = forward if forward.response.is_pending else None
+            pending = forward if forward.is_pending else None
             self._response_store.note_provider(attempt, forward.response.id, provider.name, pending)
 
     def _count_tokens(self, usage: Usage) -> None:
@@ -234,7 +236,7 @@ class ForwardingService:
         price = price or pool.provider.price
         used = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
-        is_end = bool(ended.response.choices) and not ended.response.is_pending
+        is_end = bool(ended.response.choices) and not ended.is_pending
         try:
             await run_to_completion(self.record(ended.spans(used, time.time())) if is_end else None)
         except StoreError:

@@ -1,4 +1,5 @@
-"""Retrieves and deletes responses that a provider stores (`/v1/responses/{id}`), for the attempt that created them.
+"""Retrieves, cancels and deletes responses that a provider stores (`/v1/responses/{id}`), for the attempt that created
+them.
 
 `dialects.response_store` records the attempt and the provider of each while the attempt runs, since the provider's key
 alone would give access to those of all attempts.
@@ -15,10 +16,11 @@ from agentlightning.transport import TransportError
 
 
 async def request_stored_response(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
-    """The body of the provider's response. Raises ApiError."""
+    """The body of the provider's response. POST cancels. Raises ApiError."""
     provider, server = pool.provider, pool.choose("/".join(attempt))
     try:
-        url = provider.url(server.url, f"responses/{quote(response_id, safe='')}")
+        action = "/cancel" if method == "POST" else ""
+        url = provider.url(server.url, f"responses/{quote(response_id, safe='')}{action}")
         status, headers, body = await pool.fetch(method, url, server.headers, timeout_seconds=provider.timeout_seconds)
     except TransportError as error:
         raise from_transport(provider, error).api_error from error

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.provider_events import PENDING
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.recording.otel_messages import (
     OPERATIONS,
@@ -61,6 +62,15 @@ class ForwardedExchange:
     def __post_init__(self) -> None:
         self.response = ProviderResponse(self.path)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether polls bring the answer: its provider works on it in the background, even if its stream broke."""
+        reasons = {choice.given_reason for choice in self.response.choices.values()}
+        if not PENDING.isdisjoint(reasons):
+            return True
+        is_cut = self.response.id and not self.response.error and not any(reasons)
+        return self.path == "responses" and self.data.get("background") is True and bool(is_cut)
+
     def spans(self, of_call: Json, now: float) -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`."""
         response = self.response
@@ -84,7 +94,7 @@ class ForwardedExchange:
             return "ERROR", self._redacted(self.response.error)
         if choice.is_finished or self.path == "embeddings":
             return "OK", None
-        if self.response.is_pending:
+        if self.is_pending:
             attributes[names.OPERATION_NAME] = BACKGROUND
             return "UNSET", None
         attributes[names.ERROR_TYPE] = UNFINISHED
@@ -137,7 +147,11 @@ class ForwardedExchange:
         attributes[names.ERROR_TYPE] = kind
         attributes[names.INPUT_MESSAGES] = input_messages(self.path, self.data)
         attributes[names.OUTPUT_MESSAGES] = as_json([choice.recorded_message(reason)])
-        return self._span(attributes, time.time(), "ERROR", message)
+        if self.is_pending:
+            attributes[names.OPERATION_NAME] = BACKGROUND
+        span = self._span(attributes, time.time(), "ERROR", message)
+        self.span_id = span.span_id
+        return span
 
     def _attributes(self) -> Json:
         response, model = self.response, self.data.get("model")

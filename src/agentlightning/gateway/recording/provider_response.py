@@ -41,7 +41,6 @@ from agentlightning.gateway.dialects.output import (
 )
 from agentlightning.gateway.dialects.provider_events import (
     MALFORMED,
-    PENDING,
     BlockDone,
     Finish,
     HostedCall,
@@ -477,11 +476,6 @@ class ProviderResponse:
         if found is None:
             found = self.choices[index] = ProviderAnswer(index)
         return found
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the provider works on it in the background, so that polls bring the answer."""
-        return any(choice.given_reason in PENDING for choice in self.choices.values())
 
     def _add(self, event: ProviderEvent) -> None:
         match event:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.errors import PolicyError
 from agentlightning.models.lora.files import AGENTS, CONFIG, read_adapter_config
+from agentlightning.models.resolve import resolve_model
 
 PREFIX = "base_model.model."
 
@@ -24,7 +25,7 @@ def merge(adapter: Path, directory: Path) -> None:
             f" {adapter}`, or train with one shared adapter"
         )
     config = read_adapter_config(adapter)
-    base = str(config.get("base_model_name_or_path"))
+    base = resolve_model(str(config.get("base_model_name_or_path")))
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     weights = load_file(adapter / "adapter_model.safetensors")
     scale = float(config["lora_alpha"]) / int(config["r"])

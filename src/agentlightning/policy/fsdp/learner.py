@@ -132,7 +132,7 @@ class RankLearner:
     """Every rank calls the same method with the same arguments. Raises what the parts below do."""
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
-        self.digest = model_digest(str(config.model))
+        self.digest = model_digest(config.model)
         """Of the model in this rank's files."""
         config, adapters = with_adapters_of(config)
         tokenizer, model = load_model(config, weights=ranks.rank == 0)

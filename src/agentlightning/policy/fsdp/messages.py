@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from agentlightning import errors
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.local_config import LocalPolicyConfig
 
 # -- identity --------------------------------------------------------------------------------------------------------
@@ -82,9 +82,7 @@ def _version(package: str) -> str:
 
 def model_digest(source: str) -> str:
     """Of the files of a model: their sizes, and bytes spread over the weights. `source` as in `LocalPolicyConfig`."""
-    directory = Path(source)
-    if not directory.is_dir():
-        directory = Path(str(cached_file(source, "config.json"))).parent
+    directory = Path(resolve_model(source))
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(each for each in directory.iterdir() if each.name == "config.json" or each.suffix in WEIGHTS):
         size = path.stat().st_size

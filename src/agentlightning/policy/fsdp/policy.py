@@ -101,7 +101,7 @@ class FsdpPolicy(LocalPolicy):
         weights: TrainedWeights | None = None,
     ) -> None:
         super().__init__(config, model, tokenizer, weights or _sampled_weights(model, config))
-        self.digest = model_digest(str(config.model))
+        self.digest = model_digest(config.model)
         self.group: RankGroup | None = None
         self._unpublished: list[str | None] = []
         """The names of what has been trained since the weights were published."""

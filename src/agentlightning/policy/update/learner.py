@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.forward import Forward
@@ -101,8 +102,8 @@ class Learner:
             found["ref_logprobs"] = reference_forward.score(trees, {"logprobs"})["logprobs"]
         return found
 
-    def _reference_at(self, directory: Path) -> Forward:
-        directory = directory.absolute()
+    def _reference_at(self, reference: Path) -> Forward:
+        directory = Path(resolve_model(reference)).absolute()
         if directory not in self._references:
             while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
                 del self._references[next(iter(self._references))]

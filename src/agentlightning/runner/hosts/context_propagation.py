@@ -79,7 +79,6 @@ def install() -> None:
     _wrap(Future, "add_done_callback", _add_callback)
     if sys.version_info < (3, 12):
         asyncio.wait_for = asyncio.tasks.wait_for = _wait_for(asyncio.wait_for)
-    client_headers.when_imported("joblib.parallel", _patch_joblib)
     client_headers.when_imported("joblib.externals.loky.process_executor", _patch_loky)
     client_headers.when_imported("loky.process_executor", _patch_loky)
 
@@ -233,22 +232,6 @@ def _submit_to_pool(
         if given.get(name) is not None:
             given[name] = InCallerContext(given[name])
     return original(**given)
-
-
-def _patch_joblib(module: Any) -> None:
-    """joblib submits the remaining work from a thread of its pool when a task completes."""
-    call, dispatch_next = module.Parallel.__call__, module.Parallel.dispatch_next
-
-    @functools.wraps(call)
-    def called(parallel: Any, iterable: Any) -> Any:
-        parallel._agentlightning_dispatch = InCallerContext(functools.partial(dispatch_next, parallel))
-        return call(parallel, iterable)
-
-    @functools.wraps(dispatch_next)
-    def dispatched(parallel: Any) -> Any:
-        return parallel._agentlightning_dispatch()
-
-    module.Parallel.__call__, module.Parallel.dispatch_next = called, dispatched
 
 
 def _patch_loky(module: Any) -> None:

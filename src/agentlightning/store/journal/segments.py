@@ -1,14 +1,15 @@
 """Segment files of a journal: records with checksums, written by one process and recovered once that is gone.
 
 Each file is written by one process, which holds a lock on it as long as it lives; several processes may share a folder.
-A file whose records are all in the store is overwritten: a page that is in memory takes a record in a third of the time
-of a new one. The file header has a generation number that changes then and seeds the checksums of the records, so that
-leftovers of the former generation are recognised.
+The last file is overwritten once its records are all in the store: a page that is in memory takes a record in a third
+of the time of a new one. The file header has a generation number that changes then and seeds the checksums of the
+records, so that leftovers of the former generation are recognised.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import secrets
@@ -22,15 +23,8 @@ from typing import Final
 
 from agentlightning.errors import StoreError, StoreFullError
 
-try:
-    import fcntl
-except ImportError:  # Windows: there a file that is open cannot be removed by another process
-    fcntl = None
-
 SEGMENT_BYTES: Final = 2 * 1024 * 1024
 """A file that is longer is followed by a new one."""
-MAX_REUSABLE: Final = 4
-"""Files that are kept to be overwritten."""
 _FILE_HEADER: Final = struct.Struct("<8sIQ")
 """(magic, generation, when the generation began in nanoseconds since the epoch)"""
 _MAGIC: Final = b"AGLcalls"
@@ -47,13 +41,12 @@ class Segments:
         self._stem = stem
         self._number = 0
         self._segments: deque[_Segment] = deque()
-        self._reusable: list[_Segment] = []
 
     def append(self, record: bytes) -> None:
         """Raises StoreFullError where the disk has no room, StoreError where it cannot be written."""
         segment = self._segments[-1] if self._segments else None
         if segment is None or segment.size > SEGMENT_BYTES:
-            segment = self._next_segment()
+            segment = self._create()
         try:
             segment.append(record)
         except OSError as error:
@@ -78,18 +71,16 @@ class Segments:
             raise StoreError("; ".join(failed))
 
     def _clear(self, segment: _Segment) -> None:
-        """Reuse or remove a file whose records are in the store."""
+        """Overwrite the last file, and remove any other, once its records are in the store."""
         if len(self._segments) > 1:
-            self._segments.popleft()
-            if len(self._reusable) >= MAX_REUSABLE:
-                return segment.remove()
-            self._reusable.append(segment)
-        segment.empty()
+            self._segments.popleft().remove()
+        else:
+            segment.empty()
 
     def close(self, keep: bool = False) -> None:
         """Remove the files; with `keep`, only those whose records are all in the store."""
-        while self._segments or self._reusable:
-            segment = self._segments.popleft() if self._segments else self._reusable.pop()
+        while self._segments:
+            segment = self._segments.popleft()
             segment.close() if keep and segment.records else segment.remove()
 
     def orphaned(self) -> Generator[tuple[Path, list[bytes]]]:
@@ -113,19 +104,6 @@ class Segments:
             for segment in remaining:
                 segment.close()
 
-    def _next_segment(self) -> _Segment:
-        if not self._reusable:
-            segment = self._create()
-        else:
-            segment = self._reusable[-1]
-            try:
-                segment.empty()  # again, as its generation begins now
-            except OSError as error:
-                raise StoreError(f"the journal {segment.path} cannot be written: {error.strerror}") from error
-            self._reusable.pop()
-        self._segments.append(segment)
-        return segment
-
     def _create(self) -> _Segment:
         for _ in range(_MAX_NAMES):
             self._number += 1
@@ -137,6 +115,7 @@ class Segments:
             except OSError as error:
                 raise StoreError(f"the journal {path} cannot be made: {error.strerror}") from error
             if segment.is_linked():
+                self._segments.append(segment)
                 return segment
             segment.close()  # another process took it for an orphan before it was locked
         raise StoreError(f"no journal can be made beside {self._stem}: {_MAX_NAMES} names are taken")
@@ -152,13 +131,12 @@ class _Segment:
         self.records = 0
         """Records that are not in the store."""
         self._generation = secrets.randbits(32) | 1
-        self._file = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(self._file)
-                raise
+        self._file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise
 
     def is_linked(self) -> bool:
         """Whether the path still leads to this file."""
@@ -187,7 +165,7 @@ class _Segment:
         # After a failure, the partial record does not match its checksum, and is overwritten by the next one.
         done = 0
         while done < len(data):
-            done += _write_at(self._file, data[done:] if done else data, place + done)
+            done += os.pwrite(self._file, data[done:] if done else data, place + done)
 
     def close(self) -> None:
         os.close(self._file)
@@ -197,13 +175,6 @@ class _Segment:
             self.path.unlink(missing_ok=True)
         finally:
             os.close(self._file)
-
-
-def _write_at(file: int, data: bytes, place: int) -> int:
-    if hasattr(os, "pwrite"):
-        return os.pwrite(file, data, place)
-    os.lseek(file, place, os.SEEK_SET)
-    return os.write(file, data)
 
 
 def _began_at(data: bytes) -> int:

@@ -139,11 +139,11 @@ class SqlAdministration(SqlExecutor):
         limit: int = -1,
         offset: int = 0,
     ) -> list[Worker]:
-        validation.check_cursor(after, limit, offset)
+        many, skip = validation.check_cursor(after, limit, offset)
         order = Order.of("workers", sort_by, sort_order, after)
         filters = WorkerFilters(status_in, worker_id_contains, check_logic(filter_logic))
         return await self.read(
-            "query_workers", lambda connection: queries.workers(connection, filters, order, after, limit, offset)
+            "query_workers", lambda connection: queries.workers(connection, filters, order, after, many, skip)
         )
 
     # -- queues ----------------------------------------------------------------------------------------------------

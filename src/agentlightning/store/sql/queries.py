@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
 from agentlightning.store import validation
@@ -144,7 +144,7 @@ def resources_page(
     limit: int,
     offset: int,
 ) -> list[ResourcesUpdate]:
-    """filters: the id, a part of the id."""
+    """filters: the id, a part of the id. Those that cannot be read are left out and named in the log."""
     key = -1
     if after is not None:
         rows = connection.all(statements.RESOURCES_KEY, after)
@@ -154,7 +154,15 @@ def resources_page(
     resources_id, part = filters
     statement = statements.query_resources(resources_id is not None, part is not None, order.field, order.descending)
     values = [value for value in filters if value is not None]
-    return [mapping.to_resources(row) for row in connection.all(statement, key, *values, limit, offset)]
+    found, read, wanted = list[ResourcesUpdate](), 0, min(limit + offset, validation.NO_LIMIT)
+    while len(found) < wanted and (rows := connection.all(statement, key, *values, wanted - len(found), read)):
+        read += len(rows)
+        for row in rows:
+            try:
+                found.append(mapping.to_resources(row))
+            except StoreError as error:
+                mapping.report(f"a list leaves out what cannot be read: {error}")
+    return found[offset:]
 
 
 def queues(connection: Connection) -> list[Queue]:
@@ -206,16 +214,13 @@ class WorkerFilters:
             validation.check_text(self.worker_id_contains, "worker_id_contains")
 
     @property
-    def present(self) -> bool:
-        return self.status_in is not None or self.worker_id_contains is not None
+    def values(self) -> list[Any]:
+        status = None if self.status_in is None else list(self.status_in)
+        return [value for value in (status, self.worker_id_contains) if value is not None]
 
-    def match(self, worker: Worker) -> bool:
-        tests: list[bool] = []
-        if self.status_in is not None:
-            tests.append(worker.status in self.status_in)
-        if self.worker_id_contains is not None:
-            tests.append(self.worker_id_contains in worker.worker_id)
-        return not tests or (any(tests) if self.any_of else all(tests))
+    @property
+    def present(self) -> tuple[bool, bool]:
+        return self.status_in is not None, self.worker_id_contains is not None
 
 
 def worker(connection: Connection, worker_id: str) -> Worker | None:
@@ -226,18 +231,16 @@ def worker(connection: Connection, worker_id: str) -> Worker | None:
 def workers(
     connection: Connection, filters: WorkerFilters, order: Order, after: str | None, limit: int, offset: int
 ) -> list[Worker]:
-    """A page of workers. Their status depends on several tables, so the filters are applied here."""
     key = -1
     if after is not None:
         rows = connection.all(statements.WORKER_KEY, after)
         if not rows:
             raise NotFoundError(f"no worker {after!r} in this store to continue after")
         key = rows[0][0]
-    if order.natural and not filters.present and not offset:
-        count = validation.NO_LIMIT if limit < 0 else limit
-        return _with_open_attempts(connection, connection.all(statements.QUERY_WORKERS, key, count))
-    every = _with_open_attempts(connection, connection.all(statements.QUERY_WORKERS, key, validation.NO_LIMIT))
-    return order.page([worker for worker in every if filters.match(worker)], limit, offset)
+    statement = statements.query_workers(filters.present, filters.any_of)
+    page = (limit, offset) if order.natural else (validation.NO_LIMIT, 0)
+    found = _with_open_attempts(connection, connection.all(statement, key, *filters.values, *page))
+    return found if order.natural else order.page(found, limit, offset)
 
 
 def _with_open_attempts(connection: Connection, rows: list[mapping.Row]) -> list[Worker]:

@@ -165,8 +165,12 @@ def add_records(unit: UnitOfWork, records: Sequence[PreparedRecord]) -> int:
     new = [record for record in records if unit.find_rollout(record.rollout_id) is None]
     new = list({record.rollout_id: record for record in reversed(new)}.values())[::-1]
     owners = unit.owners([columns[1] for record in new for columns, _ in record.attempts])
-    for attempt_id, rollout_id in owners.items():
-        raise ConflictError(f"attempt {attempt_id!r} is one of rollout {rollout_id!r} already")
+    for record in new:
+        for columns, _ in record.attempts:
+            attempt_id = columns[1]
+            if attempt_id in owners:
+                raise ConflictError(f"attempt {attempt_id!r} is one of rollout {owners[attempt_id]!r} already")
+            owners[attempt_id] = record.rollout_id
     for record in new:
         rollout = unit.add_rollout(record.columns)
         if rollout.status not in WAITING:

@@ -7,14 +7,14 @@ text, as in OTLP's JSON: "NaN", "Infinity", "-Infinity".
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import orjson
+from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -26,7 +26,7 @@ from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
 from agentlightning.tracing.sanitize import number
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
@@ -35,6 +35,8 @@ KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "cons
 STATUS: Final = ("UNSET", "OK", "ERROR")
 MAX_DEPTH: Final = 64
 """Maximum nesting of attributes; spans with deeper ones are rejected."""
+MAX_MESSAGES: Final = 3 * MAX_DEPTH
+"""Maximum nesting of the messages that hold them, in JSON."""
 MAX_SEQUENCE_ID: Final = 2**31 - 1
 NANOSECONDS: Final = 1e9
 
@@ -89,7 +91,11 @@ def decode_protobuf(body: bytes, now: float) -> Request:
             message = ExportTraceServiceRequest.FromString(repaired)
     except (DecodeError, RecursionError) as error:
         raise OtlpError(f"the body is not an OTLP trace request in protobuf: {error}") from None
-    request = Request(repaired=_replaced(body, repaired))
+    return _read_request(message, _replaced(body, repaired), now)
+
+
+def _read_request(message: ExportTraceServiceRequest, repaired: int, now: float) -> Request:
+    request = Request(repaired=repaired)
     for group in message.resource_spans:
         resource = _read_attributes(group.resource.attributes)
         for scope_spans in group.scope_spans:
@@ -165,7 +171,9 @@ def _read_event(event: trace_pb2.Span.Event) -> SpanEvent:
 
 
 def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
-    return _link(link.trace_id.hex(), link.span_id.hex(), link.trace_state, _read_attributes(link.attributes))
+    attributes = _read_attributes(link.attributes)
+    found = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes}
+    return found | {"trace_state": link.trace_state} if link.trace_state else found
 
 
 # -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
@@ -259,11 +267,6 @@ def _sequence_id(value: Any) -> int:
     return number if number <= MAX_SEQUENCE_ID else 0
 
 
-def _link(trace_id: str, span_id: str, state: str, attributes: dict[str, Any]) -> dict[str, Any]:
-    link = {"trace_id": trace_id, "span_id": span_id, "attributes": attributes}
-    return link | {"trace_state": state} if state else link
-
-
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
@@ -273,207 +276,34 @@ def decode_json(body: bytes, now: float) -> Request:
     repaired = body
     try:
         try:
-            message = loads(body)
+            given = loads(body)
         except orjson.JSONDecodeError:  # of half an emoji, perhaps
             repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], _utf8(body))
-            message = loads(repaired)
+            given = loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
-    request = Request(repaired=_replaced(body, repaired))
-    for group in _objects(message, "the body", "resourceSpans", "resource_spans"):
-        resource = _json_attributes(_object(group, "a resourceSpans", "resource"))
-        for scope_spans in _objects(group, "a resourceSpans", "scopeSpans", "scope_spans"):
-            found = _object(scope_spans, "a scopeSpans", "scope")
-            scope = (_text(found, "name"), _text(found, "version"))
-            for span in _objects(scope_spans, "a scopeSpans", "spans"):
-                try:
-                    request.spans.append(_json_span(span, scope, resource, now))
-                except _SpanRejected as error:
-                    request.refused[str(error)] += 1
-    return request
-
-
-def _json_span(span: dict[str, Any], scope: tuple[str, str], resource: dict[str, Any], now: float) -> Decoded:
-    trace_id, span_id = _hex(span, 32, "traceId", "trace_id"), _hex(span, 16, "spanId", "span_id")
-    if not trace_id or not span_id:
-        raise _SpanRejected("a traceId needs 32 hexadecimal digits and a spanId 16, not all zero")
-    status = _object(span, "a span", "status")
-    code = _enumerated(status, STATUS, "STATUS_CODE_", "code")
-    attributes = _json_attributes(span)
-    events = tuple(_json_event(event) for event in _objects(span, "a span", "events"))
-    links = [_json_link(link) for link in _objects(span, "a span", "links")]
-    kind, state = _enumerated(span, KINDS, "SPAN_KIND_", "kind"), _text(span, "traceState", "trace_state")
-    _add_extra_fields(attributes, scope, kind, state, links)
-    start = _integer(span, "startTimeUnixNano", "start_time_unix_nano")
-    end = _integer(span, "endTimeUnixNano", "end_time_unix_nano")
-    return Decoded(
-        conventions.complete(_text(span, "name"), attributes, events),
-        (start or end) / NANOSECONDS or now,
-        end / NANOSECONDS if end else None,
-        _requested_sequence_id(attributes, resource),
-        trace_id,
-        span_id,
-        _hex(span, 16, "parentSpanId", "parent_span_id") or None,
-        STATUS[code],
-        _text(status, "message") or None if code else None,
-        attributes,
-        events,
-        resource,
-    )
-
-
-def _json_event(event: dict[str, Any]) -> SpanEvent:
-    time = _integer(event, "timeUnixNano", "time_unix_nano") / NANOSECONDS
-    return SpanEvent(_text(event, "name"), time, _json_attributes(event))
-
-
-def _json_link(link: dict[str, Any]) -> dict[str, Any]:
-    trace_id, span_id = _hex(link, 32, "traceId", "trace_id"), _hex(link, 16, "spanId", "span_id")
-    return _link(trace_id, span_id, _text(link, "traceState", "trace_state"), _json_attributes(link))
-
-
-def _json_attributes(owner: dict[str, Any]) -> dict[str, Any]:
-    pairs = _objects(owner, "its owner", "attributes")
-    return {_text(pair, "key"): _json_value(pair.get("value"), 0) for pair in pairs}
-
-
-def _json_value(value: Any, depth: int) -> Any:
-    if value is None or value == {}:
-        return None
-    if not isinstance(value, dict):
-        raise OtlpError(f'{_shorten(value)} is not an attribute value; send one such as {{"stringValue": "text"}}')
-    if depth > MAX_DEPTH:
-        raise _SpanRejected(f"an attribute is nested more than {MAX_DEPTH} deep")
-    for name, item in cast("dict[str, Any]", value).items():
-        read = _VALUES.get(name)
-        if read is not None:
-            return read(item, name, depth)
-    raise OtlpError(f"{_shorten(value)} is not an attribute value; it has none of: {', '.join(_VALUES)}")
-
-
-def _json_string(item: Any, name: str, depth: int) -> str:
-    return _checked(item, str, name)
-
-
-def _json_bool(item: Any, name: str, depth: int) -> bool:
-    return _checked(item, bool, name)
-
-
-def _json_int(item: Any, name: str, depth: int) -> int:
-    return _as_integer(item, name)
-
-
-def _json_double(item: Any, name: str, depth: int) -> float | str:
-    if item in ("NaN", "Infinity", "-Infinity"):
-        return item
+    if not isinstance(given, dict):
+        raise OtlpError("the body is not an OTLP trace request in JSON: it is no object")
     try:
-        return number(float(item))
-    except (TypeError, ValueError):
-        raise OtlpError(f"{name} is {_shorten(item)}; send a number") from None
+        _encode_ids(given)
+        options: dict[str, Any] = {"ignore_unknown_fields": True, "max_recursion_depth": MAX_MESSAGES}
+        message = json_format.ParseDict(given, ExportTraceServiceRequest(), **options)
+    except (json_format.ParseError, RecursionError, TypeError, ValueError) as error:
+        problem = "".join(str(error).rpartition("Failed to parse ")[1:]).rstrip(".")  # without the fields around it
+        raise OtlpError(f"the body is not an OTLP trace request in JSON: {problem}") from None
+    return _read_request(message, _replaced(body, repaired), now)
 
 
-def _json_bytes(item: Any, name: str, depth: int) -> str:
-    text = _checked(item, str, name)
-    try:
-        return base64.b64encode(base64.b64decode(text, validate=True)).decode()
-    except (binascii.Error, ValueError):
-        raise OtlpError(f"{name} is {_shorten(item)}; send base64") from None
+_IDS: Final = frozenset({"traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id"})
+_ABOVE_IDS: Final = frozenset({"resourceSpans", "resource_spans", "scopeSpans", "scope_spans", "spans", "links"})
 
 
-def _json_array(item: Any, name: str, depth: int) -> list[Any]:
-    values = _checked(item, dict, name).get("values") or []
-    return [_json_value(value, depth + 1) for value in _checked(values, list, f"{name}.values")]
-
-
-def _json_object(item: Any, name: str, depth: int) -> dict[str, Any]:
-    pairs = _objects(_checked(item, dict, name), name, "values")
-    return {_text(pair, "key"): _json_value(pair.get("value"), depth + 1) for pair in pairs}
-
-
-_READERS: Final[dict[str, Callable[[Any, str, int], Any]]] = {
-    "stringValue": _json_string,
-    "intValue": _json_int,
-    "boolValue": _json_bool,
-    "doubleValue": _json_double,
-    "arrayValue": _json_array,
-    "kvlistValue": _json_object,
-    "bytesValue": _json_bytes,
-}
-_VALUES: Final = _READERS | {
-    re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name): read for name, read in _READERS.items()
-}
-
-
-# -- fields of JSON objects; the first present name of `names` ---------------------------------------------------------
-
-
-def _get(owner: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((owner[name] for name in names if name in owner), None)
-
-
-def _checked(value: Any, kind: type, what: str) -> Any:
-    if not isinstance(value, kind):
-        wanted = {str: "text", bool: "true or false", dict: "an object", list: "a list"}[kind]
-        raise OtlpError(f"{what} is {_shorten(value)}; send {wanted}")
-    return value
-
-
-def _objects(owner: Any, what: str, *names: str) -> list[dict[str, Any]]:
-    found: Any = _get(_checked(owner, dict, what), names)
-    items: list[Any] = [] if found is None else _checked(found, list, names[0])
-    return [_checked(item, dict, f"an item of {names[0]}") for item in items]
-
-
-def _object(owner: dict[str, Any], what: str, *names: str) -> dict[str, Any]:
-    found = _get(owner, names)
-    return {} if found is None else _checked(found, dict, f"{names[0]} of {what}")
-
-
-def _text(owner: dict[str, Any], *names: str) -> str:
-    found = _get(owner, names)
-    return "" if found is None else _checked(found, str, names[0])
-
-
-def _integer(owner: dict[str, Any], *names: str) -> int:
-    found = _get(owner, names)
-    number = 0 if found is None else _as_integer(found, names[0])
-    if number < 0:
-        raise OtlpError(f"{names[0]} is {number}; send nanoseconds since the epoch")
-    return number
-
-
-def _as_integer(value: Any, what: str) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise OtlpError(f"{what} is {_shorten(value)}; send a whole number, as text where it is large") from None
-    if not -(2**63) <= number < 2**64:
-        raise OtlpError(f"{what} is {_shorten(value)}; it has to fit into 64 bits")
-    return number
-
-
-def _hex(owner: dict[str, Any], digits: int, *names: str) -> str:
-    """An id in lower case; "" if it is missing, all zero or not hexadecimal of the right length."""
-    text = _text(owner, *names).lower()
-    fits = len(text) == digits and text.strip("0123456789abcdef") == "" and text.strip("0") != ""
-    return text if fits else ""
-
-
-def _enumerated(owner: dict[str, Any], values: tuple[str, ...], prefix: str, name: str) -> int:
-    """Index of an enum value, given by number or name; 0 if unknown."""
-    found = owner.get(name)
-    if isinstance(found, str) and not found.isdecimal():
-        known = [prefix + value.upper() for value in values]
-        return known.index(found) if found in known else 0
-    number = 0 if found is None else _as_integer(found, name)
-    return number if 0 <= number < len(values) else 0
-
-
-def _shorten(value: Any) -> str:
-    try:
-        text = dumps(value).decode()
-    except orjson.JSONEncodeError:
-        return "nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."
+def _encode_ids(value: Any) -> None:
+    """Make the hexadecimal ids base64, as protobuf's own JSON has bytes; what is not hexadecimal is no id."""
+    for item in value if isinstance(value, list) else [value]:
+        for name, found in item.items() if isinstance(item, dict) else ():
+            if name in _ABOVE_IDS:
+                _encode_ids(found)
+            elif name in _IDS and isinstance(found, str):
+                is_hex = len(found) % 2 == 0 and not found.lower().strip("0123456789abcdef")
+                item[name] = base64.b64encode(bytes.fromhex(found) if is_hex else b"").decode()

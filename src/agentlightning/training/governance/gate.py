@@ -159,11 +159,9 @@ class PromotionGate:
 
     async def restore(self) -> None:
         """Return to the promoted version."""
-        promoted, learner = self.state.promoted, self.checkpoints.learner
+        promoted = self.state.promoted
         assert promoted is not None
-        await self.checkpoints.rollback(promoted["directory"])
-        if learner is not None and promoted["version"] is not None:
-            self.state.resumes.append([promoted["version"], learner.policy_version])
+        await self.checkpoints.rollback(promoted["directory"], promoted["version"])
         if self.state.healthy is not None:
             self.state.healthy = self.state.candidate = promoted
 

@@ -46,8 +46,8 @@ def starting_warnings(*, random_weights: bool, shared: Sequence[Overlap] = ()) -
     return found | {
         "random_weights": (
             'policy.model is "tiny", a small model with random weights: it shows that everything works, and learns next'
-            " to nothing from rewards alone. Give a model (--model DIRECTORY), or demonstrations to begin with"
-            " (warm_start.dataset)"
+            " to nothing from rewards alone. Give a model (--model smollm2-135m, or a directory), or demonstrations to"
+            " begin with (warm_start.dataset)"
         )
     }
 
@@ -81,7 +81,7 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
         elif low <= 0:
             found[f"no_gain_{mode}"] = (
                 f"no gain is shown ({mode}): the interval {low:+.3f} to {high:+.3f} of {gain.tasks} held-out tasks"
-                f" includes 0; {more} measure on more tasks (data.held_out)"
+                f" includes 0; {more} measure on more tasks (a file as data.held_out, or a larger data.held_out_share)"
             )
     return found
 

@@ -66,10 +66,7 @@ class Recovery:
         if found is None or not self.keeps_checkpoints or healthy is None:
             return None
         stops = self.config.on_collapse == "stop" or self.state.rollbacks >= self.config.max_rollbacks
-        await self.checkpoints.rollback(healthy["directory"])
-        learner = self.checkpoints.learner
-        if learner is not None and healthy["version"] is not None:
-            self.state.resumes.append([healthy["version"], learner.policy_version])
+        await self.checkpoints.rollback(healthy["directory"], healthy["version"])
         if not stops:
             self.state.rollbacks += 1
             self.state.lr_factor *= self.config.rollback_lr_factor

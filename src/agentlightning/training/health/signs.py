@@ -168,7 +168,7 @@ def without_spread(records: Records) -> Sign | None:
     if groups < MIN_GROUPS or flat < FLAT_SHARE * groups:
         return None
     what = (
-        f"{flat} of the last {groups} groups taught nothing: all rollouts of a group had the same reward (mean"
+        f"the rewards of {flat} of the last {groups} groups taught nothing: all rollouts of a group had the same (mean"
         f" {mean_reward(window):.3g})"
     )
     causes = {name: sum(getattr(record, name) for record in window) for name in _CAUSES}

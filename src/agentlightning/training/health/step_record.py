@@ -140,7 +140,7 @@ class StepRecord:
 
     @property
     def skipped_groups(self) -> int:
-        """Groups that taught nothing."""
+        """Groups whose rewards taught nothing."""
         return self.groups - self.groups_trained
 
     @property

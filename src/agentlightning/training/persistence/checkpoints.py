@@ -163,11 +163,14 @@ class Checkpoints:
             await self.learner.save(directory)
         await self._write_resources(directory)
 
-    async def rollback(self, checkpoint: str) -> None:
-        """Return to the weights and resources of a checkpoint."""
+    async def rollback(self, checkpoint: str, version: int | None = None) -> None:
+        """Return to the weights and resources of a checkpoint. `version`: that of its weights, to count updates from;
+        they have a new one from now on."""
         if self.learner is not None:
             await self.learner.rollback(self.run_dir.path / checkpoint)
-        self.publisher.publish(read_resources(self.run_dir, checkpoint))
+            if self.state is not None and version is not None:
+                self.state.resumes.append([version, self.learner.policy_version])
+        self.publisher.publish(read_resources(self.run_dir.path, checkpoint))
         self.restore_algorithm(checkpoint)
 
     def restore_algorithm(self, checkpoint: str | None) -> None:
@@ -209,11 +212,11 @@ def _write(path: Path, content: bytes) -> None:
     write_atomically(path, content)
 
 
-def read_resources(run_dir: RunDir, checkpoint: str | None) -> NamedResources:
+def read_resources(run_dir: Path, checkpoint: str | None) -> NamedResources:
     """The resources in a checkpoint; empty where it has none. Raises ResumeError where they cannot be read."""
     if checkpoint is None:
         return {}
-    path = run_dir.path / checkpoint / RESOURCES_FILE
+    path = run_dir / checkpoint / RESOURCES_FILE
     try:
         return named_resources.validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -90,7 +90,7 @@ class RunState:
     checkpoint_version: int | None = None
     """The version of the weights in it."""
     resumes: list[list[int]] = field(default_factory=list[list[int]])
-    """(version in the checkpoint, version of the same weights since) of each resume."""
+    """(version in the checkpoint, version of the same weights since) of each resume and each return to a checkpoint."""
     first_turn: int | None = None
     """The first turn of the tasks of which a group is still to be learned from. None: that of the current step."""
     turns: int = 0
@@ -124,6 +124,8 @@ class RunState:
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
+    best_version: int | None = None
+    """The version of the weights in it."""
     evaluations: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     """The rewards of each finished evaluation, by name."""
     reasons: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -159,8 +161,9 @@ class RunState:
         self.recent_rewards.clear()
 
     def step_name(self, step: int) -> str:
-        """The name of a training step's resources, and the beginning of its rollouts' ids."""
-        return f"{self.run_id}-train-{step:06d}"
+        """The name of the resources of the step after `step` finished ones, and the beginning of its rollouts' ids,
+        which count from 1 as steps do."""
+        return f"{self.run_id}-train-{step + 1:06d}"
 
     def measures_start(self, modes: Iterable[str]) -> bool:
         """Whether the starting policy is still to be measured."""
@@ -189,9 +192,10 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
         return ()
     first = state.step if state.first_turn is None else state.first_turn
     steps = (
-        *(f"train-{turn:06d}" for turn in range(first, max(state.step + 1, state.turns))),
+        *(f"train-{turn + 1:06d}" for turn in range(first, max(state.step + 1, state.turns))),
         f"validation-{state.step + 1:06d}",
-        f"evaluation-{state.step:06d}",
+        f"evaluation-{state.step + 1:06d}",
+        f"trial-{state.step + 1:06d}",
         f"guard-{state.step:06d}",
         f"guard-{state.step + 1:06d}",
         "before-",

@@ -25,6 +25,7 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import ConfigError, PolicyError, ResumeError, TrainingStopped
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.evaluation.intervals import Gain, paired_gain
+from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM
@@ -49,7 +50,6 @@ from agentlightning.training.recorded.run import RecordedLoop, RecordedTraining,
 from agentlightning.training.recorded.source import POLL_SECONDS, ArrivingSource, SessionSource, describe
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector, RolloutPlan
 from agentlightning.training.sources.reader import TrajectoryReader
-from agentlightning.training.starting_policy import TINY
 from agentlightning.util.json_values import dumps
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml
@@ -201,11 +201,11 @@ class OfflineJob:
             return await asyncio.to_thread(lambda: str(Path(named).resolve()) if Path(named).exists() else named)
         records = self._own_conversations() or _texts(sessions)
         if not records:
-            raise ConfigError("no model: give model=DIRECTORY to the trainer")
+            raise ConfigError("no model: give model=NAME to the trainer, such as smollm2-135m or a directory")
         from agentlightning.models.tiny import make_tiny
 
         self.progress.note(
-            "warning: a tiny model with random weights is trained; for a model of your own set model=DIRECTORY"
+            "warning: a tiny model with random weights is trained; for another set model=, such as smollm2-135m"
         )
         directory = (self.run_dir / TINY).resolve()
         return str(await asyncio.to_thread(make_tiny, directory, records, seed=self.config.run.seed))

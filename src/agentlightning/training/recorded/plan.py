@@ -16,6 +16,7 @@ from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method,
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
+    PART,
     Session,
     Sessions,
     TokenizedSession,
@@ -33,6 +34,7 @@ from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.optimizer_config import Objective
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
+from agentlightning.task import task_key
 from agentlightning.training.recorded.source import describe, tokenized
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.settings import settings_from
@@ -145,7 +147,7 @@ class Planner:
     options: OfflineOptions
     target: str | None
     model: str
-    """A directory, or a hub name."""
+    """As `PolicyConfig.model`."""
 
     async def plan(self, algorithm: Algorithm[Any], sessions: Sessions) -> Plan:
         """Raises DatasetError where nothing can be learned from, saying what is missing."""
@@ -163,12 +165,16 @@ class Planner:
             raise DatasetError(f"no session has a reward that can be used; of the first: {unscored[0].message}")
         if isinstance(algorithm, LightningRL):
             return await asyncio.to_thread(self._reinforcement, algorithm, sessions.usable, found, rejected, tokenizer)
-        prepared = with_options(algorithm, self.options)
+        prepared, several = with_options(algorithm, self.options), ()
+        if isinstance(prepared, DPO):
+            several = _note_several(sessions.usable)
+            found, unusable = await asyncio.to_thread(_divide, sessions.usable, found, "awr", tokenizer, weights)
+            found, rejected = [_by_prompt(each) for each in found], [*rejected, *unusable]
         trajectories = [without_probabilities(each.trajectory) for each in found]
         if isinstance(prepared, DPO):
             await asyncio.to_thread(prepared.check_data, trajectories, self.target)
         rendered, foreign = sum(e.rendered for e in found), sum(e.foreign for e in found)
-        notes = (f"{algorithm.name}: {len(found)} sessions", *describe_notes(tokenizer.counts))
+        notes = (f"{algorithm.name}: {len(found)} sessions", *several, *describe_notes(tokenizer.counts))
         return Plan(
             prepared, prepared.objective, trajectories, None, rejected, {}, rendered, foreign, len(found), notes
         )
@@ -176,10 +182,12 @@ class Planner:
     async def _tokenizer(self) -> Tokenizer:
         from agentlightning.chat.hf import load_chat_format
         from agentlightning.models.limits import model_limits
+        from agentlightning.models.resolve import resolve_model
 
         policy = self.config.policy
-        chat = await load_chat_format(self.model, policy.tool_calls)
-        vocabulary, context = await asyncio.to_thread(model_limits, self.model)
+        directory = await asyncio.to_thread(resolve_model, self.model)
+        chat = await load_chat_format(directory, policy.tool_calls)
+        vocabulary, context = await asyncio.to_thread(model_limits, directory)
         return Tokenizer(chat, min(context, policy.max_context or context), vocabulary, self.target)
 
     def _supervised(self, algorithm: SFTAlgorithm, sessions: Sessions) -> Plan:
@@ -236,8 +244,7 @@ class Planner:
         ]
         if singles:
             notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
-        if several := sum(bool(each.rewards) for each in sessions):
-            notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
+        notes += _note_several(sessions)
         if method == "rejection":
             found, rejected = wins, [*rejected, *unusable]
         elif method == "awr":
@@ -331,6 +338,21 @@ def _divide(
     divided = {each.rollout.rollout_id for each in several}
     whole = [each for each in found if each.trajectory.rollout_id not in divided]
     return [*whole, *made], [*rejected, *unscored]
+
+
+def _note_several(sessions: Sequence[Session]) -> tuple[str, ...]:
+    several = sum(bool(each.rewards) for each in sessions)
+    text = f"{several} sessions hold several rewards; each belongs to the calls since the one before it"
+    return (text,) if several else ()
+
+
+def _by_prompt(session: TokenizedSession) -> TokenizedSession:
+    """Parts of sessions are compared with those that answer the same prompt, and not with all of their task."""
+    whole = session.trajectory
+    if PART not in whole.rollout_id:
+        return session
+    group = f"{whole.group} {task_key(list(whole.transitions[0].prompt_token_ids))}"
+    return replace(session, trajectory=replace(whole, group=group))
 
 
 def _usable(

@@ -56,7 +56,7 @@ class OfflinePosition:
     """What the algorithm learns from, where it is a file or a query of the store."""
     options: dict[str, Any]
     model: str
-    """The directory or hub name that the run started from."""
+    """The model that the run started from, named as in `PolicyConfig.model`."""
     checkpoint_every: int
     store: str | None = None
     """The file of the store. None: it has none, or nothing is read from it."""

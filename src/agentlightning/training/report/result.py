@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from agentlightning import span as names
-from agentlightning.errors import ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.gateway.upstream.budget import spend_of_spans
-from agentlightning.resources import PromptTemplate
+from agentlightning.resources import PromptTemplate, prompts_in
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.persistence.checkpoints import read_resources
+from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.training.sources.group_rewards import transcript_of
 from agentlightning.training.tracking.tracking import said
@@ -49,7 +51,7 @@ class Cost:
     """What these cost by the prices of `PromptModel` and `SearchBudget`. None: none is set."""
     provider_calls: int = 0
     """Calls of agents that the gateway has sent to providers, in the last attempt of each rollout, evaluations
-    included."""
+    included. Those of a prompt search are among its tokens and its money."""
     provider_tokens: int = 0
     provider_dollars: float | None = None
     """What those calls cost that have a price (`gateway.providers`, `gateway.routes`), in US dollars. None: no call has
@@ -62,12 +64,12 @@ class Cost:
 
 def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
     """The cost of steps by their metrics. What a prompt search counts is its total so far, so its last step has it."""
-    sampled = sum((line.get("tokens_per_second") or 0) * (line.get("collect_seconds") or 0) for line in lines)
+    sampled = sum(int(line.get("sampled_tokens") or 0) for line in lines)
     searches: dict[int, Mapping[str, Any]] = {line.get("stage", 0): line for line in lines if "apo_tokens" in line}
     ends = searches.values()
     money = sum(float(line["apo_money"]) for line in ends)
     return Cost(
-        round(sampled),
+        sampled,
         sum(int(line["apo_model_calls"]) for line in ends),
         sum(int(line["apo_tokens"]) for line in ends),
         money or None,
@@ -75,8 +77,10 @@ def cost_of_steps(lines: Sequence[Mapping[str, Any]]) -> Cost:
 
 
 async def with_providers(cost: Cost, store: LightningStoreBase, run_id: str) -> Cost:
-    """The cost with the calls to providers that the spans of a run record."""
-    ids = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
+    """The cost with the calls to providers that the spans of a run record, without those of its searches, which are
+    counted."""
+    found = [each.rollout_id for each in await store.query_rollouts(rollout_id_contains=run_id)]
+    ids = [each for each in found if not each.startswith(f"{run_id}-trial-")]
     calls = priced = tokens = 0
     dollars = 0.0
     for start in range(0, len(ids), CHUNK):
@@ -171,6 +175,31 @@ def _gains(state: RunState, before: str, after: str, modes: Sequence[str]) -> di
     return found
 
 
+def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, PromptTemplate]) -> str:
+    """What has changed in prompt templates, as a unified diff; empty where nothing has."""
+    return "\n".join(
+        line
+        for name, template in after.items()
+        for line in difflib.unified_diff(
+            before[name].template.splitlines() if name in before else [],
+            template.template.splitlines(),
+            f"{name} before",
+            f"{name} after",
+            lineterm="",
+        )
+    )
+
+
+def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    """The prompt templates in a checkpoint of a run, and what has changed in them since it began, as JSON values."""
+    found = prompts_in(read_resources(run_dir, checkpoint))
+    try:
+        start = settings_of_run(run_dir).prompts if found else {}
+    except AgentLightningError:  # Those of another version: the templates are shown as they are.
+        start = {}
+    return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": prompt_diff(start, found)}
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
     """What improved, by how much, at what cost, and where the trained model is."""
@@ -231,17 +260,7 @@ class TrainingResult:
 
     def diff(self) -> str:
         """What the run changed in its prompt templates, as a unified diff; empty where nothing changed."""
-        return "\n".join(
-            line
-            for name, after in self.prompts.items()
-            for line in difflib.unified_diff(
-                self.start_prompts[name].template.splitlines() if name in self.start_prompts else [],
-                after.template.splitlines(),
-                f"{name} before",
-                f"{name} after",
-                lineterm="",
-            )
-        )
+        return prompt_diff(self.start_prompts, self.prompts)
 
     def report(
         self, *, format: Literal["markdown", "html"] = "markdown", examples: int = 3, store: Any | None = None
@@ -325,7 +344,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
     report, state = loads(path.read_bytes()), read_state(run_dir)
     modes = list(report["held_out"])
-    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(run_dir, report), _warnings(report)]
+    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(report), _warnings(report)]
     for mode in modes:
         changes = changes_of(run_dir, state, mode)
         parts.append(_tasks(mode, changes))
@@ -396,9 +415,8 @@ def _number(value: float | None, *, sign: bool = False) -> str:
     return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
 
 
-def _cost(run_dir: Path, report: Mapping[str, Any]) -> str:
-    steps = [loads(line) for line in _lines(run_dir / "metrics.jsonl")]
-    cost = report.get("cost") or cost_of_steps(steps).as_json()
+def _cost(report: Mapping[str, Any]) -> str:
+    cost = report["cost"]
     rows = {
         "steps": report["steps"],
         "training rollouts": report["rollouts"],
@@ -431,15 +449,12 @@ def _providers(cost: Mapping[str, Any]) -> dict[str, Any]:
     missing = (
         f", without {without} calls that have no price" if without and cost["provider_dollars"] is not None else ""
     )
+    beside = " beside the search" if cost["search_tokens"] else ""
     return {
-        "calls to providers": cost["provider_calls"],
-        "tokens of providers": cost["provider_tokens"],
-        "US dollars of providers": _money(cost["provider_dollars"]) + missing,
+        f"calls to providers{beside}": cost["provider_calls"],
+        f"tokens of providers{beside}": cost["provider_tokens"],
+        f"US dollars of providers{beside}": _money(cost["provider_dollars"]) + missing,
     }
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _warnings(report: Mapping[str, Any]) -> str:

@@ -7,23 +7,20 @@ eight calls, a thread takes a ninth of the time of a process, and delays a heart
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
-from agentlightning.errors import DatasetError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.air import AutomaticRewards
-from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.trajectory import Reward, Trajectory
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
@@ -136,72 +133,28 @@ async def _chunks(rollouts: AsyncIterator[tuple[str, list[Span]]]) -> AsyncItera
 
 # -- recorded --------------------------------------------------------------------------------------------------------
 
-# Recorded rollouts: batches of rollouts that finished earlier, from the agent's own use for example.
-#
-# Nothing runs. Rollouts of the same task form a group, in the order of their first rollout. Each step takes the next
-# groups, and starts again at the first when all were used.
+# Recorded rollouts: those that finished earlier, from the agent's own use for example. Those of the same task form a
+# group, in the order of their first rollout.
 
 PAGE = 1000
 """Rollouts in one request to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedQuery:
-    """Which finished rollouts to learn from; None: any."""
-
-    rollout_id_contains: str | None = None
-    modes: Sequence[RolloutMode] | None = None
-    finished_before: float | None = None
-    """A time in seconds since the epoch. With one, a resumed run sees the same rollouts."""
-
-
-@dataclass(slots=True)
-class RecordedSource:
-    """Returns finished rollouts of a store, `group_size` of each task at most."""
-
-    reader: TrajectoryReader
-    state: RunState
-    query: RecordedQuery = field(default_factory=RecordedQuery)
-    _groups: list[tuple[str, list[str]]] | None = None
-    """(group, ids of its rollouts), once read."""
-
-    async def next(self, request: RolloutRequest) -> Collected:
-        """The groups of the step. Raises DatasetError where the store has no such rollout."""
-        started = time.monotonic()
-        if self._groups is None:
-            self._groups = await find_groups(self.reader.store, self.query)
-        if not self._groups:
-            raise DatasetError("the store has no finished rollout to learn from; record some, or change the query")
-        start = self.state.step * request.tasks
-        chosen = [self._groups[(start + index) % len(self._groups)] for index in range(request.tasks)]
-        groups = {rollout_id: group for group, ids in dict(chosen).items() for rollout_id in ids[: request.group_size]}
-        trajectories, rejected = await self.reader.read(groups, request.check)
-        return Collected(trajectories, rejected=rejected, seconds=time.monotonic() - started)
-
-
-async def find_groups(store: LightningStoreBase, query: RecordedQuery) -> list[tuple[str, list[str]]]:
-    """(group, rollout ids) of the succeeded rollouts that match: by the `group` in their metadata, else by task."""
+async def find_groups(
+    store: LightningStoreBase, modes: Sequence[RolloutMode] | None = None
+) -> list[tuple[str, list[str]]]:
+    """(group, rollout ids) of the succeeded rollouts of some modes: by the `group` in their metadata, else by task."""
     groups: dict[str, list[str]] = {}
-    for rollout in await _finished(store, query):
+    async for rollout in _succeeded(store, modes):
         group = rollout.metadata.get("group")
         groups.setdefault(group if isinstance(group, str) else task_key(rollout.input), []).append(rollout.rollout_id)
     return list(groups.items())
 
 
-async def _finished(store: LightningStoreBase, query: RecordedQuery) -> list[Rollout]:
+async def _succeeded(store: LightningStoreBase, modes: Sequence[RolloutMode] | None) -> AsyncIterator[Rollout]:
     """In the order of their creation."""
-    found: list[Rollout] = []
-    page: list[Rollout] = []
-    while not found or len(page) == PAGE:
-        page = await store.query_rollouts(
-            status_in=["succeeded"],
-            rollout_id_contains=query.rollout_id_contains,
-            mode_in=query.modes,
-            after=page[-1].rollout_id if page else None,
-            limit=PAGE,
-        )
-        found += page
-        if not page:
-            break
-    before = query.finished_before
-    return [each for each in found if before is None or (each.end_time or 0.0) < before]
+    after: str | None = None
+    while page := await store.query_rollouts(status_in=["succeeded"], mode_in=modes, after=after, limit=PAGE):
+        for rollout in page:
+            yield rollout
+        after = page[-1].rollout_id

@@ -168,6 +168,7 @@ class RolloutStream:
     _counts: dict[str, int] = field(default_factory=dict[str, int])
     """What happened to groups during this step."""
     _noted: set[str] = field(default_factory=set[str])
+    _began: float = field(default_factory=time.time)
 
     async def next(self, request: RolloutRequest) -> Collected:
         """The groups of the next step, in the order of their turns. A further request within a step runs its own."""
@@ -187,7 +188,19 @@ class RolloutStream:
             await self._run_again(stale, request)
         self._take(chosen, step)
         self._learn_order(chosen, collected)
-        return replace(collected, seconds=time.monotonic() - started, metrics=self._metrics(chosen, collected))
+        return replace(
+            collected,
+            seconds=time.monotonic() - started,
+            sampled_before=self._sampled_before(chosen, collected),
+            metrics=self._metrics(chosen, collected),
+        )
+
+    def _sampled_before(self, chosen: Sequence[Group], collected: Collected) -> int:
+        """Tokens of rollouts that an earlier process of the run has seen to their end."""
+        ended = [each for group in chosen for each in group.ended.values()]
+        earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
+        own = tuple(each for each in collected.trajectories if each.rollout_id in earlier)
+        return replace(collected, trajectories=own).sampled_tokens
 
     def stop_at(self, step: int) -> None:
         """Start no groups for this step and later ones, unless one asks for them."""

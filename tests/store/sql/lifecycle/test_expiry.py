@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ async def test_a_quiet_store_says_that_it_is_alive_only_while_there_are_deadline
     await store.enqueue_rollout("task")
 
     def mark() -> float:
-        with sqlite3.connect(tmp_path / "store.db") as raw:
+        with closing(sqlite3.connect(tmp_path / "store.db")) as raw:
             return float(raw.execute("SELECT reading FROM clocks").fetchone()[0])
 
     before = mark()

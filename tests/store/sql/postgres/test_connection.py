@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -10,8 +12,10 @@ import psycopg
 import pytest
 from sqlalchemy import delete, select
 
+from agentlightning.errors import StoreError
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import PostgresConnection
+from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.sql.tables.backend import Insert, Statement, Update
 from agentlightning.store.sql.tables.schema import param, queues
 
@@ -217,3 +221,40 @@ def test_the_size_is_that_of_the_tables_and_vacuum_gives_space_back(connection: 
     connection.commit()
     connection.vacuum()
     assert connection.size() < full - 300_000
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_store_that_cannot_be_opened_leaves_no_connection_open(
+    database: PostgresDatabase, relay: Any, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """It needs three: one that writes, one that listens, one that reads."""
+    opened = list[psycopg.Connection[Any]]()
+    connect = psycopg.connect
+
+    def limited(**parameters: Any) -> psycopg.Connection[Any]:
+        if len([each for each in opened if not each.closed]) == allowed:
+            raise psycopg.OperationalError("FATAL:  sorry, too many clients already")
+        opened.append(connect(**parameters))
+        return opened[-1]
+
+    monkeypatch.setattr(psycopg, "connect", limited)
+    with pytest.raises(StoreError, match="too many clients"):
+        SqlStore(relay.url)
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while not all(each.closed for each in opened):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(opened) == 1 + allowed  # the first one prepared the database
+
+
+def test_a_connection_that_cannot_be_prepared_is_closed(
+    database: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[psycopg.Connection[Any]]()
+    connect = psycopg.connect
+    monkeypatch.setattr(psycopg, "connect", lambda **given: opened.append(connect(**given)) or opened[-1])
+    monkeypatch.setattr("agentlightning.store.sql.postgres.connection.MERGE_COUNTERS", "SELECT nonsense")
+    with pytest.raises(StoreError, match="nonsense"):
+        database.connect(read_only=False)
+    assert [each.closed for each in opened] == [True]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store.sql.spans import token_blocks
 from agentlightning.store.sql.spans.codec import SpanPack, pack
-from agentlightning.store.sql.spans.token_blocks import BLOCK, ChainCache, TokenChain, blocks_of, join_blocks
+from agentlightning.store.sql.spans.token_blocks import BLOCK, TokenChain, blocks_of, join_blocks, split
 
 
 def call(prompt: list[int], response: list[int], attempt_id: str = "at-1") -> SpanPack:
@@ -72,12 +72,10 @@ def test_a_short_prompt_is_kept_with_its_span() -> None:
 # -- chains ----------------------------------------------------------------------------------------------------------
 
 
-def cut(
-    prompt: list[int], cache: ChainCache | None = None, attempt_id: str = "at-1"
-) -> tuple[TokenChain | None, bytes]:
+def cut(prompt: list[int]) -> tuple[TokenChain | None, bytes]:
     data = token_blocks.pack_ids(prompt)
     assert data is not None
-    return (cache or ChainCache()).split(attempt_id, data)
+    return split(data)
 
 
 def rows(chains: list[TokenChain], known: Any = ()) -> list[tuple[bytes, bytes, bytes]]:
@@ -91,12 +89,6 @@ prompts = st.lists(
     min_size=1,
     max_size=6,
 )
-
-
-@given(prompts)
-def test_what_the_cache_remembers_changes_no_digest(several: list[list[int]]) -> None:
-    cache = ChainCache()
-    assert [cut(prompt, cache) for prompt in several] == [cut(prompt) for prompt in several]
 
 
 @given(prompts)
@@ -127,20 +119,6 @@ def test_parents_come_first(several: list[list[int]]) -> None:
     for digest, parent, _ in rows([chain for chain, _ in map(cut, several) if chain is not None]):
         assert parent in seen
         seen.add(digest)
-
-
-def test_the_cache_stays_within_its_bounds() -> None:
-    cache = ChainCache(max_bytes=10 * 4 * BLOCK)
-    for attempt in range(100):
-        cut(list(range(attempt, attempt + 3 * BLOCK)), cache, f"at-{attempt}")
-    assert sum(len(chain.ids) for chain in cache._chains.values()) == cache._bytes <= 10 * 4 * BLOCK
-    assert len(cache._chains) == 3
-
-
-def test_a_prompt_too_long_for_the_cache_is_cut_all_the_same() -> None:
-    cache = ChainCache(max_bytes=4 * BLOCK)
-    prompt = list(range(3 * BLOCK))
-    assert cut(prompt, cache) == cut(prompt, cache) == cut(prompt)
 
 
 @pytest.mark.parametrize("value", [[2**40], ["a"], [None], [1.5], "text", 3, None, {"a": 1}])

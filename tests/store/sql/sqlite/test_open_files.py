@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from agentlightning.errors import StoreError, StoreLostError
+from agentlightning.assemble import trajectory
+from agentlightning.errors import RolloutRejectedError, StoreError, StoreLostError
+from agentlightning.resources import PromptTemplate
 from agentlightning.rollouts import RolloutConfig
-from agentlightning.span import Span
+from agentlightning.span import DAMAGED, PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.export import export_store
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.sql.spans.token_blocks import BLOCK
 
 
 def delete(path: Path) -> None:
@@ -95,8 +99,6 @@ def damage(path: Path, change: str) -> None:
         ("UPDATE rollouts SET input = '{\"cut' WHERE rollout_id = 'ro-bad'", "query_rollouts"),
         ("UPDATE rollouts SET config = '{\"max_attempts\": 0}' WHERE rollout_id = 'ro-bad'", "query_rollouts"),
         ("UPDATE attempts SET metadata = 'nothing'", "query_attempts"),
-        ("UPDATE span_packs SET body = substr(body, 1, 20)", "query_spans"),
-        ("UPDATE span_packs SET ids = x'00'", "query_spans"),
     ],
 )
 async def test_a_damaged_row_names_itself_and_can_be_removed(tmp_path: Path, change: str, call: str) -> None:
@@ -110,8 +112,6 @@ async def test_a_damaged_row_names_itself_and_can_be_removed(tmp_path: Path, cha
     with pytest.raises(StoreError, match=r"of rollout 'ro-bad'|rollout 'ro-bad' is damaged") as caught:
         await getattr(store, call)(*(() if call == "query_rollouts" else ("ro-bad",)))
     assert "store.delete_rollouts(['ro-bad']) removes the rollout" in str(caught.value)
-    if call == "query_spans":
-        await store.cancel_rollout("ro-bad")
     assert await store.delete_rollouts(["ro-bad"]) == 1
     assert [each.rollout_id for each in await store.query_rollouts()] == [good.rollout_id]
     worker = await store.update_worker("worker")
@@ -244,4 +244,73 @@ async def test_a_damaged_worker_is_listed_with_the_reason_and_beats_again(tmp_pa
     bad, good = await store.query_workers()
     assert (bad.stats, (bad.last_error or {})["type"], good.stats) == ({}, "Damaged", {"a": 2})
     assert (await store.update_worker("bad", {"a": 3})).stats == {"a": 3}
+    await store.close()
+
+
+BAD_PACK = "WHERE key = (SELECT key FROM span_packs ORDER BY key LIMIT 1 OFFSET 1)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"UPDATE span_packs SET body = substr(body, 1, 20) {BAD_PACK}",
+        f"UPDATE span_packs SET body = x'00ffffffffffffffff' {BAD_PACK}",
+        f"UPDATE span_packs SET body = x'00' {BAD_PACK}",
+        f"UPDATE span_packs SET ids = x'00' {BAD_PACK}",
+        f"UPDATE span_packs SET ids = CAST('[\"a' AS BLOB) {BAD_PACK}",
+        "DELETE FROM token_blocks WHERE digest NOT IN (SELECT parent FROM token_blocks)",
+    ],
+)
+async def test_damaged_spans_stand_in_their_lists_by_name_and_hide_no_others(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    started = await store.start_rollout("task", rollout_id="ro-bad")
+    ids = started.rollout_id, started.attempt.attempt_id
+    prompts = [list(range(3 * BLOCK)), list(range(6 * BLOCK)), list(range(3 * BLOCK))]
+    for prompt in prompts:
+        two = [Span(*ids, "chat", 1.0, attributes={PROMPT_TOKEN_IDS: prompt}), Span(*ids, "work", 1.0)]
+        await store.add_many_spans(two)
+    await store.close()
+    damage(tmp_path / "store.db", change)
+    store = LightningStore(tmp_path / "store.db")
+    spans = await store.query_spans("ro-bad")
+    assert [span.name for span in spans] == ["chat", "work", *[DAMAGED] * 2, "chat", "work"]
+    assert [span.sequence_id for span in spans] == [1, 2, 3, 4, 5, 6]
+    assert [span.attributes[PROMPT_TOKEN_IDS] for span in spans if span.name == "chat"] == [prompts[0], prompts[2]]
+    assert "2 spans of attempt" in (message := spans[2].status_message or "")
+    assert "store.delete_rollouts(['ro-bad']) removes the rollout" in message
+    assert await store.newest_spans(6) == spans[::-1]
+    assert [found async for _, found in store.iter_spans(["ro-bad"])] == [spans]
+    assert await store.query_spans("ro-bad", after=spans[1].span_id, limit=3) == spans[2:5]
+    assert caplog.text.count("2 spans of attempt") == 1
+    with pytest.raises(RolloutRejectedError, match="2 spans of attempt"):
+        trajectory(*ids, spans)
+    await store.cancel_rollout("ro-bad")
+    assert await store.delete_rollouts(["ro-bad"]) == 1
+    await store.close()
+
+
+@pytest.mark.parametrize("change", ["body = '{'", "body = '{\"llm\": 5}'", "body = CAST(x'22ff22' AS TEXT)"])
+async def test_damaged_resources_are_named_and_left_out_of_their_lists(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LightningStore(tmp_path / "store.db")
+    for name in ("rs-1", "rs-2", "rs-3", "rs-4", "rs-5"):
+        await store.add_resources({"prompt": PromptTemplate(template=change)}, name)
+    await store.close()
+    damage(tmp_path / "store.db", f"UPDATE resources SET {change} WHERE resources_id IN ('rs-2', 'rs-3')")
+    store = LightningStore(tmp_path / "store.db")
+
+    async def found(**wishes: Any) -> list[str]:
+        return [update.resources_id for update in await store.query_resources(**wishes)]
+
+    for _ in range(2):
+        assert await found() == ["rs-1", "rs-4", "rs-5"]
+    assert await found(after="rs-1", limit=1) == ["rs-4"]
+    assert await found(offset=1, limit=2) == ["rs-4", "rs-5"]
+    assert await found(sort_by="resources_id", sort_order="desc", limit=3) == ["rs-5", "rs-4", "rs-1"]
+    assert [caplog.text.count(f"resources '{name}'") for name in ("rs-2", "rs-3")] == [1, 1]
+    with pytest.raises(StoreError, match="'rs-2'"):
+        await store.get_resources_by_id("rs-2")
     await store.close()

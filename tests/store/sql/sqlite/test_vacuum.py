@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.integration
 
 
 def blocks_in(path: Path) -> int:
-    with sqlite3.connect(path) as connection:
-        found = connection.execute("SELECT count(*) FROM token_blocks").fetchone()[0]
-    connection.close()
-    return found
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT count(*) FROM token_blocks").fetchone()[0]
 
 
 async def converse(store: LightningStoreBase, turns: int, start: Sequence[int]) -> tuple[str, list[list[int]]]:

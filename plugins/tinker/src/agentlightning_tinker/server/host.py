@@ -30,6 +30,7 @@ from agentlightning.errors import PolicyError
 from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
+from agentlightning.models.resolve import shared_name
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import SHARED
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
@@ -240,9 +241,9 @@ class AdapterHost:
         return {"grad_norm:mean": float(norm)}
 
     def _save(self, name: str, directory: Path, optimizer: bool) -> None:
-        own, base = self._trained[name], Path(self.config.model)
+        own = self._trained[name]
         try:
-            write_adapter(directory, own.adapter, str(base.absolute() if base.is_dir() else base))
+            write_adapter(directory, own.adapter, shared_name(self.config.model))
             if optimizer:
                 torch.save(own.optimizer.state_dict(), directory / OPTIMIZER)
         except (OSError, RuntimeError) as error:

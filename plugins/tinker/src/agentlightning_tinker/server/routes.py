@@ -84,19 +84,17 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 async def open_routes(
     models: Sequence[str], folder: Path, token: str | None, max_body_bytes: int
 ) -> AsyncGenerator[list[BaseRoute]]:
-    """The routes for models named as [NAME=]DIR; the rest as `tinker_routes`. Raises ConfigError where there is no such
-    directory."""
+    """The routes for models given as [NAME=]MODEL; the rest as `tinker_routes`. Raises PolicyError for a model that is
+    not there."""
     named = [model.partition("=") for model in models]
-    paths = {name if equals else Path(name).name: path if equals else name for name, equals, path in named}
+    paths = {name if equals else Path(name).name.removesuffix(".gguf"): path or name for name, equals, path in named}
     hosts = {name: await _open_host(name, path) for name, path in paths.items()}
     async with tinker_routes(hosts, folder, token, max_body_bytes=max_body_bytes) as routes:
         yield routes
 
 
 async def _open_host(name: str, path: str) -> AdapterHost:
-    """A model over which adapters are trained and sampled."""
-    if not await asyncio.to_thread(Path(path).is_dir):
-        raise ConfigError(f"the model {name!r}: {path} is no directory; give one that transformers loads")
+    """A model over which adapters are trained and sampled. Raises PolicyError where there is none."""
     config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
     from agentlightning_tinker.server.host import AdapterHost
 

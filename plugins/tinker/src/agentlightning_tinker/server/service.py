@@ -190,7 +190,7 @@ class TinkerService:
             "type": "get_info",
             "model_id": name,
             "model_name": model.base,
-            "model_data": {"model_name": model.base, "tokenizer_id": str(self.hosts[model.base].config.model)},
+            "model_data": {"model_name": model.base, "tokenizer_id": self.hosts[model.base].config.model},
             "is_lora": True,
             "lora_rank": model.shape.rank,
         }

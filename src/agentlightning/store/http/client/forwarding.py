@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Raw
@@ -49,15 +48,18 @@ class ForwardingStore(LightningStoreBase):
 
     @staticmethod
     def _forwarder(name: str) -> Callable[..., Any]:
-        signature, ids, paged = Signature.of(name), GENERATED_IDS.get(name, {}), name in CURSORS
+        parameters = parameters_of(name)
+        bind = inspect.Signature(list(parameters.values())).bind
+        defaults = {argument: each.default for argument, each in parameters.items()}
+        ids, paged = GENERATED_IDS.get(name, {}), name in CURSORS
 
         async def forward(self: ForwardingStore, *positional: Any, **keywords: Any) -> Any:
-            arguments = signature.bind(positional, keywords)
+            arguments = bind(*positional, **keywords).arguments
             for argument, prefix in ids.items():
                 if arguments.get(argument) is None:
                     arguments[argument] = new_id(prefix)
             if paged:
-                return await self._read_pages(name, arguments, signature.defaults)
+                return await self._read_pages(name, arguments, defaults)
             return await self._call(name, arguments)
 
         functools.update_wrapper(forward, getattr(LightningStoreBase, name), updated=())  # it must not be abstract
@@ -103,40 +105,6 @@ class ForwardingStore(LightningStoreBase):
             if len(page) < wanted or len(items) == limit:
                 return items
             position = {"offset": offset + len(items)} if cursor is None else {"after": getattr(page[-1], cursor)}
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Binds arguments to the names of a method's parameters: several times faster than `inspect.Signature.bind`."""
-
-    positional: tuple[str, ...]
-    names: frozenset[str]
-    required: frozenset[str]
-    defaults: Mapping[str, Any]
-    exact: inspect.Signature
-
-    @classmethod
-    def of(cls, method: str) -> Signature:
-        parameters = parameters_of(method)
-        return cls(
-            tuple(name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD),
-            frozenset(parameters),
-            frozenset(name for name, each in parameters.items() if each.default is each.empty),
-            {name: each.default for name, each in parameters.items()},
-            inspect.Signature(list(parameters.values())),
-        )
-
-    def bind(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name, without those that were not given. Raises TypeError as a call of the method would."""
-        arguments = dict(zip(self.positional, positional, strict=False)) | keywords
-        if (
-            len(positional) > len(self.positional)
-            or len(arguments) < len(positional) + len(keywords)
-            or not self.required <= arguments.keys()
-            or not arguments.keys() <= self.names
-        ):
-            self.exact.bind(*positional, **keywords)
-        return arguments
 
 
 def _encoded(arguments: Mapping[str, Any]) -> dict[str, Any]:

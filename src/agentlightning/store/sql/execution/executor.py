@@ -55,10 +55,12 @@ class SqlExecutor(LightningStoreBase):
         connection = self.database.connect(read_only=False)
         self.writer = GroupCommitWriter("agl-store-writer", self.database, connection, self.clock)
         self.reader: DatabaseThread = self.writer
+        threads: list[DatabaseThread] = [self.writer]
+        self._finalizer = weakref.finalize(self, _stop, threads)  # also where the next connection fails
         if not self.database.single:
             read_only = self.database.connect(read_only=True)
             self.reader = DatabaseThread("agl-store-reader", self.database, read_only)
-        self._finalizer = weakref.finalize(self, _stop, self.reader, self.writer)
+            threads.append(self.reader)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.database.name}>"
@@ -135,7 +137,7 @@ class SqlExecutor(LightningStoreBase):
             raise
 
 
-def _stop(*threads: DatabaseThread) -> None:
+def _stop(threads: Sequence[DatabaseThread]) -> None:
     """End the threads once their queues are empty. Also runs at exit, and when the store is garbage-collected."""
     for thread in threads:
         thread.stop()

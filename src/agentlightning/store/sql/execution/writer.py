@@ -78,7 +78,12 @@ class GroupCommitWriter(DatabaseThread):
         self.commits = 0
         self.commands = 0
         super().__init__(name, database, connection)
-        self._listener = database.listen(self._on_notification)
+        self._listener = None
+        try:
+            self._listener = database.listen(self._on_notification)
+        except BaseException:
+            self.stop()
+            raise
 
     def cancel_waiter(self, command: Command) -> None:
         """Remove a waiting command whose caller was cancelled."""

@@ -89,9 +89,14 @@ class PostgresConnection:
         self._payloads: list[str] = []
         self._new_rollouts: list[int] = []
         """Keys of those that this transaction has inserted."""
-        self._use(server.open())
-        if not read_only:
-            self._clean_up_servers()
+        connection = server.open()
+        try:
+            self._use(connection)
+            if not read_only:
+                self._clean_up_servers()
+        except BaseException:
+            connection.close()
+            raise
 
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection

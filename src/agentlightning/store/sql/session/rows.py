@@ -57,17 +57,14 @@ class RolloutRow(MutableRow, eq=False):
     priority: int
     attempts: dict[str, AttemptRow] = field(default_factory=dict)
     """By id, the latest one last."""
+    memory: int = 0
+    """Estimated bytes, as counted when it was loaded, attempts added later included."""
     counted: str | None = None
     """The status it is counted under in the table of counters; None before it is written."""
 
     @property
     def latest(self) -> AttemptRow | None:
         return next(reversed(self.attempts.values())) if self.attempts else None
-
-    @property
-    def memory_size(self) -> int:
-        """Estimated bytes of memory, attempts included."""
-        return 1000 + len(self.input) + len(self.metadata) + 700 * len(self.attempts)
 
     def read_config(self) -> RolloutConfig:
         try:

@@ -94,7 +94,6 @@ class UnitOfWork:
         """Ids of resources known to exist."""
         self.expected_claims = 0
         self._memory = 0
-        self._sizes_before: dict[RolloutRow, int] = {}
         self._absent: set[str] = set()
         self._savepoint = 1
         self._undo_log: list[tuple[MutableRow, tuple[Any, ...] | None]] = []
@@ -127,7 +126,6 @@ class UnitOfWork:
         self.pending.clear()
         self._undo_log.clear()
         self._memory = 0
-        self._sizes_before.clear()
         self._keys.pop(rollouts_table.name, None)
         if not self.shared:
             self._keys.clear()
@@ -142,12 +140,9 @@ class UnitOfWork:
     def committed(self) -> None:
         """Evict the rows that were not used for the longest time."""
         self._undo_log.clear()
-        for rollout, before in self._sizes_before.items():
-            self._memory += rollout.memory_size - before
-        self._sizes_before.clear()
         while self._memory > CACHE_BYTES and len(self.rollouts) > 1:
             _, rollout = self.rollouts.popitem(last=False)
-            self._memory -= rollout.memory_size
+            self._memory -= rollout.memory
             for attempt in rollout.attempts.values():
                 self.span_ids.forget(attempt)
             rollout.attempts.clear()
@@ -171,8 +166,7 @@ class UnitOfWork:
             elif isinstance(row, RolloutRow):
                 self.pending.status_changed.pop(row, None)
                 self.pending.fields_changed.pop(row, None)
-                self._sizes_before.pop(row, None)
-                self.rollouts.pop(row.rollout_id, None)
+                self.rollout_deleted(row)
             elif isinstance(row, AttemptRow):
                 self.pending.attempts.pop(row, None)
                 row.rollout.attempts.pop(row.attempt_id, None)
@@ -250,7 +244,8 @@ class UnitOfWork:
 
     def _cache(self, row: RolloutRow) -> None:
         self.rollouts[row.rollout_id] = row
-        self._sizes_before[row] = 0
+        row.memory = 1000 + len(row.input) + len(row.metadata) + 700 * len(row.attempts)
+        self._memory += row.memory
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
@@ -308,7 +303,6 @@ class UnitOfWork:
             row.savepoint = self._savepoint
             self._undo_log.append((row, rollout_snapshot(row)))
         if fields_changed:
-            self._sizes_before.setdefault(row, row.memory_size)
             self.pending.fields_changed[row] = None
         else:
             self.pending.status_changed[row] = None
@@ -347,7 +341,8 @@ class UnitOfWork:
         self._undo_log.append((row, None))
         self.pending.attempts[row] = None
         rollout.attempts[row.attempt_id] = row
-        self._sizes_before.setdefault(rollout, rollout.memory_size - 700)
+        rollout.memory += 700
+        self._memory += 700
         self._track_open(row)
         return row
 
@@ -355,7 +350,6 @@ class UnitOfWork:
         """Remove an attempt that no caller has seen. Cannot be rolled back."""
         row.superseded = 1
         self._track_open(row)
-        self._sizes_before.setdefault(row.rollout, row.rollout.memory_size)
         row.rollout.attempts.pop(row.attempt_id, None)
         self.pending.attempts.pop(row, None)
         if row.stored:
@@ -367,9 +361,9 @@ class UnitOfWork:
         self.pending.packs.append(pack)
 
     def rollout_deleted(self, row: RolloutRow) -> None:
-        """To be called after a rollout was removed from the database."""
-        self.rollouts.pop(row.rollout_id, None)
-        self._memory -= self._sizes_before.pop(row, row.memory_size)
+        """To be called after a rollout was removed from the database, or never came into it."""
+        if self.rollouts.pop(row.rollout_id, None) is not None:
+            self._memory -= row.memory
 
     def attempt_changed(self, row: AttemptRow, worker_before: str | None = None) -> None:
         """To be called after a change of who runs an attempt, or of whether it is open."""

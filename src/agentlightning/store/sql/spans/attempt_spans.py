@@ -60,15 +60,6 @@ class AttemptSpans:
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
-        if result.existing or self.named:
-            self._read_with_duplicates(result, output)
-            return
-        attempt_id, superseded = result.attempt_id, result.superseded
-        stored = zip(self._positions, self._spans, self.pack.span_ids, result.sequence_ids, strict=True)
-        for position, span, span_id, sequence_id in stored:
-            output[position] = _as_stored(span, attempt_id, span_id, sequence_id, superseded)
-
-    def _read_with_duplicates(self, result: SpanWriteResult, output: list[Any]) -> None:
         sequence_ids = iter(result.sequence_ids)
         new: dict[str, Span] = {}
         existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded

@@ -40,7 +40,7 @@ from agentlightning.span import (
     new_span_id,
 )
 from agentlightning.store.sql.spans import token_blocks
-from agentlightning.store.sql.spans.token_blocks import ChainCache, TokenBlock, TokenChain
+from agentlightning.store.sql.spans.token_blocks import TokenBlock, TokenChain
 from agentlightning.store.sql.spans.validate import (
     check_fields,
     check_sequence_ids,
@@ -60,7 +60,6 @@ _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
 _FEW: Final = 2
 _SHORT: Final = {8}
 """The length of a row that ends after `attributes`."""
-_chains = ChainCache()
 
 
 class SpanPack(Struct, frozen=True, gc=False):
@@ -156,21 +155,21 @@ def _long_row(
     attributes, counts = span.attributes, None
     if not _TOKENS.isdisjoint(attributes):
         attributes = attributes.copy()
-        counts = _take_tokens(span.attempt_id, attributes, numbers, chains)
+        counts = _take_tokens(attributes, numbers, chains)
     events = [(event.name, event.timestamp, event.attributes) for event in span.events]
     resource = bool(span.resource) and (span.resource == previous or span.resource)
     return (*row[:-1], attributes, events, resource, counts or False)
 
 
 def _take_tokens(
-    attempt_id: str, attributes: dict[str, Any], numbers: list[bytes], chains: list[TokenChain]
+    attributes: dict[str, Any], numbers: list[bytes], chains: list[TokenChain]
 ) -> tuple[int, int, int, int]:
     """Move the token attributes to `numbers` and `chains`; returns their counts. An attribute that is no list of
     numbers in range stays."""
     chained, prompt_count = 0, ABSENT
     prompt = token_blocks.pack_ids(attributes.get(PROMPT_TOKEN_IDS))
     if prompt is not None:
-        chain, rest = _chains.split(attempt_id, prompt)
+        chain, rest = token_blocks.split(prompt)
         if chain is not None:
             chains.append(chain)
             chained = 1
@@ -228,6 +227,8 @@ def heads_of(body: bytes) -> list[bytes]:
         return []
     count, _ = _header.unpack_from(body)
     start, size = _header.size, token_blocks.DIGEST
+    if count * size > len(body):
+        raise ValueError(f"{count} chains of tokens in {len(body)} bytes")
     return [body[start + index * size : start + (index + 1) * size] for index in range(count)]
 
 
@@ -243,7 +244,7 @@ def unpack(
     tokens: bool = True,
 ) -> list[Span]:
     """Decode the spans of a pack. `chains` has the tokens of each of `heads_of(body)`, as `token_blocks.join_blocks`
-    returns them; StoreError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
+    returns them; ValueError if one is missing. Without `tokens`, only their numbers are decoded, for which chains are
     needed where a call has not recorded its usage."""
     json, numbers = _open(body, {} if chains is None else chains)
     rows = loads(json)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Final
 
 from agentlightning.errors import NotFoundError
-from agentlightning.span import Span
+from agentlightning.span import DAMAGED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql.sort_order import NATURAL, Order
 from agentlightning.store.sql.spans import codec, token_blocks
@@ -48,7 +49,8 @@ class _ChainsOnDemand(dict[bytes, bytes]):
 def unpack_rows(
     connection: Connection, rows: Sequence[Row], rollout_id: str, attempt_id: str, *, tokens: bool = True
 ) -> Iterator[list[Span]]:
-    """The spans of each pack, from rows of `span_statements.PACK`, one after the other."""
+    """The spans of each pack, from rows of `span_statements.PACK`, one after the other. Others stand for those of a
+    pack that cannot be read (`span.DAMAGED`)."""
     bodies = [bytes(row[6]) for row in rows]
     chains = _ChainsOnDemand(connection, rows, bodies)
     for row, body in zip(rows, bodies, strict=True):
@@ -64,8 +66,22 @@ def unpack_rows(
                 tokens=tokens,
             )
         except mapping.UNREADABLE as error:
-            what = f"a span of attempt {attempt_id!r} of rollout {rollout_id!r}"
-            raise mapping.damaged(what, rollout_id, error) from error
+            what = f"a pack of {row[3]} spans of attempt {attempt_id!r} of rollout {rollout_id!r}"
+            message = str(mapping.damaged(what, rollout_id, error))
+            mapping.report(message)
+            yield [
+                Span(rollout_id, attempt_id, DAMAGED, 0.0, None, row[2] + index, "", span_id, None, "ERROR", message)
+                for index, span_id in enumerate(_ids_of(row))
+            ]
+
+
+def _ids_of(row: Row) -> Sequence[str]:
+    """The ids of the spans of a damaged pack, or names in place of ids that cannot be read."""
+    with suppress(*mapping.UNREADABLE):
+        found = codec.split_ids(bytes(row[5]))
+        if len(found) == row[3]:
+            return found
+    return [f"damaged-{row[0]}-{index}" for index in range(row[3])]
 
 
 def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -73,7 +89,9 @@ def read_chains(connection: Connection, rows: Sequence[Row], bodies: Sequence[by
     heads: dict[bytes, None] = {}
     keys: list[int] = []
     for row, body in zip(rows, bodies, strict=True):
-        found = codec.heads_of(body)
+        found = list[bytes]()
+        with suppress(*mapping.UNREADABLE):  # of a damaged pack
+            found = codec.heads_of(body)
         if found:
             heads.update(dict.fromkeys(found))
             keys.append(row[0])

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, cast
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError
 
 BLOCK: Final = 128
 """Tokens in a block. A span stores half a block inline on average, and a smaller block costs more rows: of the sizes 64
@@ -30,7 +28,6 @@ to 512, this one took the least space for conversations in a SQLite file (seven 
 every block has a length of its own, but new prompts then share nothing with old ones."""
 DIGEST: Final = 16
 """Bytes of a digest."""
-CACHE_BYTES: Final = 4 << 20
 _BLOCK_BYTES: Final = 4 * BLOCK
 _AT_ONCE: Final = 65536
 """Token ids that are packed at once: meanwhile no other thread runs."""
@@ -115,58 +112,15 @@ class TokenChain:
         return self.digests[-1]
 
 
-class ChainCache:
-    """The last chain of each attempt, so that the next turn of a conversation hashes only what is new. Bounded and
-    thread-safe."""
-
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._chains: OrderedDict[str, TokenChain] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def split(self, attempt_id: str, prompt: bytes) -> tuple[TokenChain | None, bytes]:
-        """(the full blocks of a binary prompt, or None if it is shorter than a block; the rest)."""
-        full = len(prompt) - len(prompt) % _BLOCK_BYTES
-        if not full:
-            return None, prompt
-        with self._lock:
-            known = self._chains.get(attempt_id)
-        digests = _digests(prompt, full, known)
-        chain = TokenChain(digests, prompt[:full])
-        self._put(attempt_id, chain)
-        return chain, prompt[full:]
-
-    def _put(self, attempt_id: str, chain: TokenChain) -> None:
-        with self._lock:
-            old = self._chains.pop(attempt_id, None)
-            self._bytes += len(chain.ids) - (0 if old is None else len(old.ids))
-            self._chains[attempt_id] = chain
-            while self._bytes > self._max_bytes:
-                self._bytes -= len(self._chains.popitem(last=False)[1].ids)
-
-
-def _digests(prompt: bytes, full: int, known: TokenChain | None) -> tuple[bytes, ...]:
-    digests = list(_shared(prompt, full, known)) if known is not None else []
-    parent = digests[-1] if digests else b""
-    for start in range(len(digests) * _BLOCK_BYTES, full, _BLOCK_BYTES):
+def split(prompt: bytes) -> tuple[TokenChain | None, bytes]:
+    """(the full blocks of a binary prompt, or None if it is shorter than a block; the rest)."""
+    full = len(prompt) - len(prompt) % _BLOCK_BYTES
+    digests: list[bytes] = []
+    parent = b""
+    for start in range(0, full, _BLOCK_BYTES):
         parent = blake2b(parent + prompt[start : start + _BLOCK_BYTES], digest_size=DIGEST).digest()
         digests.append(parent)
-    return tuple(digests)
-
-
-def _shared(prompt: bytes, full: int, known: TokenChain) -> tuple[bytes, ...]:
-    """The digests of the blocks that the prompt has in common with a known chain."""
-    if prompt.startswith(known.ids):
-        return known.digests
-    low, high = 0, min(len(known.digests), full // _BLOCK_BYTES)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if prompt.startswith(known.ids[: middle * _BLOCK_BYTES]):
-            low = middle
-        else:
-            high = middle - 1
-    return known.digests[:low]
+    return TokenChain(tuple(digests), prompt[:full]) if digests else None, prompt[full:]
 
 
 def blocks_of(chains: Iterable[TokenChain], known: Container[bytes] = ()) -> list[TokenBlock]:
@@ -202,6 +156,6 @@ def join_blocks(heads: Iterable[bytes], blocks: Iterable[tuple[bytes, bytes, byt
     return joined
 
 
-def missing_tokens(span_id: str) -> StoreError:
+def missing_tokens(span_id: str) -> ValueError:
     """The error for a span some of whose blocks are missing."""
-    return StoreError(f"tokens of span {span_id!r} are missing from the database: it was changed by another program")
+    return ValueError(f"tokens of span {span_id!r} are missing from the database: it was changed by another program")

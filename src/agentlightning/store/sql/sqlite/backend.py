@@ -23,7 +23,6 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
-from agentlightning.store.sql.sqlite.checkpointer import Checkpointer
 from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
 from agentlightning.store.sql.sqlite.schema import SqliteSchema
@@ -35,8 +34,6 @@ from agentlightning.store.validation import NO_LIMIT
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
-CHECKPOINT_PAGES: Final = 8000
-"""SQLite checkpoints the WAL within a commit after this many pages of 4 KiB, unless checkpointer.py has done so."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
 _dialect = sqlite.dialect()
@@ -127,9 +124,7 @@ class SqliteConnection:
         self._path = path
         self._cursor = connection.cursor()
         self._shared_file = path is not None
-        self._blob_bytes = 0
         self._files = None if path is None else OpenFiles(path)
-        self._checkpointer = None if path is None else Checkpointer(lambda: _connect(path))
         self._data_version = -1
         self._writing = False
         self._changes_before = 0
@@ -150,9 +145,6 @@ class SqliteConnection:
         if wrote:
             self.check_files()
         self._cursor.execute("COMMIT")
-        if self._checkpointer is not None:
-            self._checkpointer.committed(self._cursor, self._blob_bytes)
-            self._blob_bytes = 0
 
     def rollback(self) -> None:
         if self._writing:  # the keys reserved last are free again
@@ -161,8 +153,6 @@ class SqliteConnection:
             self._cursor.execute("ROLLBACK")
 
     def close(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
         self.raw.close()
 
     def all(self, statement: Statement, *values: Any) -> list[Any]:
@@ -184,8 +174,6 @@ class SqliteConnection:
         return self._cursor.execute(compiled.sql, _adapt(compiled.arrange(values))).rowcount
 
     def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        if rows and type(rows[0][-1]) is bytes:
-            self._blob_bytes += sum([len(row[-1]) for row in rows])
         return sum([self._bulk(insert, bulk.insert_sql, chunk) for chunk in bulk.chunks(rows)])
 
     def update(self, update: Update, rows: Sequence[Row]) -> None:
@@ -303,7 +291,6 @@ def _connect(path: Path | None, create: bool = False) -> sqlite3.Connection:
     )
     try:
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     except sqlite3.Error:  # the file is no database, say
         connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Container, Hashable, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ from agentlightning.store.ids import new_id
 from agentlightning.store.types import Worker
 from agentlightning.util.json_values import loads
 
+logger = logging.getLogger(__name__)
+
 Row = tuple[Any, ...]
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -49,6 +52,12 @@ def damaged(what: str, rollout_id: str, error: Exception) -> StoreError:
         f"{what} is damaged in the database and cannot be read ({_first_line(error)}); "
         f"store.delete_rollouts([{rollout_id!r}]) removes the rollout with all that belongs to it"
     )
+
+
+@lru_cache(maxsize=1024)
+def report(message: str) -> None:
+    """Log what a list leaves out or replaces, once."""
+    logger.error(message)
 
 
 def _first_line(error: Exception) -> str:

@@ -253,64 +253,35 @@ def ddl(dialect: Dialect) -> tuple[str, ...]:
 # -- functions that differ between dialects --------------------------------------------------------------------------
 
 
-class in_list(ColumnElement[bool]):  # noqa: N801  reads like a function in a query
+class _Fragment(ColumnElement[Any]):
+    """The text of its dialect, around its parts."""
+
+    inherit_cache = False
+
+    def __init__(self, sqlite: str, postgresql: str, *parts: ColumnElement[Any]) -> None:
+        self.texts = {"sqlite": sqlite, "postgresql": postgresql}
+        self.parts = parts
+
+
+@compiles(_Fragment)
+def _compile(element: _Fragment, compiler: Any, **options: Any) -> str:
+    parts = [compiler.process(part, **options) for part in element.parts]
+    return element.texts[compiler.dialect.name].format(*parts)
+
+
+def in_list(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
     """`column` is in the list that is parameter `name`: one statement for lists of every length."""
-
-    inherit_cache = False
-
-    def __init__(self, column: ColumnElement[Any], name: str) -> None:
-        self.column = column
-        self.values = bindparam(name)
+    return _Fragment("{} IN (SELECT value FROM json_each({}))", "{} = ANY ({})", column, bindparam(name))
 
 
-@compiles(in_list, "sqlite")
-def _one_of_json(element: in_list, compiler: Any, **options: Any) -> str:
-    column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
-    return f"{column} IN (SELECT value FROM json_each({values}))"
-
-
-@compiles(in_list, "postgresql")
-def _one_of_array(element: in_list, compiler: Any, **options: Any) -> str:
-    column, values = compiler.process(element.column, **options), compiler.process(element.values, **options)
-    return f"{column} = ANY ({values})"
-
-
-class contains_text(ColumnElement[bool]):  # noqa: N801
+def contains_text(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
     """The text that is parameter `name` is a substring of `column`, case-sensitively."""
-
-    inherit_cache = False
-
-    def __init__(self, column: ColumnElement[Any], name: str) -> None:
-        self.column = column
-        self.part = bindparam(name)
+    return _Fragment("instr({}, {}) > 0", "position({1} IN {0}) > 0", column, bindparam(name))
 
 
-@compiles(contains_text, "sqlite")
-def _instr(element: contains_text, compiler: Any, **options: Any) -> str:
-    column, part = compiler.process(element.column, **options), compiler.process(element.part, **options)
-    return f"instr({column}, {part}) > 0"
-
-
-@compiles(contains_text, "postgresql")
-def _position(element: contains_text, compiler: Any, **options: Any) -> str:
-    column, part = compiler.process(element.column, **options), compiler.process(element.part, **options)
-    return f"position({part} IN {column}) > 0"
-
-
-class position(ColumnElement[int]):  # noqa: N801
+def position() -> ColumnElement[int]:
     """The place of a rollout in order of creation."""
-
-    inherit_cache = False
-
-
-@compiles(position, "sqlite")
-def _key(element: position, compiler: Any, **options: Any) -> str:
-    return 'rollouts."key"'
-
-
-@compiles(position, "postgresql")
-def _coalesced(element: position, compiler: Any, **options: Any) -> str:
-    return "coalesce(rollouts.position, rollouts.key)"
+    return _Fragment('rollouts."key"', "coalesce(rollouts.position, rollouts.key)")
 
 
 def param(name: str) -> BindParameter[Any]:

@@ -5,6 +5,7 @@ Written once in SQLAlchemy Core for all dialects; see backend.py for how they ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
+    case,
     delete,
     func,
     literal_column,
@@ -89,17 +91,21 @@ Filters = tuple[bool, bool, bool, bool, bool]
 """Which filters are used: status, id, part of the id, queue, mode."""
 
 
+_Conditions = tuple[tuple[ColumnElement[bool], str], ...]
+"""Conditions and the parameter of each."""
+_BY_ONE_STATUS = rollouts.c.status == bindparam("statuses"), "statuses"
+_BY_STATUS = in_list(rollouts.c.status, "statuses"), "statuses"
+_BY_OTHERS = (
+    (in_list(rollouts.c.rollout_id, "ids"), "ids"),
+    (contains_text(rollouts.c.rollout_id, "part"), "part"),
+    (in_list(rollouts.c.queue, "queues"), "queues"),
+    (in_list(rollouts.c.mode, "modes"), "modes"),
+)
+
+
 def _filtered(
-    query: Select[Any], filters: Filters, any_of: bool, one_status: bool = False
+    query: Select[Any], filters: Sequence[bool], conditions: _Conditions, any_of: bool
 ) -> tuple[Select[Any], list[str]]:
-    status = rollouts.c.status == bindparam("statuses") if one_status else in_list(rollouts.c.status, "statuses")
-    conditions: tuple[tuple[ColumnElement[bool], str], ...] = (
-        (status, "statuses"),
-        (in_list(rollouts.c.rollout_id, "ids"), "ids"),
-        (contains_text(rollouts.c.rollout_id, "part"), "part"),
-        (in_list(rollouts.c.queue, "queues"), "queues"),
-        (in_list(rollouts.c.mode, "modes"), "modes"),
-    )
     wanted = [each for is_given, each in zip(filters, conditions, strict=True) if is_given]
     if wanted:
         query = query.where((or_ if any_of else and_)(*(condition for condition, _ in wanted)))
@@ -129,7 +135,8 @@ def query_rollouts(
     """Rollouts with their positions. Its parameters: one for each filter used (with `one_status`, a status), the last
     position (in order of creation), the position to continue after, limit and offset."""
     place = position()
-    query, names = _filtered(select(*ROLLOUT, place.label("place")), filters, any_of, one_status)
+    conditions = _BY_ONE_STATUS if one_status else _BY_STATUS, *_BY_OTHERS
+    query, names = _filtered(select(*ROLLOUT, place.label("place")), filters, conditions, any_of)
     if field is None and not descending:
         query = query.where(place <= param("last"))
         names.append("the_last")
@@ -142,7 +149,7 @@ def query_rollouts(
 
 @cache
 def count_rollouts(filters: Filters, any_of: bool = False) -> Statement:
-    query, names = _filtered(select(func.count()).select_from(rollouts), filters, any_of)
+    query, names = _filtered(select(func.count()).select_from(rollouts), filters, (_BY_STATUS, *_BY_OTHERS), any_of)
     return Statement(query, tuple(names))
 
 
@@ -263,10 +270,29 @@ LOCK_WORKERS = Statement(
 )
 FIND_WORKER = Statement(select(*WORKER).where(workers.c.worker_id == param("worker")), ("the_worker",))
 WORKER_KEY = Statement(select(workers.c.key).where(workers.c.worker_id == param("worker")), ("the_worker",))
-QUERY_WORKERS = Statement(
-    select(*WORKER).where(workers.c.key > param("key")).order_by(workers.c.key).limit(bindparam("many")).offset(_zero),
-    ("the_key", "many"),
+_has_open_attempts = (
+    select(attempts.c.key)
+    .where(OPEN, attempts.c.worker_id == workers.c.worker_id, attempts.c.superseded == _zero)
+    .correlate(workers)
+    .exists()
 )
+_worker_status = case(
+    (workers.c.lost != _zero, literal_column("'lost'")),
+    (_has_open_attempts, literal_column("'busy'")),
+    else_=literal_column("'idle'"),
+)
+
+
+@cache
+def query_workers(filters: tuple[bool, bool], any_of: bool) -> Statement:
+    """By status and a part of the id. Its parameters: the key to continue after, one for each filter used, limit and
+    offset."""
+    conditions = (in_list(_worker_status, "statuses"), "statuses"), (contains_text(workers.c.worker_id, "part"), "part")
+    query, names = _filtered(select(*WORKER).where(workers.c.key > param("key")), filters, conditions, any_of)
+    query = query.order_by(workers.c.key).limit(bindparam("many")).offset(bindparam("skip"))
+    return Statement(query, ("the_key", *names, "many", "skip"))
+
+
 LOST_WORKERS = Statement(
     select(workers.c.worker_id)
     .where(text("lost_at IS NOT NULL"), workers.c.lost_at <= param("now"))
