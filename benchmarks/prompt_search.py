@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import PYTHONS
+from tests.support.interacting_world import InteractingWorld
 
 from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import START, InteractingWorld, PromptWorld, report_tasks
+from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
 
 HERE = Path(__file__).resolve().parent
 WORLDS = {"instructions": PromptWorld, "interacting": InteractingWorld}

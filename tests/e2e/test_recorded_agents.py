@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.support.provider_streams import messages_answer
 
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.integration
 

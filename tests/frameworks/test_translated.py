@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from agentlightning import span as names
-from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import (
-    Reply,
-    ScriptedProvider,
-    Seen,
-    chat_answer,
+from tests.support.provider_streams import (
     chat_events,
     messages_answer,
     messages_events,
     response_answer,
     response_events,
 )
+
+from agentlightning import span as names
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.testing.provider import Reply, ScriptedProvider, Seen, chat_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

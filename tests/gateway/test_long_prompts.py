@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 import openai
 import orjson
 import pytest
+from tests.support.provider_streams import chat_events
 
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
 
@@ -113,7 +114,7 @@ WORK = {
     "forwarded": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
     "streamed": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
     "translated": (TRANSLATE, SPANS, PACK),
-    "counted": (TRANSLATE, GATEWAY + "forwarding.token_count.estimate_prompt_tokens"),
+    "counted": (TRANSLATE, GATEWAY + "forwarding.service.estimate_prompt_tokens"),
 }
 """What takes long for a long conversation, by the way of its call."""
 

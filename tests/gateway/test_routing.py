@@ -6,6 +6,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider_streams import messages_answer
 
 from agentlightning.engine.adapter_view import AdapterView
 from agentlightning.errors import ConfigError
@@ -17,7 +18,7 @@ from agentlightning.gateway.upstream.pricing import Price
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, messages_answer
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import open_transport
 from agentlightning.util.settings import load_settings
 

@@ -5,18 +5,16 @@ import json
 
 import pytest
 from pydantic import BaseModel
-
-from agentlightning.gateway.config import GatewayConfig
-from agentlightning.testing.provider import (
-    Reply,
-    ScriptedProvider,
-    chat_answer,
+from tests.support.provider_streams import (
     chat_events,
     messages_answer,
     messages_events,
     response_answer,
     response_events,
 )
+
+from agentlightning.gateway.config import GatewayConfig
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.slow
 

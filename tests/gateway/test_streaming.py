@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import openai
 import pytest
+from tests.support.provider_streams import chat_events, messages_events
 
 from agentlightning.errors import PolicyError, StoreFullError
 from agentlightning.gateway import asgi
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store import LightningStore
-from agentlightning.testing.provider import chat_events, messages_events
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -7,18 +7,10 @@ import urllib.error
 import urllib.request
 
 import pytest
+from tests.support.interacting_world import InteractingWorld
 
 from agentlightning.testing.prompt_server import PromptWorldServer
-from agentlightning.testing.prompt_world import (
-    ADVICE,
-    HEAD,
-    START,
-    TAIL,
-    InteractingWorld,
-    PromptWorld,
-    grade,
-    report_tasks,
-)
+from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld, grade, report_tasks
 
 
 def prompt(*lines: str) -> str:

@@ -5,9 +5,8 @@ probability .95, and to one that is not with .15; an answer scores the share of 
 it keeps to. The critic reads failed answers and names an ignored instruction with probability .6, else useless advice.
 The editor adds what the critic named.
 
-`InteractingWorld` is harder: some instructions work only beside another, some weaken each other, useless advice weakens
-all, and the editor also loses lines. All noise follows from the seed and from how often the same question was asked, so
-that results do not depend on the order of concurrent calls. `prompt_server` serves a world over HTTP.
+All noise follows from the seed and from how often the same question was asked, so that results do not depend on the
+order of concurrent calls. `prompt_server` serves a world over HTTP.
 """
 
 from __future__ import annotations
@@ -161,32 +160,6 @@ class PromptWorld:
         last = max([numbered.get(HEAD, 1), *(numbered[line] for line in own)])
         found += [{"op": "add", "after": last, "text": line} for line in after if line not in own]
         return json.dumps({"edits": found})
-
-
-class InteractingWorld(PromptWorld):
-    """Instructions that interact, and edits that are not localised.
-
-    Four instructions help only beside their partner, two pairs weaken each other (.95 to .85), and each line that is no
-    instruction costs all .01. With probability .3 an edit also loses another line.
-    """
-
-    partners: Final = {2: 0, 5: 3, 7: 6, 10: 9}
-    rivals: Final = {1: 4, 4: 1, 8: 11, 11: 8}
-    loss: Final = 0.3
-
-    def probability(self, number: int, given: frozenset[int], prompt: str) -> float:
-        if number not in given or self.partners.get(number, number) not in given:
-            return self.luck
-        clutter = 0.01 * sum(advice in prompt for advice in ADVICE)
-        rivalry = 0.1 if self.rivals.get(number) in given else 0.0
-        return self.follow - clutter - rivalry
-
-    def edited(self, lines: Sequence[str], critique: str) -> list[str]:
-        kept = list(lines)
-        rng = self._random("edit", critique)
-        if kept and rng.random() < self.loss:
-            kept.remove(rng.choice(kept))
-        return super().edited(kept, critique)
 
 
 def _prompt(text: str) -> str:

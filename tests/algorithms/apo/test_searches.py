@@ -7,11 +7,12 @@ import statistics
 from collections import Counter
 
 import pytest
+from tests.support.interacting_world import InteractingWorld
 
 from agentlightning.algorithms.apo.search import BeamSearch, Finals, GepaSearch, ReflectiveSearch
 from agentlightning.algorithms.apo.text import Candidate
 from agentlightning.algorithms.apo.trials import Trial
-from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, InteractingWorld, PromptWorld
+from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld
 
 
 def prompt(*lines: str) -> Candidate:

@@ -4,6 +4,7 @@ import asyncio
 
 import openai
 import pytest
+from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
 from agentlightning.errors import StoreLostError
@@ -11,7 +12,7 @@ from agentlightning.gateway.callers.attempt_watch import AttemptWatch
 from agentlightning.gateway.callers.attempts import AttemptCache
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.errors import ApiError
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.integration
 

@@ -6,6 +6,7 @@ import json
 import anthropic
 import openai
 import pytest
+from tests.support.provider_streams import chat_events, messages_answer, messages_events
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
@@ -13,14 +14,7 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.resources import LLM
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import (
-    Reply,
-    ScriptedProvider,
-    chat_answer,
-    chat_events,
-    messages_answer,
-    messages_events,
-)
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]
 KEY = "sk-theirs-0123456789"

@@ -7,6 +7,7 @@ import random
 import httpx
 import openai
 import pytest
+from tests.support.provider_streams import response_answer
 
 from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
@@ -14,7 +15,7 @@ from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, response_answer
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import connection
 
 pytestmark = pytest.mark.integration

@@ -7,6 +7,13 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider_streams import (
+    chat_events,
+    messages_answer,
+    messages_events,
+    response_answer,
+    response_events,
+)
 
 from agentlightning.gateway.dialects.anthropic.request import MESSAGES as ANTHROPIC
 from agentlightning.gateway.dialects.base import ReplyMetadata
@@ -24,14 +31,7 @@ from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
 from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
-from agentlightning.testing.provider import (
-    chat_answer,
-    chat_events,
-    messages_answer,
-    messages_events,
-    response_answer,
-    response_events,
-)
+from agentlightning.testing.provider import chat_answer
 
 CHAT, MESSAGES = "chat/completions", "messages"
 HI = [{"role": "user", "content": "hi"}]

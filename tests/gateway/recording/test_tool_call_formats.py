@@ -6,6 +6,7 @@ import operator
 
 import orjson
 import pytest
+from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
 from agentlightning.gateway.dialects.base import ReplyMetadata
@@ -13,7 +14,7 @@ from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
-from agentlightning.testing.provider import Reply, chat_answer, response_answer, response_events
+from agentlightning.testing.provider import Reply, chat_answer
 
 PARIS, ROME = '{"city":"Paris"}', '{"city":"Rome"}'
 BOTH = [("f", {"city": "Paris"}), ("f", {"city": "Rome"})]

@@ -8,20 +8,14 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider_streams import chat_events, messages_answer, messages_events, response_answer
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
 from agentlightning.gateway.dialects.openai.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.translation.attachments import as_chat
-from agentlightning.testing.provider import (
-    Reply,
-    chat_answer,
-    chat_events,
-    messages_answer,
-    messages_events,
-    response_answer,
-)
+from agentlightning.testing.provider import Reply, chat_answer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}

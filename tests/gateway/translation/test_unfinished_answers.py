@@ -5,10 +5,11 @@ import json
 import anthropic
 import openai
 import pytest
+from tests.support.provider_streams import chat_events, messages_answer, response_answer
 
 from agentlightning import span as names
 from agentlightning.assemble.model_calls import calls
-from agentlightning.testing.provider import Reply, chat_answer, chat_events, messages_answer, response_answer
+from agentlightning.testing.provider import Reply, chat_answer
 
 pytestmark = pytest.mark.integration
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
@@ -27,7 +28,7 @@ from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer, chat_events
+from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import open_transport
 
 pytestmark = pytest.mark.integration

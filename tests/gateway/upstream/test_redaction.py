@@ -5,18 +5,17 @@ import json
 import orjson
 import pytest
 from pydantic import SecretStr
-
-from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.servers import Redactor, redact_text
-from agentlightning.testing.provider import (
-    Reply,
-    chat_answer,
+from tests.support.provider_streams import (
     chat_events,
     messages_answer,
     messages_events,
     response_answer,
     response_events,
 )
+
+from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.servers import Redactor, redact_text
+from agentlightning.testing.provider import Reply, chat_answer
 
 KEY = "sk-theirs-0123456789"
 BASIC = "user:a password/of 20 letters"

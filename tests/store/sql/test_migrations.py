@@ -11,7 +11,7 @@ import pytest
 from agentlightning.errors import StoreError
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.migrations import STEPS, Schema, Step, migrate
-from agentlightning.store.sql.sqlite.schema import SqliteSchema
+from agentlightning.store.sql.sqlite.backend import SqliteSchema
 from agentlightning.store.sql.tables.schema import SCHEMA_VERSION
 
 

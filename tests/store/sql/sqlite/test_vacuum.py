@@ -12,7 +12,7 @@ import pytest
 from agentlightning.span import PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql.spans.token_blocks import BLOCK
-from agentlightning.store.sql.sqlite import vacuum
+from agentlightning.store.sql.sqlite import backend
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
@@ -95,8 +95,8 @@ async def test_others_write_while_a_store_is_made_smaller(tmp_path: Path, monkey
         other.execute("INSERT INTO queues (name) VALUES (?)", [f"queue {len(sizes)}"])
         sizes.append(other.execute("PRAGMA page_count").fetchone()[0])
 
-    monkeypatch.setattr(vacuum, "STEP_PAGES", 16)
-    monkeypatch.setattr(vacuum.time, "sleep", pause)
+    monkeypatch.setattr(backend, "STEP_PAGES", 16)
+    monkeypatch.setattr(backend.time, "sleep", pause)
     full = pragma(path, "page_count")
     await store.vacuum()
     assert len(sizes) > 3

@@ -26,7 +26,6 @@ _MAKERS: Final[Mapping[str, tuple[Mapping[str, float], Callable[[Settings], Toke
     "gspo": ({LOW: 0.9997, HIGH: 1.0004}, lambda given: GSPOLoss(clip_low=1 - given[LOW], clip_high=given[HIGH] - 1)),
 }
 """By name: the settings with their defaults, and what makes the loss."""
-SUPPORTED: Final = tuple(_MAKERS)
 
 
 def _low(given: Settings) -> float | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -25,11 +25,10 @@ from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.migrations import migrate
 from agentlightning.store.sql.sqlite.errors import explain, is_fatal
 from agentlightning.store.sql.sqlite.open_files import OpenFiles
-from agentlightning.store.sql.sqlite.schema import SqliteSchema
-from agentlightning.store.sql.sqlite.vacuum import shrink
 from agentlightning.store.sql.tables import bulk, statements
 from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update, Wake
 from agentlightning.store.sql.tables.bulk import quoted
+from agentlightning.store.sql.tables.schema import ddl
 from agentlightning.store.validation import NO_LIMIT
 
 BUSY_SECONDS: Final = 30.0
@@ -320,3 +319,83 @@ def _retry_busy(run: Callable[[], Any]) -> Any:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+
+
+# -- schema ------------------------------------------------------------------------------------------------------------
+
+
+class SqliteSchema:
+    """The schema, for migrations. `connection` is in no transaction."""
+
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        self.connection = connection
+        self.name = name
+
+    @contextmanager
+    def exclusive(self) -> Generator[None]:
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.connection.rollback()
+            raise
+        self.connection.execute("COMMIT")
+
+    def about(self) -> dict[str, str]:
+        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'about'"
+        if not self.connection.execute(found).fetchone():
+            return {}
+        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
+
+    def create(self) -> None:
+        row = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
+        if row:
+            raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); "
+                             "give another path")  # fmt: skip
+        for statement in (*ddl(_dialect), "CREATE INDEX rollouts_status ON rollouts (status)"):  # then by key
+            self.connection.execute(statement)
+
+    def execute(self, statement: str) -> sqlite3.Cursor:
+        return self.connection.execute(statement)
+
+
+# -- vacuum ------------------------------------------------------------------------------------------------------------
+
+# Returns the free pages of a database file to the file system while others write to it.
+#
+# A database created with `auto_vacuum = INCREMENTAL` is truncated some pages at a time: pages at its end move into free
+# pages further up. Each step holds the write lock for milliseconds, and between steps the lock is free for at least as
+# long.
+
+STEP_PAGES: Final = 256
+"""1 MiB."""
+CHECKPOINT_STEPS: Final = 32
+"""The write-ahead log is checkpointed after this many steps, so that it stays small."""
+MIN_PAUSE_SECONDS: Final = 0.002
+
+
+def shrink(cursor: sqlite3.Cursor) -> None:
+    """`cursor` is of a connection that nobody else uses, in no transaction."""
+    steps = 0
+    left = _number(cursor, "freelist_count")
+    while left > 0:
+        started = time.perf_counter()
+        # Not `execute`, which takes a single step of a statement without columns: each step frees one page.
+        cursor.executescript(f"PRAGMA incremental_vacuum({STEP_PAGES})")
+        steps += 1
+        if steps % CHECKPOINT_STEPS == 0:
+            _checkpoint(cursor)
+        time.sleep(max(MIN_PAUSE_SECONDS, time.perf_counter() - started))
+        before, left = left, _number(cursor, "freelist_count")
+        if left >= before:  # others free pages as fast as these are returned
+            break
+    _checkpoint(cursor)
+
+
+def _checkpoint(cursor: sqlite3.Cursor) -> None:
+    """Without waiting for others."""
+    cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _number(cursor: sqlite3.Cursor, name: str) -> int:
+    return int(cursor.execute(f"PRAGMA {name}").fetchone()[0])
