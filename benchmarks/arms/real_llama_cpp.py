@@ -1,8 +1,8 @@
 """llama.cpp for `real_model.py`, by llama-cpp-python's low-level interface: all callers are sequences of one context.
 
 A prompt that several callers share is computed once and its cells are shared (`llama_memory_seq_cp`), as llama.cpp's
-own `batched` example does. A context is made before each measurement, as a server has one from the start. The file is in float32; for bfloat16 llama.cpp
-writes one in BF16 beside it.
+own `batched` example does. A context is made before each measurement, as a server has one from the start. The file is
+in float32; for bfloat16 llama.cpp writes one in BF16 beside it.
 """
 
 from __future__ import annotations
