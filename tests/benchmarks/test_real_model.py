@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.support.models import tiny_checkpoint
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -39,5 +38,5 @@ def test_arms_that_computed_different_numbers_of_tokens_are_refused() -> None:
     rows = [real_model.Row("sampling", "case", "float32", name) for name in ("real_ours", "real_transformers")]
     for row, tokens in zip(rows, (64, 60), strict=True):
         row.answers.append({"tokens": tokens})
-    with pytest.raises(real_model.DifferentWorkError, match="'transformers.generate': {60}"):
+    with pytest.raises(real_model.DifferentWorkError, match=r"'transformers\.generate': \{60\}"):
         real_model.check_same_work(rows)
