@@ -61,6 +61,7 @@ check: lint type contracts test test-integration  ## All of the above, as CI doe
 bench: $(STAMP)  ## Run the benchmarks (with the peers that make peers has made)
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/real_model.py sampling --prompts 60 --rounds 3
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/store_http.py
 	$(BIN)/python benchmarks/otlp.py

@@ -24,6 +24,11 @@ PYTHONS = {
     "raw": Path(sys.executable),
     "agl03": Path(os.environ.get("AGL_PEER_03") or HERE.parent / ".peers/agl03/bin/python"),
     "agl1": Path(os.environ.get("AGL_PEER_1") or HERE.parent / ".peers/agl1/bin/python"),
+    "real_ours": Path(sys.executable),
+    "real_transformers": Path(sys.executable),
+    "real_trl": Path(os.environ.get("AGL_TRL_PYTHON") or HERE.parent / ".peers/trl/bin/python"),
+    "real_llama_cpp": Path(os.environ.get("LLAMA_CPP_PYTHON") or HERE.parent / ".peers/llama_cpp/bin/python"),
+    "real_vllm": Path(os.environ.get("AGL_VLLM") or HERE.parent / ".peers/vllm") / "bin/python",
 }
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes the environments of the peers that the benchmarks run beside: .peers/agl03, .peers/agl1, .peers/litellm and
-# .peers/gepa in this checkout.
+# Makes the environments of the peers that the benchmarks run beside: .peers/agl03, .peers/agl1, .peers/litellm,
+# .peers/gepa and .peers/trl in this checkout.
 #
 #     benchmarks/peers.sh            (or: make peers)
 #
-# Each gets the exact packages of benchmarks/peers/NAME.txt and nothing else; neither brings torch. An environment that
+# Each gets the exact packages of benchmarks/peers/NAME.txt and nothing else. Only trl brings torch, from TORCH_INDEX
+# where that is set: on Linux, PyPI's brings CUDA libraries (see the Makefile). An environment that
 # is complete is left alone; remove its folder to make it anew. AGL_PEER_PYTHON_03 (3.10 to 3.13) and AGL_PEER_PYTHON_1
 # (3.12 or newer) name the interpreters where the ones found by themselves are not right.
 set -euo pipefail
@@ -28,6 +29,11 @@ make_peer() {  # make_peer NAME PACKAGE OLDEST INTERPRETER
     python="${4:-$(find_python "$3")}" || { echo "$home: left out, it needs Python $3 or newer" >&2; return; }
     rm -rf "$home"
     "$python" -m venv "$home"
+    # torch with what it depends on, which is not the same from every index; nothing else may bring more.
+    if grep -q '^torch==' "$pins"; then
+        "$home/bin/pip" install --quiet --disable-pip-version-check ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+            "$(grep '^torch==' "$pins")"
+    fi
     "$home/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$pins"
     "$home/bin/python" -W ignore -c "import $2, importlib.metadata as m; print(m.version('$2'))"
     cp "$pins" "$home/.installed"
@@ -38,3 +44,4 @@ make_peer agl03 agentlightning 3.10 "${AGL_PEER_PYTHON_03:-}"
 make_peer agl1 agentlightning 3.12 "${AGL_PEER_PYTHON_1:-}"
 make_peer litellm litellm 3.10 "${AGL_PEER_PYTHON_LITELLM:-}"
 make_peer gepa gepa 3.10 "${AGL_PEER_PYTHON_GEPA:-}"
+make_peer trl trl 3.10 "${AGL_PEER_PYTHON_TRL:-}"

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -150,6 +151,16 @@ def resident_mb(pid: int | str = "self", what: str = "VmRSS") -> float:
     """Memory of a process that is in RAM, in megabytes; VmHWM is the most it ever was."""
     with open(f"/proc/{pid}/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(what)) / 1024
+
+
+def measured(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` returns, with the CPU seconds of all threads of this process, the seconds it took, and the most
+    memory that the process has had in RAM until now, in megabytes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    made = work()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {**made, "cpu_seconds": cpu, "wall_seconds": wall, "peak_mb": peak}
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------
