@@ -486,7 +486,7 @@ async def test_a_change_of_a_stage_that_is_over_is_warned_of(run: Run) -> None:
 
 async def test_a_run_with_stages_of_ones_own_is_resumed_with_the_stages_it_had(run: Run) -> None:
     await run.fit(agl.Sequential([Publishes(BETTER), learn(1)]))
-    with pytest.raises(agl.ResumeError, match=r"sequential\.algorithm:Sequential"):
+    with pytest.raises(agl.ResumeError, match=r"algorithms\.sequential:Sequential"):
         await run.resume()
     run.policy = ScriptedPolicy(quality)
     with pytest.raises(agl.ResumeError, match="stage 1 of the run was Publishes, not lightning_rl"):

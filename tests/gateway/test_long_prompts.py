@@ -50,10 +50,13 @@ async def test_a_prompt_beyond_the_context_is_refused_before_it_is_encoded_whole
         await service.ask(TEXT)
     assert refused.value.code == "context_length_exceeded"
     assert service.engine.calls == []
-    started = time.perf_counter()
-    with pytest.raises(openai.BadRequestError):
-        await service.ask(TEXT)
-    assert time.perf_counter() - started < whole / 2
+    took: list[float] = []
+    for _ in range(5):  # The least of them: what else the machine does may hold up any of them.
+        started = time.perf_counter()
+        with pytest.raises(openai.BadRequestError):
+            await service.ask(TEXT)
+        took.append(time.perf_counter() - started)
+    assert min(took) < whole / 2
 
 
 async def test_a_long_prompt_that_fits_is_encoded_beside_the_loop(serve, bpe_chat, whole):

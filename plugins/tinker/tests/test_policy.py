@@ -227,9 +227,9 @@ async def test_a_wrong_key_a_missing_one_and_a_server_that_is_none_are_said_so(
         await TinkerPolicy.open(policy_settings(model), TinkerConfig(url=url))
 
 
-async def test_a_missing_package_names_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_package_names_its_plugin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"agentlightning\[tinker\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install \./plugins/tinker"):
         await TinkerPolicy.open(policy_settings(model), TinkerConfig(url="http://127.0.0.1:1"))
 
 

@@ -262,9 +262,9 @@ def test_versions_of_a_newer_format_and_damaged_manifests_are_refused(url: str, 
         WeightPuller(url, tmp_path / "host").pull()
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"agentlightning\[weights\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install \./plugins/weights"):
         Bucket("memory://x")
 
 

@@ -35,11 +35,11 @@ from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.adapters.views import AgentViews, with_adapters_of
+from agentlightning.policy.adapters.views import AgentViews
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of
-from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
+from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
 from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.value_head import NO_HEAD

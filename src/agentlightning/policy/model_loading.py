@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
 from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
 from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.lora_config import AgentSetting, Lora
 
 logger = logging.getLogger(__name__)
+_AGENTS: TypeAdapter[dict[str, AgentSetting]] = TypeAdapter(dict[str, AgentSetting])
 
 
 def find_device(name: str) -> torch.device:
@@ -86,3 +90,35 @@ def _faithful_length(text_config: Any, most: int) -> tuple[int, str]:
         if rope.get("rope_type") == "longrope":
             return min(most, int(rope.get("original_max_position_embeddings") or most)), "longrope"
     return most, "default"
+
+
+def with_adapters_of(config: LocalPolicyConfig) -> tuple[LocalPolicyConfig, Path | None]:
+    """The configuration of the model below, with the adapters that `config.model` holds unless it names its own, and
+    the directory to read them from; `config` itself if its model is no directory of adapters. Raises PolicyError for
+    files that cannot be read."""
+    directory = Path(config.model)
+    if not (directory.is_dir() and has_adapters(directory)):
+        return config, None
+    saved = read_agents(directory)
+    base, lora = saved.get("base_model_name_or_path"), config.lora
+    if (directory / CONFIG).is_file():
+        own = read_adapter_config(directory)
+        base, lora = own.get("base_model_name_or_path") or base, lora or _lora(own, directory)
+    if not isinstance(base, str):
+        raise PolicyError(f"{directory} does not name the model below its adapters (base_model_name_or_path)")
+    agents = config.agents or _agents(saved.get("agents", {}), directory)
+    return config.model_copy(update={"model": base, "lora": lora, "agents": agents}), directory
+
+
+def _lora(saved: dict[str, Any], directory: Path) -> Lora:
+    try:
+        return Lora(r=saved["r"], alpha=saved["lora_alpha"], targets=saved_targets(saved))
+    except (KeyError, TypeError, ValidationError) as error:
+        raise PolicyError(f"{directory / CONFIG} describes no adapter: {error}; choose another checkpoint") from error
+
+
+def _agents(saved: Any, directory: Path) -> dict[str, AgentSetting]:
+    try:
+        return _AGENTS.validate_python(saved)
+    except ValidationError as error:
+        raise PolicyError(f"the agents of {directory} cannot be read: {error}; choose another checkpoint") from error

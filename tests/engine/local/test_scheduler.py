@@ -92,10 +92,10 @@ class Counter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tokens = 0
-        model.register_forward_pre_hook(self._hook, with_kwargs=True)
+        model.get_input_embeddings().register_forward_pre_hook(self._hook)
 
-    def _hook(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        self.tokens += (args[0] if args else kwargs["input_ids"]).numel()
+    def _hook(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.tokens += args[0].numel()
 
     def pop(self) -> int:
         tokens, self.tokens = self.tokens, 0

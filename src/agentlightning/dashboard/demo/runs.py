@@ -27,6 +27,7 @@ from agentlightning.training.health.examination import read_records
 from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.persistence.token_ratios import CallRatios, write_ratios
+from agentlightning.training.report.result import cost_of_steps
 from agentlightning.util.settings import dump_toml
 
 BEGAN: Final = 1_760_000_000.0
@@ -260,6 +261,7 @@ def _report(run: MadeUpRun, path: Path) -> dict[str, Any]:
         "best_step": run.state.best_step,
         "seconds": run.state.seconds,
         "rollbacks": 0,
+        "cost": cost_of_steps(run.metrics).as_json(),
         "checkpoint": str(path / "checkpoint"),
         "run_dir": str(path),
     }

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from agentlightning.policy.adapters.views import with_adapters_of
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.fsdp import checkpoint
 from agentlightning.policy.fsdp.checkpoint import TrainedParameters
@@ -21,7 +20,7 @@ from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide, p
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
-from agentlightning.policy.model_loading import load_model
+from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.trained_weights import joint_metrics, trained_weights
 from agentlightning.policy.update.learner import Learner

@@ -30,7 +30,7 @@ settings.register_profile(
 settings.load_profile("agentlightning")
 
 
-CHECKOUT_STORE = Path(__file__).parents[1] / ".agentlightning"
+CHECKOUT_STORE = Path(__file__).parent / ".agentlightning"
 
 
 def _stored() -> dict[str, int]:
