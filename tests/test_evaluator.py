@@ -5,13 +5,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.scripted_policy import ScriptedPolicy
 
 import agentlightning as agl
 from agentlightning.config import RunnerConfig
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.evaluator import evaluate
 from agentlightning.policy import open as opening
-from agentlightning.testing import ScriptedPolicy
 from agentlightning.training import agent_runner
 
 pytestmark = pytest.mark.integration

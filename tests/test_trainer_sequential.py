@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 import agentlightning as agl
 from agentlightning.algorithms.preference import DPO
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.policy import open as opening
-from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes

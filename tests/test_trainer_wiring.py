@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.sft import SFTAlgorithm
@@ -34,7 +35,6 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.tracing.air import air_rule
 from agentlightning.trainer import Trainer
 from agentlightning.training.report import write_report

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import PolicyError
-from agentlightning.testing import ScriptedPolicy, scripted_weights
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 TREE = TokenTree((Node(-1, (5, 6)), Node(0, (7,), sampled=True, logprobs=(-0.5,))))
