@@ -65,6 +65,13 @@ class PolicyConfig(ModelSettings):
     model: ModelName = TINY
     """A directory that transformers loads, a `.gguf` file, a short name such as `smollm2-135m`, or a hub name
     (docs/get-started/models.md). `tiny`: a small new model with random weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
+    in float32, which cost 4 bytes a weight more. auto: bfloat16 for models of 50M weights or more where the processor
+    or the GPU computes in it, else float32."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of torch. None: all cores for models of 50M weights or more, if a product of its size is then faster
+    at the start of the run, else 1. More than one is slower whenever the machine is busy with anything else."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False

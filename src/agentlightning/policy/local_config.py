@@ -31,11 +31,6 @@ class ModelSettings(Section):
     """The model name that agents may use; the policy also answers calls for any other name."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that are sampled from. bfloat16 samples with half the memory; it is trained through master copies
-    in float32, which cost 4 bytes a weight more."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of torch. More than one is slower whenever the machine is busy with anything else."""
     max_batch_size: int = Field(default=128, ge=1)
     """Answers sampled at the same time; further calls wait."""
     max_context: int | None = Field(default=None, ge=16)
@@ -61,6 +56,10 @@ class ModelSettings(Section):
 class LocalPolicyConfig(ModelSettings):
     """A model to open, which is not `tiny`, and the resources it may use."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """See `PolicyConfig.dtype`."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch."""
     kv_cache_bytes: int = Field(default=4 << 30, ge=1)
     """Memory for the keys and values of these answers; further requests wait. One answer always fits."""
     prefix_cache_bytes: int = Field(default=1 << 30, ge=0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import statistics
+import timeit
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
 from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
@@ -18,6 +21,11 @@ from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import AgentSetting, Lora
 
 logger = logging.getLogger(__name__)
+
+CORES: Final = torch.get_num_threads()
+"""The threads that torch chooses: physical cores, or what OMP_NUM_THREADS says."""
+LARGE: Final = 50_000_000
+"""Weights from which a model gains from bfloat16 and from threads: SmolLM2-135M does, the models of tests do not."""
 _AGENTS: TypeAdapter[dict[str, AgentSetting]] = TypeAdapter(dict[str, AgentSetting])
 
 
@@ -30,6 +38,49 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f'device="{name}" cannot be used: {error}; use "auto" or "cpu"') from error
     return device
+
+
+def with_resources(
+    config: LocalPolicyConfig, dtype: Literal["auto", "float32", "bfloat16"], threads: int | None
+) -> LocalPolicyConfig:
+    """`config` with these, chosen by the size of the model where they are left open. A model whose shape cannot be read
+    gets the defaults, since opening it says why."""
+    if dtype == "auto" or threads is None:
+        below, _ = with_adapters_of(config)
+        try:
+            model = checkpoint.empty_model(resolve_model(below.model, weights=False), torch.float32)
+        except (OSError, ValueError, KeyError, ImportError, AgentLightningError):
+            return config
+        size, device = model.num_parameters(), find_device(config.device)
+        large = size >= LARGE
+        auto = "bfloat16" if large and _computes_bfloat16(device) else "float32"
+        dtype = auto if dtype == "auto" else dtype
+        if threads is None:
+            hidden = cast(int, model.config.get_text_config(decoder=True).hidden_size)
+            threads = fastest_threads(hidden, getattr(torch, dtype)) if large and device.type == "cpu" else 1
+        logger.info("%s of %.1fM weights: dtype=%s, threads=%d", config.model, size / 1e6, dtype, threads)
+    return config.model_copy(update={"dtype": dtype, "threads": threads})
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    if device.type == "cpu":
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, name, bool)() for name in names)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def fastest_threads(hidden: int, dtype: torch.dtype) -> int:
+    """1, or as many threads as torch chose for this machine if they multiply matrices clearly faster just now."""
+    x, weight = torch.ones(64, hidden, dtype=dtype), torch.ones(4 * hidden, hidden, dtype=dtype)
+    before, seconds = torch.get_num_threads(), dict[int, float]()
+    for threads in (1, CORES):
+        torch.set_num_threads(threads)
+        nn.functional.linear(x, weight)
+        seconds[threads] = statistics.median(
+            timeit.repeat(lambda: nn.functional.linear(x, weight), number=1, repeat=25)
+        )
+    torch.set_num_threads(before)
+    return CORES if seconds[CORES] < 0.8 * seconds[1] else 1
 
 
 def load_model(config: LocalPolicyConfig, *, weights: bool = True) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -21,6 +21,9 @@ from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.plugins import load_plugin
 from agentlightning.util.settings import settings_from
+
+if TYPE_CHECKING:
+    from agentlightning.policy.local import LocalPolicy
 
 TINY_CONTEXT: Final = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
@@ -68,7 +71,7 @@ def policy_config(
     shared |= {"model": path, "lora": lora}
     if settings.engine != "local":
         check_servable(adapters_of(lora, agents or {}), settings.servers, settings.engine)
-    return LocalPolicyConfig(
+    config = LocalPolicyConfig(
         **shared,
         seed=seed,
         agents=dict(agents or {}),
@@ -76,6 +79,11 @@ def policy_config(
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
+    if settings.kind == "tinker":  # Its server computes.
+        return config
+    from agentlightning.policy.model_loading import with_resources
+
+    return with_resources(config, settings.dtype, settings.threads)
 
 
 async def open_policy(config: LocalPolicyConfig) -> Policy:
@@ -109,8 +117,9 @@ async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> 
         return policy
     from agentlightning.policy.served import ServedPolicy
 
+    dtype = cast("LocalPolicy", policy).config.dtype
     try:
-        return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=settings.dtype)
+        return await ServedPolicy.open(policy, settings.servers, folder, kind=settings.engine, dtype=dtype)
     except BaseException:
         await policy.close()
         raise
