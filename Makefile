@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' $(PLUGINS:%=-e %)
 	touch $(STAMP)
 
-demo: $(STAMP)  ## Train a real agent on this machine and measure the gain
-	$(BIN)/agl demo
+demo: $(STAMP)  ## Train a real agent on this machine and measure the gain; MODEL=smollm2-135m: of a pretrained model
+	$(BIN)/agl demo $(if $(MODEL),--model $(MODEL))
 	@echo 'agl is $(BIN)/agl here: source $(BIN)/activate, and then agl train --help'
 
 # Many tests start programs, which takes a third less with the bytecode of the one before.

@@ -12,6 +12,7 @@ from agentlightning.cli.formatting.training_report import print_result
 from agentlightning.cli.options import Json
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.viewing.live import LiveProgress
+from agentlightning.models.resolve import TINY
 
 
 def register(app: typer.Typer) -> None:
@@ -19,20 +20,29 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
+    model: Annotated[
+        str, typer.Option(help="A pretrained model to train in its place: smollm2-135m, or as agl train --model.")
+    ] = TINY,
     seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/demo-<time>).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a tool-calling agent by reinforcement learning on this machine: two cores, no GPU, no download."""
+    """Train an agent by reinforcement learning on this machine: two cores, no GPU.
+
+    The model is made on the spot, without a download, and learns to call a calculator. A pretrained model learns to
+    read customers' messages."""
     output = Output(as_json)
     directory = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     with errors_reported(output, lambda: directory):
-        from agentlightning.demo import job
+        from agentlightning.demo import job, messages
         from agentlightning.trainer import Trainer
 
-        demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
-        configuration = job.settings(demonstrations, seed, steps)
+        if model == TINY:
+            demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
+            configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
+        else:
+            configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
         trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
-        result = trainer.fit(**job.tasks(seed))
+        result = trainer.fit(**tasks)
         output.finish(result.as_json(), lambda console: print_result(result, console))

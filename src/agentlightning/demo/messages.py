@@ -1,0 +1,112 @@
+"""The demo on a pretrained model: an ordinary agent that reads customers' messages, its tasks, score and settings.
+
+A task is a JSON object `{"id", "message", "product", "order"}`; the agent sees only the message. No sentence and no
+product of the training tasks occurs in another, so what is measured is reading and not remembering.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from openai import OpenAI
+
+from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.config import EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.policy.optimizer_config import OptimizerConfig
+
+SYSTEM: Final = "Read the customer's message. Reply with the product and the order number, nothing else."
+SENTENCES: Final = (
+    "I was charged twice for my {product}.",
+    "I want my money back for the {product}.",
+    "My {product} has not arrived yet.",
+    "The parcel with the {product} is {days} days late.",
+    "Where is my {product}? The tracking page shows nothing.",
+    "You sent the {product} to the wrong address.",
+    "The courier left my {product} in the rain.",
+    "When will the {product} be delivered?",
+    "The {product} does not turn on.",
+    "The screen of my {product} flickers.",
+    "My {product} makes a loud noise and stops.",
+    "The {product} shows an error after the update.",
+    "The battery of the {product} is empty after {days} days.",
+    "How do I reset the {product}?",
+    "My invoice for the {product} shows the wrong amount.",
+    "Can you send the {product} by express mail?",
+)
+PRODUCTS: Final = (
+    "kettle", "lamp", "phone", "printer", "camera", "router", "speaker", "watch",
+    "blender", "heater", "fridge", "radio", "toaster", "scale", "drill", "tent",
+)  # fmt: skip
+UNSEEN: Final = 4
+"""The last of SENTENCES and PRODUCTS, which no training task has."""
+FRAMES: Final = (
+    "{sentence} My order is {order}.",
+    "Order {order}: {sentence}",
+    "Hello, this is about order {order}. {sentence}",
+    "{sentence} (order {order})",
+)
+STEPS: Final = 18
+TASKS_PER_STEP: Final = 8
+GROUP_SIZE: Final = 8
+VALIDATION: Final = 32
+HELD_OUT: Final = 96
+
+
+@functools.cache
+def client() -> OpenAI:
+    return OpenAI(base_url="http://localhost", api_key="unused")
+
+
+def read(message: str, base_url: str, model: str = "policy") -> str:
+    chat = client().with_options(base_url=base_url).chat.completions
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": message}]
+    return chat.create(model=model, messages=messages, max_tokens=16).choices[0].message.content or ""
+
+
+def score(task: Mapping[str, Any], output: str) -> float:
+    """F1 of the answer's words: 1 for the product and the order number alone, less for each word missing or added."""
+    words, wanted = re.findall(r"[a-z0-9]+", output.lower()), {task["product"], task["order"].lower()}
+    return 2 * len(wanted.intersection(words)) / (len(words) + len(wanted))
+
+
+def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
+    rng, seen = random.Random(f"{split}/{seed}"), slice(None, -UNSEEN) if split == "train" else slice(-UNSEEN, None)
+    tasks: list[dict[str, Any]] = []
+    for number in range(count):
+        product, order = rng.choice(PRODUCTS[seen]), f"{rng.choice('ABKRTX')}{rng.randint(1000, 9999)}"
+        sentence = rng.choice(SENTENCES[seen]).format(product=product, days=rng.randint(2, 30))
+        message = rng.choice(FRAMES).format(sentence=sentence, order=order)
+        tasks.append({"id": f"{split}-{number}", "message": message, "product": product, "order": order})
+    return tasks
+
+
+def tasks(seed: int) -> dict[str, list[Any]]:
+    """The arguments of `Trainer.fit` that are tasks."""
+    return {
+        "train_dataset": make_tasks("train", TASKS_PER_STEP * STEPS, seed),
+        "val_dataset": make_tasks("val", VALIDATION, seed),
+        "held_out_dataset": make_tasks("test", HELD_OUT, seed),
+    }
+
+
+def settings(model: str, seed: int, steps: int | None = None) -> TrainConfig:
+    """The configuration; `steps` replaces the number of reinforcement learning steps."""
+    steps = steps or STEPS
+    return TrainConfig(
+        agent="agentlightning.demo.messages:read",
+        reward="agentlightning.demo.messages:score",
+        run=RunConfig(seed=seed),
+        policy=PolicyConfig(model=model),
+        algorithm=LightningRLConfig(
+            steps=steps,
+            tasks_per_step=TASKS_PER_STEP,
+            group_size=GROUP_SIZE,
+            optimizer=OptimizerConfig(lr=5e-5, schedule="constant", total_steps=steps, warmup_steps=0),
+        ),
+        runner=RunnerConfig(concurrency=TASKS_PER_STEP * GROUP_SIZE, timeout_seconds=120),
+        evaluation=EvaluationConfig(every=9, tasks=VALIDATION),
+    )

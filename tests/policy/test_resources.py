@@ -1,0 +1,63 @@
+"""Precision and threads that settings leave open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.models import tiny_checkpoint
+
+from agentlightning.policy import model_loading
+from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.open import policy_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_a_small_model_has_float32_and_one_thread(model: Path) -> None:
+    config = policy_config(PolicyConfig(), str(model))
+    assert (config.dtype, config.threads) == ("float32", 1)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+async def test_a_large_model_has_bfloat16_where_the_processor_computes_in_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
+) -> None:
+    monkeypatch.setattr(model_loading, "LARGE", 1000)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: computes)
+    policy = LocalPolicy.open(policy_config(PolicyConfig(device="cpu"), str(model)))
+    assert policy._model.dtype == (torch.bfloat16 if computes else torch.float32)
+    await policy.close()
+
+
+def test_threads_are_those_that_multiply_faster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "LARGE", 1000)
+    monkeypatch.setattr(model_loading, "CORES", 2)
+    before = torch.get_num_threads()
+    for seconds, threads in (({1: 1.0, 2: 0.6}, 2), ({1: 1.0, 2: 0.9}, 1), ({1: 1.0, 2: 8.0}, 1)):
+        monkeypatch.setattr(
+            model_loading.timeit, "repeat", lambda work, seconds=seconds, **_: [seconds[torch.get_num_threads()]]
+        )
+        assert policy_config(PolicyConfig(device="cpu"), str(model)).threads == threads
+        assert torch.get_num_threads() == before
+
+
+def test_what_is_set_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "LARGE", 1000)
+    config = policy_config(PolicyConfig(dtype="float32", threads=3), str(model))
+    assert (config.dtype, config.threads) == ("float32", 3)
+    config = policy_config(PolicyConfig(dtype="bfloat16"), str(model))
+    assert config.dtype == "bfloat16"
+
+
+def test_a_model_that_cannot_be_read_fails_where_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    config = policy_config(PolicyConfig(), str(tmp_path))
+    with pytest.raises(model_loading.PolicyError, match="holds no tokenizer"):
+        LocalPolicy.open(config)
