@@ -1,0 +1,63 @@
+"""The demo on a pretrained model: its tasks and their score, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.models import tiny_checkpoint
+
+from agentlightning.demo import messages
+
+PROGRAM = "from agentlightning.cli.main import build; build()()"
+
+
+def words(tasks: list[dict[str, Any]]) -> set[str]:
+    return {word for task in tasks for word in task["message"].split()}
+
+
+def test_a_task_says_what_its_answer_is() -> None:
+    for task in messages.make_tasks("train", 50, 1) + messages.make_tasks("test", 50, 1):
+        assert task["product"] in task["message"]
+        assert task["order"] in task["message"]
+    assert (
+        messages.make_tasks("train", 5, 1) == messages.make_tasks("train", 5, 1) != messages.make_tasks("train", 5, 2)
+    )
+
+
+def test_no_product_and_no_sentence_of_training_is_measured() -> None:
+    train, test = messages.make_tasks("train", 2000, 0), messages.make_tasks("test", 2000, 0)
+    assert {task["product"] for task in train}.isdisjoint(task["product"] for task in test)
+    assert not [task for task in test if any(f"{each}" in task["message"] for each in ("flickers", "twice", "rain"))]
+    assert {"flickers.", "twice", "rain."} <= words(train)
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("lamp A1234", 1.0),
+        ("Lamp, A1234.", 1.0),
+        ("A1234", 2 / 3),
+        ("lamp A1234 A1234", 0.8),
+        ("The lamp of order A1234 is broken", 4 / 9),
+        ("billing", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_score_is_the_f1_of_the_words(output: str, reward: float) -> None:
+    task = {"product": "lamp", "order": "A1234"}
+    assert messages.score(task, output) == pytest.approx(reward)
+
+
+@pytest.mark.integration
+def test_any_model_can_be_named(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    command = [sys.executable, "-c", PROGRAM, "demo", "--model", str(model), "--steps", "1", "--json"]
+    done = subprocess.run([*command, "--run-dir", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+    assert "agentlightning.demo.messages:read" in (tmp_path / "run" / "config.toml").read_text()
