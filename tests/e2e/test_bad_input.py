@@ -68,7 +68,7 @@ def test_printed_settings_can_be_read_back(job, agl):
 
 def test_errors_are_json_with_the_option_json(job, agl):
     done = agl("train", *job.arguments, "--json", "--model", "no/such/model")
-    assert json.loads(done.stdout.splitlines()[-1])["error"]["type"] in ("ConfigError", "PolicyError")
+    assert json.loads(done.stdout.splitlines()[-1])["error"]["type"] == "ModelNotFoundError"
 
 
 ONE_STEP = ["algorithm.steps=1", "runner.max_attempts=1", "--run-dir", "run"]
