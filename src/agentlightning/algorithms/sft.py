@@ -295,7 +295,7 @@ class SupervisedLoop(Validated, Protocol):
 
     chat: ChatFormat
     context_length: int
-    first_step: int
+    first_step: int = 0
     """The number of steps that are done."""
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
@@ -314,10 +314,11 @@ class SupervisedLoop(Validated, Protocol):
 class PolicyLoop(SupervisedLoop):
     """Updates a policy, outside a trainer."""
 
+    keeps_best = True
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
-        self.keeps_best = True
+        self.chat, self.context_length = policy.chat, policy.context_length
         self.validation_losses: dict[int, float] = {}
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:

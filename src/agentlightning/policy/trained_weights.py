@@ -85,9 +85,10 @@ class TrainedWeights(Protocol):
 class UnadaptedWeights:
     """The weights of a model without adapters."""
 
+    adapters: Adapters | None = None
+    own: str | None = None
+
     def __init__(self, model: PreTrainedModel, value_head: ValueHead | None) -> None:
-        self.adapters: Adapters | None = None
-        self.own: str | None = None
         self.updaters: Mapping[str | None, Updater] = {}
         self.value_head = value_head
         self._model = model

@@ -100,14 +100,10 @@ class Ranks:
         found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
         if not found:
             return
-        flat = torch.cat([_gradient(p).flatten() for p in found])
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in found])
         dist.all_reduce(flat)
         for parameter, summed in zip(found, flat.split([p.numel() for p in found]), strict=True):
             parameter.grad = summed.view_as(parameter).clone()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 # -- division --------------------------------------------------------------------------------------------------------

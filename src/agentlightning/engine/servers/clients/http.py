@@ -107,7 +107,7 @@ class JsonClient:
 class HttpModelServer:
     """What clients of model servers have in common. `url` may end in `/v1`; `token` is the server's API key."""
 
-    kv_cache_metrics: tuple[str, ...] = ()
+    kv_cache_metrics: tuple[str, ...]
     """The names of the metric that `kv_cache_usage` reads."""
 
     def __init__(
@@ -122,10 +122,7 @@ class HttpModelServer:
         self._http = JsonClient(
             transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
         )
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+        self.url = self._http.url
 
     async def health(self) -> None:
         await self._http.get("/health", seconds=5.0)

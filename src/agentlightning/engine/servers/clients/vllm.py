@@ -81,12 +81,11 @@ class GenerateWire(SamplingWire):
     path = GENERATE
 
     def body(self, request: SampleRequest, stream: bool) -> dict[str, Any]:
-        sampling = _sampling_params(request)
         return {
             "model": request.model,
             "token_ids": list(request.prompt),
             "stream": stream,
-            "sampling_params": sampling,
+            "sampling_params": _sampling_params(request),
         }
 
     def chunk(self, choice: Mapping[str, Any]) -> TokenChunk:
