@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
@@ -15,6 +19,18 @@ from agentlightning.credit.training_samples import OWN
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
 from agentlightning.trajectory import Trajectory, Transition
+
+
+def _checked_pattern(target: str | None) -> str | None:
+    try:
+        re.compile(target or "")
+    except re.error as error:
+        raise ValueError(f"{target!r} is no regular expression: {error}") from error
+    return target
+
+
+AgentPattern = Annotated[str | None, AfterValidator(_checked_pattern)]
+"""A regular expression for names of agents, or None for all."""
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ have advantages of 0; they are counted, and stay in the batch unless `equal_grou
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
-from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
+from agentlightning.algorithms.agents import AgentPattern, AgentRoles, without_calls, without_target
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
@@ -159,7 +158,7 @@ class LightningRLConfig(BaseModel):
     timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
     """The reward of a rollout that timed out, whose calls are then learned from. None: it has failed and is left out,
     so that nothing teaches the policy to be quicker."""
-    target_agent: str | None = None
+    target_agent: AgentPattern = None
     """Only calls of agents whose whole name matches this regular expression are trained. None: those that the agent
     itself declares (`LitAgent.trained_agents`), else all."""
     agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
@@ -236,15 +235,6 @@ class LightningRLConfig(BaseModel):
     @classmethod
     def _resolve_alias(cls, credit: Any) -> Any:
         return canonical_credit(credit)
-
-    @field_validator("target_agent")
-    @classmethod
-    def _check_pattern(cls, target: str | None) -> str | None:
-        try:
-            re.compile(target or "")
-        except re.error as error:
-            raise ValueError(f"{target!r} is no regular expression: {error}") from error
-        return target
 
     @model_validator(mode="after")
     def _check_agents(self) -> Self:

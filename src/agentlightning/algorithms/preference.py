@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from agentlightning.algorithms.agents import AgentPattern
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
@@ -67,7 +67,7 @@ class DPOConfig(BaseModel):
     """The reward from which on a session is good, for loss "kto"."""
     reference: str | None = None
     """The reference model, named as `policy.model`. None: the weights that the run started from."""
-    target_agent: str | None = None
+    target_agent: AgentPattern = None
     """Only calls of agents whose whole name matches this regular expression are learned from. None: all."""
     reward_weights: dict[str, float] | None = None
     """Weights of the named dimensions of a reward."""
@@ -83,15 +83,6 @@ class DPOConfig(BaseModel):
             shown = getattr(loss, "type", loss)
             raise ValueError(f"{shown!r} does not learn from preferences; choose dpo, ipo, kto or simpo")
         return loss
-
-    @field_validator("target_agent")
-    @classmethod
-    def _check_pattern(cls, target: str | None) -> str | None:
-        try:
-            re.compile(target or "")
-        except re.error as error:
-            raise ValueError(f"{target!r} is no regular expression: {error}") from error
-        return target
 
 
 class DPO(Algorithm[DPOConfig]):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.intervals import Interval, paired_test, widened
+from agentlightning.evaluation.intervals import Interval, mean, paired_test, widened
 
 FailedAs = Literal["lowest", "exclude"] | float
 """How a rollout without a reward counts where one number must decide."""
@@ -134,7 +134,3 @@ def known(rewards: Rewards) -> list[float]:
 def task_mean(rewards: Rewards, filler: float) -> float:
     """The mean reward of a task's rollouts, those without one at `filler`."""
     return mean([filler if reward is None else reward for reward in rewards])
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -188,9 +188,9 @@ def paired_gain(
     least = [_or(a, low) - _or(b, high) for b, a in zip(before, after, strict=True)]
     most = [_or(a, high) - _or(b, low) for b, a in zip(before, after, strict=True)]
     return Gain(
-        before=_mean([b for b, _ in pairs]),
-        after=_mean([a for _, a in pairs]),
-        gain=_mean([a - b for b, a in pairs]),
+        before=mean([b for b, _ in pairs]),
+        after=mean([a for _, a in pairs]),
+        gain=mean([a - b for b, a in pairs]),
         interval=paired_test(least, most, high - low, confidence, null)[0],
         tasks=len(pairs),
         missing_before=sum(value is None for value in before),
@@ -282,7 +282,7 @@ def check_bounds(bounds: Interval | None) -> None:
         raise ConfigError(f"bounds={bounds} are not the lowest and the highest reward possible; give such as (0, 100)")
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
@@ -295,8 +295,8 @@ def bounded_interval(values: Sequence[float], low: float, high: float, confidenc
 def _center_and_half(padded: Sequence[float], count: int, confidence: float) -> tuple[float, float]:
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence} is not between 0 and 1; 0.95 is usual")
-    center = _mean(padded)
-    variance = _mean([(value - center) ** 2 for value in padded])
+    center = mean(padded)
+    variance = mean([(value - center) ** 2 for value in padded])
     half = student_quantile((1 + confidence) / 2, max(1, count - 1)) * math.sqrt(variance / len(padded))
     return center, half
 

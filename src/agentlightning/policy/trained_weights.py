@@ -82,16 +82,16 @@ class TrainedWeights(Protocol):
         ...
 
 
-class AllWeights:
-    """All weights of the model."""
+class UnadaptedWeights:
+    """The weights of a model without adapters."""
 
-    def __init__(self, model: PreTrainedModel, updater: Updater) -> None:
-        self.adapters: Adapters | None = None
-        self.own: str | None = None
+    adapters: Adapters | None = None
+    own: str | None = None
+
+    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None) -> None:
+        self.updaters: Mapping[str | None, Updater] = {}
+        self.value_head = value_head
         self._model = model
-        self.value_head = updater.value_head
-        self._updater = updater
-        self.updaters: Mapping[str | None, Updater] = {None: self._updater}
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -106,6 +106,15 @@ class AllWeights:
         *beside: checkpoint.Savable,
     ) -> None:
         checkpoint.save(directory, self._model, tokenizer, state, self.value_head, *beside)
+
+
+class AllWeights(UnadaptedWeights):
+    """All weights of the model."""
+
+    def __init__(self, model: PreTrainedModel, updater: Updater) -> None:
+        super().__init__(model, updater.value_head)
+        self._updater = updater
+        self.updaters: Mapping[str | None, Updater] = {None: updater}
 
     def state_dict(self) -> dict[str, Any]:
         return {"updater": self._updater.state_dict()}

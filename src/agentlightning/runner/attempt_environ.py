@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError, ConfigError
-from agentlightning.util.json_values import dumps
+from agentlightning.util.json_values import as_text
 
 _current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
 """The overlay of the current attempt; a value of None marks a deleted variable."""
@@ -89,7 +89,7 @@ def task_variables(task: Any, fields: Mapping[str, str]) -> dict[str, str]:
     """Fields of a dict task as environment variables: text unchanged, other values as JSON. `fields` maps variables to
     fields. Raises AgentError for a missing field, or a value that a variable cannot hold."""
     values = cast(Mapping[str, Any], task) if isinstance(task, Mapping) else {}
-    return {name: _checked_length(name, key, _text(_field(values, name, key))) for name, key in fields.items()}
+    return {name: _checked_length(name, key, as_text(_field(values, name, key))) for name, key in fields.items()}
 
 
 def _checked_length(name: str, key: str, value: str) -> str:
@@ -106,10 +106,6 @@ def _field(values: Mapping[str, Any], name: str, key: str) -> Any:
         has = ", ".join(map(str, values)) or "no fields"
         raise AgentError(f"the variable {name} is to hold the task's field {key!r}, but the task has: {has}")
     return values[key]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else dumps(value, default=repr).decode()
 
 
 MAX_VARIABLE_BYTES = 100_000

@@ -49,6 +49,13 @@ def dumps(value: Any, default: Callable[[Any], Any] | None = None, option: int |
     return orjson.dumps(written(value), default and (lambda part: written(default(part))), option)
 
 
+def as_text(value: Any) -> str:
+    """A text as it is, anything else as JSON, what JSON lacks as its `repr`."""
+    if isinstance(value, str):
+        return value
+    return dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
 def _map_large(value: Any, write: Callable[[int], Any]) -> Any:
     if type(value) is int and not -(2**63) <= value < 2**64:
         return write(value)

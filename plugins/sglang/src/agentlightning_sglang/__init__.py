@@ -22,39 +22,21 @@ from agentlightning.engine.servers.base import (
     TokenChunk,
     caller_error,
 )
-from agentlightning.engine.servers.clients.http import JsonClient, largest_metric
+from agentlightning.engine.servers.clients.http import HttpModelServer, JsonClient
 from agentlightning.errors import ConfigError
-from agentlightning.transport import Transport
 
 GENERATE: Final = "/generate"
-KV_CACHE_METRICS: Final = ("sglang:token_usage",)
-"""Reported by servers that were started with `--enable-metrics`."""
 LOAD_SECONDS: Final = 600.0
 NOT_ENABLED: Final = "LoRA is not enabled"
 """What SGLang answers to an adapter without --enable-lora."""
 
 
-class SGLangServer:
+class SGLangServer(HttpModelServer):
     """One SGLang server at `url` (without `/v1`). `token` is the server's `--api-key`."""
 
     supported_params: frozenset[str] = frozenset(TERMINATION_PARAMS)
-
-    def __init__(
-        self,
-        transport: Transport,
-        url: str,
-        *,
-        token: str | None = None,
-        seconds: float = 600.0,
-        connect_seconds: float = 10.0,
-    ) -> None:
-        self._http = JsonClient(
-            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
-        )
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+    kv_cache_metrics = ("sglang:token_usage",)
+    """Reported by servers that were started with `--enable-metrics`."""
 
     async def model_info(self) -> ServedModelInfo:
         cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
@@ -66,12 +48,6 @@ class SGLangServer:
 
     async def verify(self, *, weights_change: bool) -> None:
         """No-op: every server has the endpoints for new weights."""
-
-    async def health(self) -> None:
-        await self._http.get("/health", seconds=5.0)
-
-    async def kv_cache_usage(self) -> float | None:
-        return largest_metric(await self._http.text("/metrics"), *KV_CACHE_METRICS)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 

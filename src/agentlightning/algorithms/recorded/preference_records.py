@@ -56,7 +56,7 @@ def preference_pairs(
 ) -> list[Preference]:
     """At most `most` pairs of one task's sessions, given with their rewards, the largest differences first; each
     session is used about equally often."""
-    candidates = [(_of_target(each, target), reward) for each, reward in group]
+    candidates = [(of_target(each, target), reward) for each, reward in group]
     candidates = [(each, reward) for each, reward in candidates if each.transitions]
     found = _pairs(candidates, min_difference) if of == "sessions" else _branches(candidates, min_difference)
     rng.shuffle(found)
@@ -116,7 +116,8 @@ def _only(trajectory: Trajectory, call: Transition) -> Trajectory:
     return replace(trajectory, transitions=(call,))
 
 
-def _of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+    """The trajectory with the calls of the target agent alone."""
     return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
 
 

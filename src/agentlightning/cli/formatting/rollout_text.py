@@ -8,10 +8,11 @@ from typing import Any, Final, cast
 import orjson
 
 from agentlightning import span as names
+from agentlightning.dashboard.data.text import shortened
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import loads
 from agentlightning.util.printable import printable
 
 WIDTH: Final = 160
@@ -26,14 +27,14 @@ def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence
 def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
     mode = f", {rollout.mode}" if rollout.mode else ""
     yield f"{rollout.rollout_id} {rollout.status}{mode}"
-    yield f"  task     {_short(rollout.input)}"
+    yield f"  task     {shortened(rollout.input)}"
     if command := rollout.metadata.get("command"):
-        yield f"  command  {_short(command)}"
+        yield f"  command  {shortened(command)}"
     for attempt in attempts:
         yield f"attempt {attempt.sequence_id} {attempt.attempt_id} {attempt.status}{_duration(attempt)}"
         error = attempt.metadata.get("error")
         if isinstance(error, dict):
-            yield f"  error    {_short(cast('dict[str, Any]', error).get('message'))}"
+            yield f"  error    {shortened(cast('dict[str, Any]', error).get('message'))}"
         for span in spans:
             if span.attempt_id == attempt.attempt_id:
                 yield from _span(span)
@@ -51,9 +52,9 @@ def _span(span: Span) -> Iterator[str]:
     elif (reward := get_reward_value(span)) is not None:
         yield f"{number} reward {reward}"
     elif names.MESSAGE_BODY in values:
-        yield f"{number} {_short(values[names.MESSAGE_BODY])}"
+        yield f"{number} {shortened(values[names.MESSAGE_BODY])}"
     elif names.EXCEPTION_MESSAGE in values:
-        yield f"{number} {values.get(names.EXCEPTION_TYPE)}: {_short(values[names.EXCEPTION_MESSAGE])}"
+        yield f"{number} {values.get(names.EXCEPTION_TYPE)}: {shortened(values[names.EXCEPTION_MESSAGE])}"
     else:
         yield f"{number} {span.name}"
 
@@ -68,7 +69,7 @@ def _call(span: Span, number: str) -> Iterator[str]:
     inputs, outputs = _messages(values.get(names.INPUT_MESSAGES)), _messages(values.get(names.OUTPUT_MESSAGES))
     yield from (f"        {line}" for message in (*inputs[-1:], *outputs) for line in _message(message))
     if span.status_code == "ERROR":
-        yield f"        failed: {_short(span.status_message or values.get(names.ERROR_TYPE))}"
+        yield f"        failed: {shortened(span.status_message or values.get(names.ERROR_TYPE))}"
 
 
 def _messages(text: Any) -> list[dict[str, Any]]:
@@ -84,16 +85,9 @@ def _message(message: dict[str, Any]) -> Iterator[str]:
     for part in message.get("parts") or ():
         kind = part.get("type")
         if kind == "tool_call":
-            yield f"{role:<10} {part.get('name')}({_short(part.get('arguments'))})"
+            yield f"{role:<10} {part.get('name')}({shortened(part.get('arguments'))})"
         elif kind == "tool_call_response":
-            yield f"{role:<10} {_short(part.get('response'))}"
+            yield f"{role:<10} {shortened(part.get('response'))}"
         else:
             note = " (thinks)" if kind == "reasoning" else ""
-            yield f"{role:<10}{note} {_short(part.get('content', kind))}"
-
-
-def _short(value: Any) -> str:
-    """The value on one line."""
-    text = value if isinstance(value, str) else dumps(value, default=repr).decode()
-    line = " ".join(text.split())
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+            yield f"{role:<10}{note} {shortened(part.get('content', kind))}"

@@ -7,20 +7,13 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.util.json_values import loads
+from agentlightning.util.json_values import as_text, loads
 
 SHORT: Final = 240
 """Characters of a value in a table."""
 LONG: Final = 100_000
 """Characters of one value on a page."""
 FAILED: Final = re.compile(r"\s*[\[({\"']*\s*(error|exception|traceback|failed)\b", re.IGNORECASE)
-
-
-def as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON."""
-    if isinstance(value, str):
-        return value
-    return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def shortened(value: Any, limit: int = SHORT) -> str:

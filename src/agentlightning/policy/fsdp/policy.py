@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.lora import Adapters
 from agentlightning.policy.base import Columns, ScoreColumn
 from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
 from agentlightning.policy.fsdp.group import RankGroup
@@ -33,9 +31,8 @@ from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights, trained_weights
-from agentlightning.policy.update.updater import Updater
-from agentlightning.policy.update.value_head import ValueHead, open_value_head
+from agentlightning.policy.trained_weights import TrainedWeights, UnadaptedWeights, trained_weights
+from agentlightning.policy.update.value_head import open_value_head
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 T = TypeVar("T", Path, Path | None)
@@ -43,30 +40,8 @@ Weights: TypeAlias = dict[str, dict[str, Tensor]]
 """By owner, tensors by name."""
 
 
-class WholeWeights:
+class WholeWeights(UnadaptedWeights):
     """The weights that are sampled from, where all are trained, and trained elsewhere (`TrainedWeights`)."""
-
-    adapters: Adapters | None = None
-    own: str | None = None
-
-    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None) -> None:
-        self.updaters: Mapping[str | None, Updater] = {}
-        self.value_head = value_head
-        self._model = model
-
-    def use(self, name: str | None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def changed(self) -> None: ...
-
-    def save(
-        self,
-        directory: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        state: Mapping[str, Any] | None,
-        *beside: checkpoint.Savable,
-    ) -> None:
-        checkpoint.save(directory, self._model, tokenizer, state, self.value_head, *beside)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model
+from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model, ones
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, Row, TokenTable
 from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import ValueHead
@@ -100,14 +100,10 @@ class Ranks:
         found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
         if not found:
             return
-        flat = torch.cat([_gradient(p).flatten() for p in found])
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in found])
         dist.all_reduce(flat)
         for parameter, summed in zip(found, flat.split([p.numel() for p in found]), strict=True):
             parameter.grad = summed.view_as(parameter).clone()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 # -- division --------------------------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ class ShardedForward(Forward):
         token_budget: int = 8192,
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """See `Forward.score`: the columns of all trees, on every rank."""
-        samples = [TrainingSample(tree, weights=_ones(tree)) for tree in trees]
+        samples = [TrainingSample(tree, weights=ones(tree)) for tree in trees]
         prices = prices_of(self, samples, token_budget=token_budget, trains_zero_advantage=True)
         parts = divide([price or 1.0 for price in prices], self.ranks.count)
         own = parts[self.ranks.rank]
@@ -249,10 +245,6 @@ def _idle_batch() -> MicroBatch:
     place = np.zeros(1, np.int64)
     table = TokenTable({}, np.ones(1, np.float32), place, place, (), ())
     return MicroBatch((Row(IDLE_TOKENS, np.ones(1, np.int64), place),), table)
-
-
-def _ones(tree: TokenTree) -> list[FloatArray]:
-    return [np.ones(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:

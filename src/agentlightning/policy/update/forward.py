@@ -291,7 +291,7 @@ class Forward:
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """`logprobs` and `entropy` of every sampled token at its temperature, and its `values` by a head: for each tree
         a column, as `TrainingSample` has them."""
-        samples = [TrainingSample(tree, weights=_ones(tree)) for tree in trees]
+        samples = [TrainingSample(tree, weights=ones(tree)) for tree in trees]
         table = token_table(samples)
         found = {name: np.zeros(len(table.call), np.float32) for name in what}
         self.model.eval()
@@ -412,7 +412,8 @@ def _repeat(states_GHTD: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([entry.expand(count, -1, -1, -1) for entry, count in entries])
 
 
-def _ones(tree: TokenTree) -> list[FloatArray]:
+def ones(tree: TokenTree) -> list[FloatArray]:
+    """A weight of 1 for every sampled token of each node."""
     return [np.ones(len(node.token_ids) if node.sampled else 0, np.float32) for node in tree.nodes]
 
 

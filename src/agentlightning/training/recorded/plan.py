@@ -13,7 +13,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.recorded.filters import successful
 from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, MethodSetting, choose, for_recorded
-from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.recorded.preference_records import load_preferences, of_target, to_preferences
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
     PART,
@@ -277,7 +277,7 @@ class Planner:
     def _rejection_sampling(self, algorithm: LightningRL, wins: Sequence[Trajectory]) -> SFTAlgorithm:
         """Supervised learning on the successful sessions, as many at a time as a step of the algorithm has."""
         config = algorithm.config
-        own = [_of_target(each, self.target) for each in wins]
+        own = [of_target(each, self.target) for each in wins]
         return SFTAlgorithm(
             dataset=[each for each in own if each.transitions],
             steps=self.options.num_iterations or config.steps,
@@ -369,10 +369,6 @@ def _usable(
 
 def _trajectory(session: TokenizedSession, method: Method) -> Trajectory:
     return session.trajectory if method == "importance" else without_probabilities(session.trajectory)
-
-
-def _of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
-    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
 
 
 def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float:

@@ -23,7 +23,7 @@ from agentlightning.training.persistence.run_dir import RunState, read_state
 from agentlightning.training.sources.group_rewards import transcript_of
 from agentlightning.training.tracking.tracking import said
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import as_text, loads
 
 # -- cost ------------------------------------------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ def _tasks(mode: str, changes: Sequence[Change]) -> str:
         if found:
             lines += ["", f"### {name}", "", "| task | before | after |", "| --- | --- | --- |"]
             lines += [
-                f"| {_inline(_text(each.task))[:120]} | {_number(each.before)} | {_number(each.after)} |"
+                f"| {_inline(as_text(each.task))[:120]} | {_number(each.before)} | {_number(each.after)} |"
                 for each in found[:MOST_TASKS]
             ]
             if len(found) > MOST_TASKS:
@@ -505,7 +505,7 @@ async def _examples(
     try:
         parts = ["## Changed behaviour"]
         for each in chosen:
-            parts.append(f"### {_inline(_text(each.task))[:120]}")
+            parts.append(f"### {_inline(as_text(each.task))[:120]}")
             for when, reward in (("before", each.before), (step, each.after)):
                 rollout_id = f"{state.run_id}-{when}-{mode}{state.suffix}-{each.index:05d}"
                 parts.append(f"**{when.partition('-')[0]}**, reward {_number(reward)} (`{rollout_id}`)")
@@ -524,11 +524,9 @@ async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:
     messages = [(each.get("role", "?"), said(each, "\n")) for each in transcript_of(spans)]
     lines = [f"{role}: {_shortened(text)}" for role, text in messages]
     output = attempt.metadata.get("output")
-    return "\n".join([*lines, *([f"result: {_shortened(_text(output))}"] if output is not None else [])]) or "(nothing)"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else dumps(value, default=repr).decode()
+    return (
+        "\n".join([*lines, *([f"result: {_shortened(as_text(output))}"] if output is not None else [])]) or "(nothing)"
+    )
 
 
 def _shortened(text: str) -> str:

@@ -92,14 +92,14 @@ def rows_of(transcripts: Sequence[Transcript]) -> list[list[Any]]:
 
 
 def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a result by name: `held_out_greedy_gain` and the like."""
+    """The numbers of a result by name: `result/held_out_greedy_gain` and the like."""
     found: dict[str, float] = {}
     for mode, gain in result.get("held_out", {}).items():
         low, high = gain["interval"]
         numbers = {"before": gain["before"], "after": gain["after"], "gain": gain["gain"], "low": low, "high": high}
         found |= {f"held_out_{mode}_{name}": value for name, value in numbers.items() if value is not None}
-    plain = {name: value for name, value in result.items() if isinstance(value, int | float)}
-    return found | {name: float(value) for name, value in plain.items()}
+    found |= {name: float(value) for name, value in result.items() if isinstance(value, int | float)}
+    return {f"result/{name}": value for name, value in found.items()}
 
 
 def markdown_table(transcripts: Sequence[Transcript]) -> str:
@@ -150,7 +150,7 @@ class TensorBoardTracker:
         from tensorboard.compat.proto import summary_pb2
 
         self._text(step, "result", _as_block(result))
-        self.log(step, {f"result/{name}": value for name, value in result_numbers(result).items()})
+        self.log(step, result_numbers(result))
         if curve is not None:
             png = curve.read_bytes()
             width, height = struct.unpack(">II", png[16:24])
@@ -224,7 +224,7 @@ class WandbTracker:
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
         import wandb
 
-        self._run.summary.update({f"result/{name}": value for name, value in result_numbers(result).items()})
+        self._run.summary.update(result_numbers(result))
         if curve is not None:
             self._run.log({"curve": wandb.Image(str(curve))}, step=step)
 
@@ -279,7 +279,7 @@ class MlflowTracker:
         self._client.log_table(self._id, table, f"transcripts/step-{step:06d}.json")
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
-        self.log(step, {f"result/{name}": value for name, value in result_numbers(result).items()})
+        self.log(step, result_numbers(result))
         self._client.log_dict(self._id, dict(result), "result.json")
         if curve is not None:
             self._client.log_artifact(self._id, str(curve))
@@ -324,7 +324,7 @@ class TrackioTracker:
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
         import trackio
 
-        found: dict[str, Any] = {f"result/{name}": value for name, value in result_numbers(result).items()}
+        found: dict[str, Any] = {**result_numbers(result)}
         if curve is not None:
             found["curve"] = trackio.Image(str(curve))
         self._run.log(found, step=step)

@@ -112,10 +112,11 @@ async def tinker_routes(
         stack.push_async_callback(service.close)
         watch = asyncio.create_task(service.end_silent_sessions())
         stack.callback(watch.cancel)
-        yield _routes(_Endpoints(service, max_body_bytes), token)
+        yield _routes(service, max_body_bytes, token)
 
 
-def _routes(of: _Endpoints, token: str | None) -> list[BaseRoute]:
+def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
+    of = _Endpoints(service, max_body_bytes)
     posts: dict[str, Endpoint] = {
         "/client/config": of.client_config,
         "/client/dynamic_config": of.dynamic_config,
@@ -126,11 +127,11 @@ def _routes(of: _Endpoints, token: str | None) -> list[BaseRoute]:
         "/create_model": of.create_model,
         "/get_info": of.get_info,
         "/forward_backward": of.forward_backward,
-        "/optim_step": of.optim_step,
-        "/save_weights": of.save_weights,
-        "/save_weights_for_sampler": of.save_for_sampler,
-        "/save_weights_external": of.save_external,
-        "/load_weights": of.load_weights,
+        "/optim_step": of.queued(wire.OptimStep, service.optim_step),
+        "/save_weights": of.queued(wire.SaveWeights, service.save_weights),
+        "/save_weights_for_sampler": of.queued(wire.SaveForSampler, service.save_for_sampler),
+        "/save_weights_external": of.queued(wire.SaveExternal, service.save_external),
+        "/load_weights": of.queued(wire.LoadWeights, service.load_weights),
         "/weights_info": of.weights_info,
         "/create_sampling_session": of.create_sampler,
         "/asample": of.sample,
@@ -208,17 +209,21 @@ class _Endpoints:
             found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
             raise ConfigError(f"{request.url.path}: {found}") from error
 
-    async def _queued(self, request: Request, kind: type[W], enqueue: Callable[[W], str]) -> Response:
-        """Queue a request. One that cannot be read is queued too, and fails when its turn comes."""
-        body = await self._body(request)
-        try:
-            return _later(enqueue(self._parsed(body, kind, request)))
-        except ConfigError as error:
+    def queued(self, kind: type[W], enqueue: Callable[[W], str]) -> Endpoint:
+        """Queues requests. One that cannot be read is queued too, and fails when its turn comes."""
+
+        async def answer(request: Request) -> Response:
+            body = await self._body(request)
             try:
-                place = wire.Place.model_validate_json(body)
-            except ValidationError:
-                raise error from None
-            return _later(self._service.fail(place.model_id, place.seq_id, error))
+                return _later(enqueue(self._parsed(body, kind, request)))
+            except ConfigError as error:
+                try:
+                    place = wire.Place.model_validate_json(body)
+                except ValidationError:
+                    raise error from None
+                return _later(self._service.fail(place.model_id, place.seq_id, error))
+
+        return answer
 
     # -- the server and its sessions -------------------------------------------------------------------------------
 
@@ -285,18 +290,6 @@ class _Endpoints:
             )
         return _later(self._service.forward_backward(await self._body(request)))
 
-    async def optim_step(self, request: Request) -> Response:
-        return await self._queued(request, wire.OptimStep, self._service.optim_step)
-
-    async def save_weights(self, request: Request) -> Response:
-        return await self._queued(request, wire.SaveWeights, self._service.save_weights)
-
-    async def save_for_sampler(self, request: Request) -> Response:
-        return await self._queued(request, wire.SaveForSampler, self._service.save_for_sampler)
-
-    async def save_external(self, request: Request) -> Response:
-        return await self._queued(request, wire.SaveExternal, self._service.save_external)
-
     async def external_urls(self, request: Request) -> Response:
         """A signed URL for each file, at the address by which the client reaches this server."""
         given, expires = request.path_params, int(time.time() + SECONDS)
@@ -317,9 +310,6 @@ class _Endpoints:
         if file not in files:
             raise NotFoundError(f"{path} has no file {file!r} any more")
         return FileResponse(files[file], media_type="application/octet-stream")
-
-    async def load_weights(self, request: Request) -> Response:
-        return await self._queued(request, wire.LoadWeights, self._service.load_weights)
 
     async def weights_info(self, request: Request) -> Response:
         return _json(await self._service.weights_info((await self._read(request, wire.WeightsPath)).tinker_path))

@@ -104,6 +104,33 @@ class JsonClient:
         return ModelServerError(message, retryable=retryable, status=status)
 
 
+class HttpModelServer:
+    """What clients of model servers have in common. `url` may end in `/v1`; `token` is the server's API key."""
+
+    kv_cache_metrics: tuple[str, ...]
+    """The names of the metric that `kv_cache_usage` reads."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        url: str,
+        *,
+        token: str | None = None,
+        seconds: float = 600.0,
+        connect_seconds: float = 10.0,
+    ) -> None:
+        self._http = JsonClient(
+            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
+        )
+        self.url = self._http.url
+
+    async def health(self) -> None:
+        await self._http.get("/health", seconds=5.0)
+
+    async def kv_cache_usage(self) -> float | None:
+        return largest_metric(await self._http.text("/metrics"), *self.kv_cache_metrics)
+
+
 async def _event_data(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
     rest = b""
     async for chunk in chunks:

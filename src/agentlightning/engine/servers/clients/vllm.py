@@ -34,7 +34,7 @@ from agentlightning.engine.servers.base import (
     TokenChunk,
     caller_error,
 )
-from agentlightning.engine.servers.clients.http import JsonClient, largest_metric
+from agentlightning.engine.servers.clients.http import HttpModelServer, JsonClient
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.transport import Transport
 from agentlightning.util import guard_process
@@ -81,12 +81,11 @@ class GenerateWire(SamplingWire):
     path = GENERATE
 
     def body(self, request: SampleRequest, stream: bool) -> dict[str, Any]:
-        sampling = _sampling_params(request)
         return {
             "model": request.model,
             "token_ids": list(request.prompt),
             "stream": stream,
-            "sampling_params": sampling,
+            "sampling_params": _sampling_params(request),
         }
 
     def chunk(self, choice: Mapping[str, Any]) -> TokenChunk:
@@ -177,8 +176,6 @@ def most_likely(entries: Sequence[tuple[int, float]], limit: int) -> TopLogprobs
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM samples at no lower temperature except 0."""
-KV_CACHE_METRICS: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""The metric's name, and the one it had before."""
 LOAD_SECONDS: Final = 600.0
 """The longest a server may take to read its weights."""
 NOT_ENABLED: Final = "LoRA is not enabled"
@@ -190,12 +187,14 @@ MOST_TIES: Final = 32
 """Tokens that may be equally likely, as logits of half precision can be."""
 
 
-class VllmServer:
+class VllmServer(HttpModelServer):
     """One vLLM server at `url` (without `/v1`) that serves `model`, by default the first it lists.
 
     `token` is the server's `--api-key`. A server that sends nothing for `seconds` while it samples has failed."""
 
     supported_params: frozenset[str] = frozenset([*DISTRIBUTION_PARAMS, *TERMINATION_PARAMS])
+    kv_cache_metrics = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+    """The metric's name, and the one it had before."""
 
     def __init__(
         self,
@@ -207,18 +206,12 @@ class VllmServer:
         seconds: float = 600.0,
         connect_seconds: float = 10.0,
     ) -> None:
-        self._http = JsonClient(
-            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
-        )
+        super().__init__(transport, url, token=token, seconds=seconds, connect_seconds=connect_seconds)
         self._model = model
         self._has_generate: bool | None = None
         """Whether the server has GENERATE; None: not known yet."""
         self._partial_update = False
         """Whether a weight update began and did not complete."""
-
-    @property
-    def url(self) -> str:
-        return self._http.url
 
     async def model_info(self) -> ServedModelInfo:
         cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
@@ -243,12 +236,6 @@ class VllmServer:
                 f"{self.url} answers log-probabilities that are not those of the distribution it samples from; start "
                 "it with --logprobs-mode processed_logprobs"
             )
-
-    async def health(self) -> None:
-        await self._http.get("/health", seconds=5.0)
-
-    async def kv_cache_usage(self) -> float | None:
-        return largest_metric(await self._http.text("/metrics"), *KV_CACHE_METRICS)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
