@@ -220,12 +220,12 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         if model is None:
             raise ConfigError("no model: give model=DIRECTORY and output=DIRECTORY, or give the algorithm to a Trainer")
         if hasattr(model, "chat"):
-            return await self._learn(PolicyLoop(model))
+            return await self._learn(_PolicyLoop(model))
         if isinstance(model, str | Path) and self.output is None:
             raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
         policy = await asyncio.to_thread(self._open, model, self.total_steps)
         try:
-            return await self._learn(PolicyLoop(policy))
+            return await self._learn(_PolicyLoop(policy))
         finally:
             await policy.close()
 
@@ -295,7 +295,7 @@ class SupervisedLoop(Validated, Protocol):
 
     chat: ChatFormat
     context_length: int
-    first_step: int = 0
+    first_step: int
     """The number of steps that are done."""
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
@@ -311,18 +311,20 @@ class SupervisedLoop(Validated, Protocol):
         ...
 
 
-class PolicyLoop(SupervisedLoop):
-    """Updates a policy, outside a trainer."""
-
-    keeps_best = True
+class _PolicyLoop:
+    """Updates a policy outside a trainer."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.chat, self.context_length = policy.chat, policy.context_length
+        self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
+        self.keeps_best = True
+        self.best_directory: Path | None = None
         self.validation_losses: dict[int, float] = {}
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
         return await self.policy.train([sample], **options)
+
+    async def finish(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await self.policy.score(trees, {"logprobs"}))["logprobs"]
@@ -337,12 +339,14 @@ class PolicyLoop(SupervisedLoop):
         await self.policy.save(directory)
 
 
-class _TrainingLoop(SupervisedLoop):
+class _TrainingLoop:
     """Updates the policy of a trainer's run, one step for each batch. The trainer keeps the best checkpoint."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
+        self.keeps_best = False
+        self.best_directory: Path | None = None
         self.validation_losses: dict[int, float] = {}
 
     async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
@@ -353,6 +357,10 @@ class _TrainingLoop(SupervisedLoop):
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await learner_of(self.training).score(trees, {"logprobs"}))["logprobs"]
+
+    async def keep(self, directory: Path) -> None: ...
+
+    async def restore(self, directory: Path) -> None: ...
 
     async def save(self, directory: Path) -> None:
         await self.training.save(directory)

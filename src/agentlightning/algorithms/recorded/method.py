@@ -119,9 +119,9 @@ def _fits(losses: Sequence[TokenLoss], method: Method) -> bool:
 class Validated(Protocol):
     """What learns."""
 
-    keeps_best: bool = False
+    keeps_best: bool
     """Whether it can return to earlier weights."""
-    best_directory: Path | None = None
+    best_directory: Path | None
     """Where the best weights are kept, beyond the end of the process. None: in a temporary directory."""
     validation_losses: dict[int, float]
     """By step, what was measured; of a run that is resumed, from the beginning."""
