@@ -21,7 +21,10 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     model: Annotated[
-        str, typer.Option(help="A pretrained model to train in its place: smollm2-135m, or as agl train --model.")
+        str,
+        typer.Option(
+            help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot."
+        ),
     ] = TINY,
     seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,

@@ -95,17 +95,16 @@ def tasks(seed: int) -> dict[str, list[Any]]:
 
 def settings(model: str, seed: int, steps: int | None = None) -> TrainConfig:
     """The configuration; `steps` replaces the number of reinforcement learning steps."""
-    steps = steps or STEPS
     return TrainConfig(
         agent="agentlightning.demo.messages:read",
         reward="agentlightning.demo.messages:score",
         run=RunConfig(seed=seed),
         policy=PolicyConfig(model=model),
         algorithm=LightningRLConfig(
-            steps=steps,
+            steps=steps or STEPS,
             tasks_per_step=TASKS_PER_STEP,
             group_size=GROUP_SIZE,
-            optimizer=OptimizerConfig(lr=5e-5, schedule="constant", total_steps=steps, warmup_steps=0),
+            optimizer=OptimizerConfig(lr=5e-5),
         ),
         runner=RunnerConfig(concurrency=TASKS_PER_STEP * GROUP_SIZE, timeout_seconds=120),
         evaluation=EvaluationConfig(every=9, tasks=VALIDATION),

@@ -79,24 +79,12 @@ class Layer:
         self.key_heads: int = attention.k_proj.out_features // self.dim
         self.index: int = attention.layer_idx
 
-    def __call__(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: KVCache,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache, mask: Tensor | None) -> Tensor:
         x = x + self.out(self._attend(rms_norm(x, self.norms[0]), rotation, cache, mask))
         gate, up = self.gate_up(rms_norm(x, self.norms[1])).chunk(2, -1)
         return x + self.down(functional.silu(gate) * up)
 
-    def _attend(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: KVCache,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache, mask: Tensor | None) -> Tensor:
         count, width, _ = x.shape
         heads = self.qkv(x).view(count, width, -1, self.dim)
         rotated, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
