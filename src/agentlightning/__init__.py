@@ -43,11 +43,11 @@ Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it ma
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
-Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
-    AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
-    StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
-    StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError,
-    TrainingStopped, UnknownTokensError, ResumeError.
+Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, ExtensionError,
+    DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
+    RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
+    StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError,
+    ServerError, TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -119,6 +119,7 @@ if TYPE_CHECKING:
         ConflictError,
         ContextLengthError,
         DatasetError,
+        ExtensionError,
         MissingExtraError,
         MissingRewardError,
         ModelNotFoundError,
@@ -228,8 +229,8 @@ _NAMES = {
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
-        "DatasetError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError ResumeError "
-        "RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
+        "DatasetError ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError "
+        "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
         "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
         "UnknownTokensError"
     ),
@@ -317,6 +318,7 @@ __all__ = [
     "EnqueueRolloutRequest",
     "Evaluation",
     "EvaluationConfig",
+    "ExtensionError",
     "FunctionAgent",
     "FunctionalAlgorithm",
     "Gain",
