@@ -46,8 +46,8 @@ Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, 
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, ExtensionError,
     DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
     RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
-    StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError,
-    ServerError, TrainingStopped, UnknownTokensError, ResumeError.
+    StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError,
+    UnfaithfulSampleError, ServerError, TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -230,9 +230,9 @@ _NAMES = {
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
         "DatasetError ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError "
-        "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
-        "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
-        "UnknownTokensError"
+        "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError "
+        "StoreClosedError StoreError StoreFullError StoreLostError StoreServerError TrainingStopped "
+        "UnfaithfulSampleError UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
-from agentlightning.credit.base import credit_rule, rule_names
+from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE, field_rows
@@ -31,15 +31,9 @@ def page() -> str:
     parts += _sections(TrainConfig, "", "A training run", seen)
     parts += ["\n## Supervised learning: `agl sft`\n", *_sections(SFTConfig, "", None, seen)]
     parts += ["\n## Preferences: `agl dpo`\n", *_sections(DPOConfig, "", None, seen)]
-    parts += _family("Credit rules", "algorithm.credit", credit_rules())
+    parts += _family("Credit rules", "algorithm.credit", RULES)
     parts += _family("Losses", "algorithm.loss", LOSSES)
     return "\n".join(parts)
-
-
-def credit_rules() -> dict[str, type[BaseModel]]:
-    """Those of this package, by name."""
-    found = {name: type(credit_rule(name)) for name in rule_names()}
-    return {name: kind for name, kind in found.items() if kind.__module__.startswith("agentlightning")}
 
 
 def _family(title: str, setting: str, kinds: Any) -> Iterator[str]:

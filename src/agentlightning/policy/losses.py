@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.util.plugins import Registry, calls_of, is_own
 from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
 
@@ -897,9 +897,13 @@ OneLoss: TypeAlias = Annotated[TokenLoss, Chosen(LOSSES)]
 Loss: TypeAlias = OneOrSeveral[OneLoss]
 """The setting `loss`: a loss, its name, or a list of them, which add up."""
 
-LossSetting: TypeAlias = str | Mapping[str, Any] | TokenLoss | Sequence[str | Mapping[str, Any] | TokenLoss]
+AnyLoss: TypeAlias = str | Mapping[str, Any] | TokenLoss | type[TokenLoss]
+LossSetting: TypeAlias = AnyLoss | Sequence[AnyLoss]
 
 
 def token_losses(setting: LossSetting) -> tuple[TokenLoss, ...]:
     """The losses of a setting: names ("ppo"), tables with a `type`, losses, or a list of these. Raises ConfigError."""
-    return chosen(setting, LOSSES, "loss")
+    given = [setting] if isinstance(setting, str | type | Mapping | TokenLoss) else list(setting)
+    if not given:
+        raise ConfigError("loss=[] trains nothing; name at least one")
+    return tuple(chosen(each, LOSSES) for each in given)

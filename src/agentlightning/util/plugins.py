@@ -24,14 +24,14 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import reduce
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from agentlightning.errors import AgentLightningError, ConfigError, ExtensionError, MissingExtraError
 
@@ -174,10 +174,22 @@ class Registry(dict[str, Any]):
         """All names that there are, in alphabetical order."""
         return sorted({*self, *plugin_names(self.kind)})
 
+    def canonical(self, setting: Any) -> Any:
+        """A name, or a table with a `type`, as a file can keep it: no alias, no class, and no path that depends on the
+        working directory."""
+        if isinstance(setting, Mapping):
+            table = dict(cast("Mapping[str, Any]", setting))
+            return table | {"type": self.canonical(table["type"])} if "type" in table else table
+        if isinstance(setting, type):
+            return reference_to(self.check(setting))
+        if isinstance(setting, str) and setting.partition(":")[0].endswith(".py"):
+            return str(Path(setting).absolute())
+        return self.aliases.get(setting, setting)
+
     def find(self, name: Any) -> Any:
         """The part of a name. Raises ConfigError for an unknown one, and for one that cannot be used; MissingExtraError
         for a plugin of this repository that is not installed."""
-        name = self.aliases.get(name, name)
+        name = self.canonical(name)
         found = self.get(name)
         if found is None:
             if isinstance(name, str) and ":" in name:

@@ -65,20 +65,17 @@ class Chosen:
 
     def read(self, value: Any) -> Any:
         """The settings of a value, whose `type` brings them back from a file. Raises ConfigError or ValidationError."""
-        if isinstance(value, Mapping):
-            table = dict(cast(Table, value))
-            name = table.pop("type", None)
-            if isinstance(name, str) and name.partition(":")[0].endswith(".py"):
-                name = str(Path(name).absolute())
-            model = _settings_class(self.registry.find(name))
-            _read_none(table, dict(_known(model)))
-            made, name = model.model_validate(table), self.registry.aliases.get(name, name)
-        elif isinstance(value, BaseModel):
+        if isinstance(value, BaseModel):
             made, name = value, getattr(value, "type", "")
             if not name or (":" not in name and name not in self.registry.names()):
                 name = reference_to(self.registry.check(type(value)))
         else:
-            return self.read({"type": reference_to(self.registry.check(value)) if isinstance(value, type) else value})
+            given = self.registry.canonical(value)
+            table = dict(cast(Table, given)) if isinstance(given, Mapping) else {"type": given}
+            name = table.pop("type", None)
+            model = _settings_class(self.registry.find(name))
+            _read_none(table, dict(_known(model)))
+            made = model.model_validate(table)
         return made if getattr(made, "type", name) == name else made.model_copy(update={"type": name})
 
     def classes(self) -> Iterator[type[BaseModel]]:
@@ -101,15 +98,12 @@ def one_or_several(value: Any) -> str:
     return "several" if isinstance(value, list | tuple) else "one"
 
 
-def chosen(setting: Any, registry: Registry, name: str) -> tuple[Any, ...]:
-    """The settings `name`: one of a registry, or several, as `Chosen` reads them. Raises ConfigError."""
-    given: Any = setting if isinstance(setting, list | tuple) else (setting,)
-    if not given:
-        raise ConfigError(f"{name}=[] names nothing; give at least one")
+def chosen(setting: Any, registry: Registry) -> Any:
+    """The settings of one of a registry, as `Chosen` reads them. Raises ConfigError."""
     try:
-        return tuple(map(Chosen(registry).read, given))
+        return Chosen(registry).read(setting)
     except ValidationError as error:
-        raise ConfigError(f"{name}={setting!r} cannot be used: {error}") from error
+        raise ConfigError(f"{registry.noun} {setting!r} cannot be used: {error}") from error
 
 
 C = TypeVar("C")

@@ -27,7 +27,7 @@ def test_losses_are_found_by_name_or_configuration() -> None:
 def test_several_losses_are_a_list() -> None:
     found = token_losses(["gspo", {"type": "nll", "coefficient": 0.1}, PPOLoss()])
     assert found == (GSPOLoss(), NLLLoss(coefficient=0.1), PPOLoss())
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="trains nothing"):
         token_losses([])
 
 
