@@ -28,7 +28,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import reduce
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -43,9 +43,19 @@ def plugin_names(kind: str) -> set[str]:
     return set(entry_points(group=f"agentlightning.{kind}").names)
 
 
-def load_plugin(kind: str, name: str) -> Any:
-    """What is installed as `name` of a kind. Raises MissingExtraError where nothing is, and ConfigError where two
-    distributions have that name, or it cannot be imported."""
+def installed() -> dict[str, list[str]]:
+    """The names of all installed parts by kind."""
+    found: dict[str, list[str]] = {}
+    for each in sorted(entry for distribution in distributions() for entry in distribution.entry_points):
+        head, _, kind = each.group.partition(".")
+        if head == "agentlightning":
+            found.setdefault(kind, []).append(each.name)
+    return found
+
+
+def announced(kind: str, name: str) -> str:
+    """`module:Class` of what is installed as `name` of a kind. Raises MissingExtraError where nothing is, and
+    ConfigError where two distributions have that name."""
     found = tuple(entry_points(group=f"agentlightning.{kind}", name=name))
     if not found:
         raise MissingExtraError(f"agentlightning-{name}", name, plugin=True)
@@ -55,12 +65,12 @@ def load_plugin(kind: str, name: str) -> Any:
             for entry in found
         )
         raise ConfigError(f"several distributions announce {name!r} in agentlightning.{kind}: {owners}; uninstall one")
-    try:
-        return load(found[0].value)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the plugin {name!r} cannot be loaded from {found[0].value}: {error}; install it again, or uninstall it"
-        ) from error
+    return found[0].value
+
+
+def load_plugin(kind: str, name: str) -> Any:
+    """What is installed as `name` of a kind. Raises as `announced` and `load` do."""
+    return load(announced(kind, name))
 
 
 def load(reference: str) -> Any:
@@ -151,10 +161,13 @@ def calls_of(part: Any, noun: str) -> Generator[None]:
 class Registry(dict[str, Any]):
     """The parts of one kind: those of this package by name, and where others are found.
 
-    A value that is text is `module:Class`, imported when it is asked for; None, a plugin of this repository.
+    A value that is text is `module:Class`, imported when it is asked for, as a `base` is; None, a plugin of this
+    repository. Without a base the parts are functions.
     """
 
-    def __init__(self, kind: str, noun: str, base: type | None = None, known: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, kind: str, noun: str, base: type | str | None = None, known: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(known or {})
         self.kind, self.noun, self.base = kind, noun, base
         self.aliases: dict[str, str] = {}
@@ -186,32 +199,41 @@ class Registry(dict[str, Any]):
             return str(Path(setting).absolute())
         return self.aliases.get(setting, setting)
 
+    def named(self, setting: Any) -> Any:
+        """`canonical`, for what is not imported yet. Raises ConfigError for a name that there is not."""
+        setting = self.canonical(setting)
+        if isinstance(setting, str):
+            self.reference(setting)
+        return setting
+
+    def reference(self, name: Any) -> str:
+        """`module:Class` of what a name stands for. Raises ConfigError for an unknown one, and as `announced` does."""
+        if isinstance(name, str) and ":" in name:
+            return name
+        if name in self:
+            return self[name] or announced(self.kind, name)
+        if name in plugin_names(self.kind):
+            return announced(self.kind, name)
+        known = [*self.names(), *self.aliases]
+        near = get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(
+            f"there is no {self.noun} {name!r}{hint} Known: {', '.join(sorted(known))}; one of your own is module:Class"
+            " or path/file.py:Class"
+        )
+
     def find(self, name: Any) -> Any:
         """The part of a name. Raises ConfigError for an unknown one, and for one that cannot be used; MissingExtraError
         for a plugin of this repository that is not installed."""
         name = self.canonical(name)
         found = self.get(name)
-        if found is None:
-            if isinstance(name, str) and ":" in name:
-                found = load(name)
-            elif name in self or name in plugin_names(self.kind):
-                found = load_plugin(self.kind, name)
-            else:
-                known = [*self.names(), *self.aliases]
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ConfigError(
-                    f"there is no {self.noun} {name!r}{hint} Known: {', '.join(sorted(known))}; one of your own is"
-                    " module:Class or path/file.py:Class"
-                )
-        elif isinstance(found, str):
-            found = load(found)
-        self.found[name] = self.check(found)
+        if found is None or isinstance(found, str):
+            found = self.found[name] = self.check(load(self.reference(name)))
         return found
 
     def check(self, part: Any) -> Any:
         """The part. Raises ConfigError where it cannot be one of this kind."""
-        base = self.base
+        base = load(self.base) if isinstance(self.base, str) else self.base
         if not (callable(part) if base is None else isinstance(part, type) and issubclass(part, base)):
             wanted = "function" if base is None else f"subclass of {reference_to(base)}"
             raise ConfigError(f"{described(part)} is no {self.noun}; it should be a {wanted}")

@@ -85,6 +85,16 @@ class Chosen:
                 yield _settings_class(found)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """In the annotation of a setting: the name of one of a registry, which is imported where it is used."""
+
+    registry: Registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.registry.named, handler(source))
+
+
 def _settings_class(part: Any) -> type[BaseModel]:
     return getattr(part, "config_class", part)
 
