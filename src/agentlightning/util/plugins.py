@@ -31,11 +31,12 @@ from functools import reduce
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import AgentLightningError, ConfigError, ExtensionError, MissingExtraError
 
 P = TypeVar("P")
+PACKAGE: Final = str(Path(__file__).parents[1])
 
 
 def plugin_names(kind: str) -> set[str]:
@@ -82,10 +83,10 @@ def load(reference: str) -> Any:
         module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         return reduce(getattr, name.split("."), module)
     except (Exception, SystemExit) as error:  # importing runs the code of others
-        last, file = traceback.extract_tb(error.__traceback__)[-1], file_of(reference)
-        if last.filename != __file__ and "importlib" not in last.filename:
-            file = f"{last.filename}:{last.lineno}"
-        where = file or f"not found in {os.getcwd()} or on the Python path"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [each for each in frames if "importlib" not in each.filename and not each.filename.startswith(PACKAGE)]
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else file_of(reference)
+        where = where or f"not found in {os.getcwd()} or on the Python path"
         raise ConfigError(f"{reference} ({where}) cannot be imported: {type(error).__name__}: {error}") from error
 
 

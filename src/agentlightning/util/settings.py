@@ -310,20 +310,20 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 # -- the schema ------------------------------------------------------------------------------------------------------
 
 
-def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for member in _members(Annotated[field.annotation, None, *field.metadata]):
-            yield from _known_below(member, f"{prefix}{name}.")
+            yield from _known_below(member, f"{prefix}{name}.", (*outer, model))
             if get_origin(member) in (tuple, list):
                 for item in _members(get_args(member)[0]):
-                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.")
+                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.", (*outer, model))
 
 
-def _known_below(member: Any, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _known_below(member: Any, prefix: str, outer: tuple[Any, ...]) -> Iterator[tuple[str, FieldInfo]]:
     if isinstance(member, type) and get_origin(member) is None and issubclass(member, BaseModel):
-        yield from _known(member, prefix)
+        yield from _known(member, prefix, outer) if member not in outer else ()
 
 
 def _members(annotation: Any) -> Iterator[Any]:

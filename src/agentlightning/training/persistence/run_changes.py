@@ -342,8 +342,8 @@ def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named:
         chosen = any(f"{setting}.".startswith(f"{text.partition('=')[0].strip()}.") for text in named)
         if each in now and now[each]["sha256"] != record["sha256"] and not chosen:
             raise ResumeError(
-                f"{name} of {setting} has changed since the run began: {now[each]['file']}; put back what it was, or go on"
-                f" with what it is: --resume {run_dir} {setting}={name}"
+                f"{name} of {setting} has changed since the run began: {now[each]['file']}; put back what it was, or go"
+                f" on with what it is: --resume {run_dir} {setting}={name}"
             )
     state.extensions = now
 
