@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import cleandoc
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 
@@ -13,6 +13,7 @@ from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
+from agentlightning.util.settings import Chosen
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE, field_rows
 
@@ -47,16 +48,22 @@ def _family(title: str, setting: str, kinds: Any) -> Iterator[str]:
             yield f"| `{name}` | | | |"
 
 
-def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+def sections(
+    model: type[BaseModel], path: str, outer: tuple[type[BaseModel], ...] = ()
+) -> Iterator[tuple[str, type[BaseModel]]]:
     """Each table of settings with its name: the model itself and, below it, the models its fields may hold."""
     yield path, model
     for name, field in model.model_fields.items():
-        for kind in _models(field.annotation):
-            if kind is not model:
-                yield from sections(kind, f"{path}.{name}".lstrip("."))
+        for kind in _models(Annotated[field.annotation, None, *field.metadata]):
+            if kind not in (*outer, model):
+                yield from sections(kind, f"{path}.{name}".lstrip("."), (*outer, model))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    for each in getattr(annotation, "__metadata__", ()):
+        if isinstance(each, Chosen):
+            yield from each.classes()
+            return
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
