@@ -219,8 +219,8 @@ class Registry(dict[str, Any]):
         near = get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
-            f"there is no {self.noun} {name!r}{hint} Known: {', '.join(sorted(known))}; one of your own is module:Class"
-            " or path/file.py:Class"
+            f"there is no {self.noun} {name!r}{hint} Known: {', '.join(sorted(known))}; one of your own is module:name"
+            " or path/file.py:name"
         )
 
     def find(self, name: Any) -> Any:

@@ -111,7 +111,7 @@ def test_a_loss_of_ones_own_is_one_of_several_or_given_as_class_or_object(module
         ),
         (["algorithm.loss=pathlib:Path"], r"pathlib.py\) is no loss; it should be a subclass of .*:TokenLoss"),
         (["algorithm.loss=own_losses:NoFormula"], r"own_losses:NoFormula \(.*own_losses.py\) defines no __call__"),
-        (["algorithm.loss=own"], r"there is no loss 'own'\. Known: awr, .*; one of your own is module:Class"),
+        (["algorithm.loss=own"], r"there is no loss 'own'\. Known: awr, .*; one of your own is module:name"),
         (
             ['algorithm.loss.type="own_losses:Plain"', "algorithm.loss.betta=1"],
             "nearest .* is algorithm.loss.beta",
