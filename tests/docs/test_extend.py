@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.docs.test_docs import ROOT, blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 AGL = str(Path(sys.executable).parent / "agl")
 SMALL = [
@@ -34,13 +34,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if block.file:
             (source / block.file).write_text(block.body)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(target), str(source)], check=True, timeout=120)
+    subprocess.run([*pip, "--target", str(target), str(source)], check=True, timeout=300)
     return target
 
 
 def agl(installed: Path, folder: Path, *arguments: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "200"}
-    run = subprocess.run([AGL, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    run = subprocess.run([AGL, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=400)
     assert bool(run.returncode) == fails, run.stdout + run.stderr
     return run
 
