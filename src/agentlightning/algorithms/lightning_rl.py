@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
 from agentlightning.algorithms.agents import AgentPattern, AgentRoles, without_calls, without_target
-from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
     CreditAssigner,
@@ -72,16 +72,14 @@ from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class LightningRLConfig(BaseModel):
+class LightningRLConfig(AlgorithmConfig):
     """The settings of LightningRL.
 
     >>> agl.LightningRLConfig(steps=50, group_size=4).tasks_per_step
     16
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: Literal["lightning_rl"] = "lightning_rl"
+    type: str = "lightning_rl"
     """Which algorithm this is."""
     preset: str | None = None
     """A published algorithm whose settings are used where none are given: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo,
@@ -273,6 +271,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
     """
 
     name: ClassVar[str] = "lightning_rl"
+    config_class = LightningRLConfig
 
     __signature__ = SettingsSignature(LightningRLConfig)
 

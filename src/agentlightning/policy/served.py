@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 from zlib import crc32
 
 from agentlightning.chat.base import ChatFormat
@@ -70,12 +70,12 @@ class ServedPolicy:
         transfer: str = DISK,
         *,
         config: ServersConfig | None = None,
-        kind: Literal["vllm", "sglang"] = "vllm",
+        kind: str = "vllm",
     ) -> None:
         self.learner = learner
         self.servers = servers
         self.config = config or ServersConfig()
-        self.kind: Literal["vllm", "sglang"] = kind
+        self.kind = kind
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
         self.vocab_size = learner.vocab_size
@@ -100,7 +100,7 @@ class ServedPolicy:
         config: ServersConfig,
         folder: Path,
         *,
-        kind: Literal["vllm", "sglang"] = "vllm",
+        kind: str = "vllm",
         dtype: str = "auto",
     ) -> ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights: all, or its adapters over the

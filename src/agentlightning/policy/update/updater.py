@@ -29,6 +29,7 @@ from agentlightning.policy.losses import (
     TokenLoss,
     clamped_log_ratio,
     token_losses,
+    value_of,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -416,7 +417,7 @@ def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[Loss
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
-        value = loss(own)
+        value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
         sums |= named
