@@ -56,7 +56,7 @@ def test_what_a_distribution_announces_is_known_by_its_name(installed: Path, tmp
     run = agl(installed, tmp_path, "train", "--print-config", "algorithm.loss=plane", fails=True)
     assert "there is no loss 'plane'; did you mean 'plain'" in run.stderr
     shown = agl(installed, tmp_path, "doctor", "--json").stdout
-    found = {(each["kind"], each["name"]): each for each in json.loads(shown.splitlines()[-1])}
+    found = {(each["kind"], each["name"]): each for each in json.loads(shown.splitlines()[-1])["extensions"]}
     assert not [each for each in found.values() if "problem" in each], found
     assert f"lab_engine:Near ({installed / 'lab_engine.py'})" in found["engines", "near"]["part"]
     assert {kind for kind, _ in found} >= {"algorithms", "rewards", "datasets", "backends"}

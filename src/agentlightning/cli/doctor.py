@@ -38,7 +38,7 @@ def doctor(
 
         if run is None:
             extensions = installed_extensions()
-            output.finish(extensions, lambda console: print_extensions(extensions, console))
+            output.finish({"extensions": extensions}, lambda console: print_extensions(extensions, console))
             if any("problem" in each for each in extensions):
                 raise typer.Exit(1)
             return
