@@ -1,10 +1,11 @@
 """What an update of a pretrained model needs of memory, beside the formula of docs/guides/one-gpu.md.
 
-    python benchmarks/training_memory.py [--tokens 1024 2048 4096]
+    python benchmarks/training_memory.py [--tokens 1024 2048] [--dtype float32]
 
-SmolLM2-135M-Instruct on a CPU in bfloat16: all weights or LoRA of rank 16, with and without gradient checkpointing. The
-measure is the peak of the resident memory of a process that makes two updates, less what the process had before it
-opened the model. Each case has a new process. Rollouts are a prompt of 24 random tokens and an answer of 232.
+SmolLM2-135M-Instruct on a CPU: all weights or LoRA of rank 16, with and without gradient checkpointing. The measure is
+the peak of the resident memory of a process, less what it had before it opened the model. A small update comes first,
+which allocates the state of the optimiser; the measured one computes so many tokens in one micro-batch, as rollouts of
+256 random tokens, 24 of them a prompt. Each case has a new process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "arms"))
 PAGE = HERE.parent / "docs" / "guides" / "one-gpu.md"
-MODEL, PROMPT, ANSWER = "smollm2-135m", 24, 232
+MODEL, PROMPT, ANSWER, RANK = "smollm2-135m", 24, 232, 16
+CASES = {
+    "all weights": (0, False),
+    "all weights, checkpointing": (0, True),
+    "LoRA": (RANK, False),
+    "LoRA, checkpointing": (RANK, True),
+}
 
 
 def formula() -> dict[str, Any]:
@@ -34,7 +41,21 @@ def formula() -> dict[str, Any]:
     return namespace
 
 
-def measure(tokens: int, rank: int, checkpointing: bool) -> dict[str, Any]:
+def groups(tokens: int) -> list[dict[str, Any]]:
+    """Pairs of rollouts that share no prompt with others."""
+    draw = random.Random(0)
+
+    def words(count: int) -> list[int]:
+        return [draw.randrange(3, 49000) for _ in range(count)]
+
+    count = max(1, tokens // (PROMPT + 2 * ANSWER))
+    return [
+        {"prompt": words(PROMPT), "answers": [words(ANSWER), words(ANSWER)], "rewards": [0.0, 1.0]}
+        for _ in range(count)
+    ]
+
+
+def measure(tokens: int, dtype: Any, rank: int, checkpointing: bool) -> dict[str, Any]:
     """In this process."""
     from line import resident_mb
     from real_ours import samples
@@ -44,27 +65,18 @@ def measure(tokens: int, rank: int, checkpointing: bool) -> dict[str, Any]:
     from agentlightning.policy.local_config import LocalPolicyConfig
     from agentlightning.policy.lora_config import Lora
 
-    draw = random.Random(0)
-    groups = [
-        {
-            "prompt": [draw.randrange(3, 49000) for _ in range(PROMPT)],
-            "answers": [[draw.randrange(3, 49000) for _ in range(ANSWER)] for _ in range(2)],
-            "rewards": [0.0, 1.0],
-        }
-        for _ in range(tokens // (2 * (PROMPT + ANSWER)))
-    ]
-    batch = samples(groups)
-    before = resident_mb("self", "VmRSS")
+    first, batch = samples(groups(1)), samples(groups(tokens))
     config = LocalPolicyConfig(
         model=resolve_model(MODEL),
-        dtype="bfloat16",
+        dtype=dtype,
         lora=Lora(r=rank) if rank else None,
         gradient_checkpointing=checkpointing,
     )
+    before = resident_mb("self", "VmRSS")
 
     async def update() -> dict[str, float]:
         policy = LocalPolicy.open(config)
-        await policy.train(batch, token_budget=2 * tokens)
+        await policy.train(first, token_budget=2 * tokens)
         metrics = await policy.train(batch, token_budget=2 * tokens)
         await policy.close()
         return dict(metrics)
@@ -75,25 +87,23 @@ def measure(tokens: int, rank: int, checkpointing: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.case:
-        print(json.dumps(measure(*json.loads(given.case))))
+    if given.one:
+        print(json.dumps(measure(*json.loads(given.one))))
         return
     training_gb = formula()["training_gb"]
     print(f"{'':28}{'tokens':>8}{'passes':>8}{'measured':>10}{'formula':>10}{'ratio':>7}")
-    for name, rank, checkpointing in (
-        ("all weights", 0, False),
-        ("all weights, checkpointing", 0, True),
-        ("LoRA", 16, False),
-        ("LoRA, checkpointing", 16, True),
-    ):
+    for name in given.cases:
         for tokens in given.tokens:
-            command = [sys.executable, __file__, "--case", json.dumps([tokens, rank, checkpointing])]
+            command = [sys.executable, __file__, "--one", json.dumps([tokens, given.dtype, *CASES[name]])]
             found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             computed, passes = int(found["tokens_computed"]), int(found["micro_batches"])
-            gb, expected = found["mb"] * 1.048576e-3, training_gb(MODEL, computed / passes, rank, checkpointing)
+            gb = found["mb"] * 1.048576e-3
+            expected = training_gb(MODEL, computed / passes, *CASES[name], given.dtype)
             print(f"{name:28}{computed:8}{passes:8}{gb:9.2f}G{expected:9.2f}G{gb / expected:7.2f}", flush=True)
 
 

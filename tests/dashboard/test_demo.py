@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 from tests.dashboard.conftest import client_of
 
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
-from agentlightning.dashboard.demo import RECORDED
+from agentlightning.dashboard.demo import EXPORTS, RECORDED
 
 pytestmark = pytest.mark.integration
 RUN = "/runs/messages"
@@ -112,6 +114,22 @@ async def test_no_warning_is_said_twice(client):
     first = found["warnings"][0]
     said = [each["what"] for each in (await get(client, f"{RUN}/steps/{first['since']}"))["warnings"]]
     assert said != [first["what"]], "a step says what was seen at it, the run what was seen last"
+
+
+def test_the_transcripts_of_the_readme_are_of_this_run(recorded):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.findall(r"^(user|before|after): +(.+?)(?: +\(reward (.+)\))?$", readme, re.MULTILINE)
+    assert len(shown) == 6
+    said = set()
+    for export in (recorded / "messages" / EXPORTS).glob("*.jsonl"):
+        for rollout in map(orjson.loads, export.read_bytes().splitlines()):
+            if found := re.search("-(before|after)-.*greedy", rollout.get("rollout_id", "")):
+                output = " ".join(rollout["attempts"][0]["metadata"]["output"].split())
+                reward = rollout["spans"][-1]["attributes"]["gen_ai.evaluation.score.value"]
+                said.add((rollout["input"]["message"], found[1], output, f"{reward:.3f}"))
+    for place in range(0, 6, 3):
+        (_, message, _), *answers = shown[place : place + 3]
+        assert {(message, when, " ".join(text.split()), reward) for when, text, reward in answers} <= said
 
 
 async def test_they_can_be_compared_on_the_same_tasks(client):
