@@ -2,7 +2,8 @@
 
 The trainings of RUNS that are not in the folder yet are made first, on the job of `agl demo --model smollm2-135m`, with
 the ratios and the likeliest alternatives of every token. What the pages show of them becomes the file that is shipped:
-without weights, with times as seconds before the end, ids that compress, and alternatives for some steps.
+without weights, with times as seconds before the end, ids that compress, tokens of the rollouts that were learned from,
+and the alternatives of one step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import re
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,9 @@ MODEL, SEED = "smollm2-135m", 0
 SETTINGS = ("run.token_ratios=true", "gateway.record_top_logprobs=3")
 RUNS = {"messages-rloo": ("algorithm.credit=leave_one_out", "algorithm.steps=6"), "messages": ()}
 """Changes of the demo's settings by the name of the run. The last one is shown first."""
-WITH_ALTERNATIVES = re.compile(r"-train-0000(01|09|18)-000[0-3]-")
+WITH_ALTERNATIVES = "-train-000009-"
+TOKENS = (names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.LOGPROBS)
+"""What is kept of the rollouts that were learned from."""
 UNSHOWN = ("gen_ai.response.id", "agentlightning.agent.key", "agentlightning.request")
 
 
@@ -80,18 +82,22 @@ def to_lines(records: Iterable[Any]) -> str:
     return "".join(json.dumps(each, separators=(",", ":"), ensure_ascii=False) + "\n" for each in records)
 
 
+def two_digits(values: list[float]) -> list[float]:
+    return [round(each, 2) + 0.0 for each in values]
+
+
 def shorten(record: dict[str, Any], ids: Ids) -> None:
     """Change a line of the export to what is kept of it."""
     for attempt in record.get("attempts", ()):
         attempt |= {"attempt_id": f"at-{ids[attempt['attempt_id']]}", "worker_id": "worker-1"}
     for span in record.get("spans", ()):
         attributes = span["attributes"]
-        for name in UNSHOWN:
+        for name in (*UNSHOWN, *(TOKENS if record["mode"] != "train" else ())):
             attributes.pop(name, None)
-        if not WITH_ALTERNATIVES.search(record["rollout_id"]):
+        if WITH_ALTERNATIVES not in record["rollout_id"]:
             attributes.pop(names.TOP_LOGPROBS, None)
         if names.LOGPROBS in attributes:
-            attributes[names.LOGPROBS] = [round(each, 3) + 0.0 for each in attributes[names.LOGPROBS]]
+            attributes[names.LOGPROBS] = two_digits(attributes[names.LOGPROBS])
         span["attempt_id"] = f"at-{ids[span['attempt_id']]}"
         span["trace_id"] = ids[span["trace_id"]].zfill(32)
         span["span_id"] = ids[span["span_id"]]
@@ -114,7 +120,7 @@ def before(value: Any, end: float) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: round(each - end, 3) if isinstance(each, float) and name.endswith("time") else before(each, end)
+        name: round(each - end, 2) if isinstance(each, float) and name.endswith("time") else before(each, end)
         for name, each in value.items()
     }
 
@@ -154,7 +160,13 @@ def files_of(directory: Path) -> Iterator[tuple[str, str]]:
         yield f"{EXPORTS}/{number:03d}.jsonl", to_lines(before(each, end) for each in part)
     yield "audit.jsonl", to_lines(before(each, end) for each in audit)
     for path in sorted(directory.glob("ratios/*.jsonl")):
-        yield f"ratios/{path.name}", to_lines(each | {"call": ids[each["call"]]} for each in read_lines(path))
+        yield (
+            f"ratios/{path.name}",
+            to_lines(
+                each | {"call": ids[each["call"]], "log_ratios": two_digits(each["log_ratios"])}
+                for each in read_lines(path)
+            ),
+        )
     for path in sorted(directory.glob("data/*.jsonl")):
         yield f"data/{path.name}", path.read_text()
     settings = (directory / "config.toml").read_text().splitlines()
