@@ -32,12 +32,10 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"this example needs the module {error.name}: pip install -r {HERE / 'requirements.txt'}")
 
-TASKS, GROUP = 8, 8
-"""Problems of a step, and rollouts of each."""
-HELD_OUT, VALIDATION = 96, 32
-"""Generated problems that the gain is measured on, and that choose the best checkpoint."""
 FRESH = 1_000_000
 """Added to the seed of the problems to train on, so that few of them occur in the demonstrations."""
+VALIDATION = 32
+"""Generated problems that choose the best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,13 @@ class Recipe:
 
     steps: int = 32
     """Updates by reinforcement learning."""
+    tasks: int = 8
+    group: int = 8
+    """Problems of each, and rollouts of each of these."""
+    held_out: int = 96
+    """Generated problems that the gain is measured on."""
+    every: int | None = 6
+    """Updates between checkpoints, of which VALIDATION problems choose the best. None: the last one is written."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     warm_steps: int = 0
@@ -63,7 +68,9 @@ class Recipe:
 MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
 RECIPES = {
     "tiny": Recipe(lr=3e-4, warm_steps=240, clean=0.75, habit=0.65, optimizer=MUON),
-    "smollm2-135m": Recipe(steps=12, lr=5e-5, warm_steps=10, batch=8, optimizer={"lr": 1e-4}),
+    "smollm2-135m": Recipe(
+        steps=9, tasks=6, group=6, held_out=64, every=None, lr=1e-4, warm_steps=4, batch=8, optimizer={"lr": 1e-4}
+    ),
 }
 
 
@@ -76,20 +83,21 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
         **start(folder, options.model, recipe, options.seed),
         "algorithm": {
             "steps": steps,
-            "tasks_per_step": TASKS,
-            "group_size": GROUP,
+            "tasks_per_step": recipe.tasks,
+            "group_size": recipe.group,
             "credit": options.credit,
             "aggregate": "token",
             "optimizer": {"schedule": "cosine", "warmup_steps": min(2, steps - 1), **({"lr": rate} if rate else {})},
         },
         "runner": {
-            "concurrency": TASKS * GROUP,
+            "concurrency": recipe.tasks * recipe.group,
             "timeout_seconds": 300,
             "hide": ["chain", "result", "result_float"],
         },
-        "evaluation": {"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
+        "run": {"checkpoint_every": recipe.every or steps},
+        "evaluation": {"every": recipe.every or 0, "tasks": VALIDATION, "modes": ["sampled"]},
     }
-    tasks = {"train_dataset": read_problems(options.calcx)} if options.calcx else generated(steps, options.seed)
+    tasks = {"train_dataset": read_problems(options.calcx)} if options.calcx else generated(recipe, steps, options.seed)
     config = load_settings(agl.TrainConfig, toml=written(folder, settings), overrides=options.settings)
     trainer = agl.Trainer(config, reward=f"{HERE}/reward.py:score", run_dir=folder, seed=options.seed)
     return trainer.fit(f"{HERE}/agent.py:solve", **tasks)
@@ -103,12 +111,12 @@ def written(folder: Path, settings: dict[str, Any]) -> Path:
     return file
 
 
-def generated(steps: int, seed: int) -> dict[str, Any]:
+def generated(recipe: Recipe, steps: int, seed: int) -> dict[str, Any]:
     """Tasks of a run."""
     return {
-        "train_dataset": problems("train", steps * TASKS, seed + FRESH),
+        "train_dataset": problems("train", steps * recipe.tasks, seed + FRESH),
         "val_dataset": problems("val", VALIDATION, seed),
-        "held_out_dataset": problems("test", HELD_OUT, seed),
+        "held_out_dataset": problems("test", recipe.held_out, seed),
     }
 
 

@@ -35,10 +35,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"this example needs the module {error.name}: pip install -r {HERE / 'requirements.txt'}")
 
-TASKS, GROUP = 8, 8
-"""Questions of a step, and rollouts of each."""
-HELD_OUT, VALIDATION = 96, 32
-"""Generated questions that the gain is measured on, and that choose the best checkpoint."""
+VALIDATION = 32
+"""Generated questions that choose the best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,13 @@ class Recipe:
 
     steps: int = 12
     """Updates by reinforcement learning."""
+    tasks: int = 8
+    group: int = 8
+    """Questions of each, and rollouts of each of these."""
+    held_out: int = 96
+    """Generated questions that the gain is measured on."""
+    every: int | None = 6
+    """Updates between checkpoints, of which VALIDATION questions choose the best. None: the last one is written."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     copy_steps: int = 0
@@ -65,7 +70,9 @@ class Recipe:
 MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
 RECIPES = {
     "tiny": Recipe(lr=3e-4, copy_steps=100, warm_steps=420, clean=0.8, habit=0.5, optimizer=MUON),
-    "smollm2-135m": Recipe(steps=8, lr=5e-5, warm_steps=4, batch=8, optimizer={"lr": 1e-4}),
+    "smollm2-135m": Recipe(
+        steps=7, tasks=5, group=6, held_out=64, every=None, lr=1e-4, warm_steps=3, batch=8, optimizer={"lr": 1e-4}
+    ),
 }
 LAYERS = 3
 """Of the tiny model."""
@@ -76,20 +83,21 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
     recipe = Recipe() if options.musique else RECIPES.get(options.model, Recipe())
     steps = options.steps or recipe.steps
     rate = options.lr or recipe.lr
-    documents, tasks = from_musique(options.musique) if options.musique else generated(steps, options.seed)
+    documents, tasks = from_musique(options.musique) if options.musique else generated(recipe, steps, options.seed)
     settings = {
         **start(folder, options.model, recipe, options.seed),
         "algorithm": {
             "steps": steps,
-            "tasks_per_step": TASKS,
-            "group_size": GROUP,
+            "tasks_per_step": recipe.tasks,
+            "group_size": recipe.group,
             "credit": options.credit,
             "reward_weights": reward.WEIGHTS,
             "aggregate": "token",
             "optimizer": {"schedule": "cosine", "warmup_steps": min(2, steps - 1), **({"lr": rate} if rate else {})},
         },
-        "runner": {"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
-        "evaluation": {"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
+        "runner": {"concurrency": recipe.tasks * recipe.group, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
+        "run": {"checkpoint_every": recipe.every or steps},
+        "evaluation": {"every": recipe.every or 0, "tasks": VALIDATION, "modes": ["sampled"]},
     }
     config = load_settings(agl.TrainConfig, toml=written(folder, settings), overrides=options.settings)
     with serving(documents=documents, index=options.index, k=options.k) as url:
@@ -113,13 +121,13 @@ def from_musique(path: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
     return questions.documents, {"train_dataset": questions.tasks}
 
 
-def generated(steps: int, seed: int) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def generated(recipe: Recipe, steps: int, seed: int) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """(documents, tasks) of a generated world."""
     world = World(seed)
     tasks = {
-        "train_dataset": world.tasks("train", steps * TASKS),
+        "train_dataset": world.tasks("train", steps * recipe.tasks),
         "val_dataset": world.tasks("val", VALIDATION),
-        "held_out_dataset": world.tasks("test", HELD_OUT),
+        "held_out_dataset": world.tasks("test", recipe.held_out),
     }
     return world.documents, tasks
 

@@ -127,10 +127,13 @@ def test_a_file_that_is_not_there_is_named(module_of: Load, tmp_path: Path) -> N
 Python = Callable[[str, str], Path]
 NEEDED = "autogen_agentchat, autogen_ext.tools.mcp, torch"
 SHORT = (
-    "train.TASKS = train.GROUP = train.HELD_OUT = train.VALIDATION = 2;"
-    " train.RECIPES = {name: dataclasses.replace(each, warm_steps=12) for name, each in train.RECIPES.items()}"
+    "import dataclasses; train.VALIDATION = 2; sizes = dict(tasks=2, group=2, held_out=2);"
+    " train.Recipe = functools.partial(train.Recipe, **sizes);"
+    " train.RECIPES = {k: dataclasses.replace(v, **sizes, warm_steps=12) for k, v in train.RECIPES.items()}"
 )
-PROGRAM = f"import dataclasses, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+PROGRAM = (
+    f"import dataclasses, functools, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+)
 CONFIG = (
     "import train; train.agl.Trainer.fit = lambda trainer, *_, **tasks: trainer.config;"
     " print(train.train(train.parse()).model_dump_json())"

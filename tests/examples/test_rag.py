@@ -194,10 +194,13 @@ def test_documents_are_read_in_either_format(module_of: Load, tmp_path: Path) ->
 
 Python = Callable[[str, str], Path]
 SHORT = (
-    "train.TASKS = train.GROUP = train.HELD_OUT = train.VALIDATION = 2; train.RECIPES ="
-    " {name: dataclasses.replace(each, copy_steps=6, warm_steps=6) for name, each in train.RECIPES.items()}"
+    "import dataclasses; train.VALIDATION = 2; sizes = dict(tasks=2, group=2, held_out=2);"
+    " train.Recipe = functools.partial(train.Recipe, **sizes); sizes |= dict(copy_steps=6, warm_steps=6);"
+    " train.RECIPES = {k: dataclasses.replace(v, **sizes) for k, v in train.RECIPES.items()}"
 )
-PROGRAM = f"import dataclasses, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+PROGRAM = (
+    f"import dataclasses, functools, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+)
 CONFIG = (
     "import train; train.agl.Trainer.fit = lambda trainer, *_, **tasks: trainer.config;"
     " print(train.train(train.parse()).model_dump_json())"
