@@ -51,6 +51,8 @@ class Recipe:
     """Generated problems that the gain is measured on."""
     every: int | None = 6
     """Updates between checkpoints, of which VALIDATION problems choose the best. None: the last one is written."""
+    max_tokens: int = 96
+    """Of an answer."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     warm_steps: int = 0
@@ -69,7 +71,16 @@ MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warm
 RECIPES = {
     "tiny": Recipe(lr=3e-4, warm_steps=240, clean=0.75, habit=0.65, optimizer=MUON),
     "smollm2-135m": Recipe(
-        steps=9, tasks=6, group=6, held_out=64, every=None, lr=1e-4, warm_steps=4, batch=8, optimizer={"lr": 1e-4}
+        steps=8,
+        tasks=4,
+        group=6,
+        held_out=64,
+        every=None,
+        max_tokens=56,
+        lr=5e-5,
+        warm_steps=5,
+        batch=8,
+        optimizer={"lr": 1e-4},
     ),
 }
 
@@ -136,7 +147,7 @@ def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in shown))
-    os.environ.setdefault("MAX_TOKENS", "96")
+    os.environ.setdefault("MAX_TOKENS", str(recipe.max_tokens))
     if model == TINY:
         model = str(make_tiny(folder / TINY, shown, seed=seed))
     warm_start = {

@@ -52,6 +52,8 @@ class Recipe:
     """Generated questions that the gain is measured on."""
     every: int | None = 6
     """Updates between checkpoints, of which VALIDATION questions choose the best. None: the last one is written."""
+    max_tokens: int = 64
+    """Of an answer."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     copy_steps: int = 0
@@ -71,7 +73,16 @@ MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warm
 RECIPES = {
     "tiny": Recipe(lr=3e-4, copy_steps=100, warm_steps=420, clean=0.8, habit=0.5, optimizer=MUON),
     "smollm2-135m": Recipe(
-        steps=7, tasks=5, group=6, held_out=64, every=None, lr=1e-4, warm_steps=3, batch=8, optimizer={"lr": 1e-4}
+        steps=7,
+        tasks=4,
+        group=6,
+        held_out=64,
+        every=None,
+        max_tokens=48,
+        lr=5e-5,
+        warm_steps=4,
+        batch=8,
+        optimizer={"lr": 1e-4},
     ),
 }
 LAYERS = 3
@@ -153,7 +164,7 @@ def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in [*exercises, *shown]))
-    os.environ.setdefault("MAX_TOKENS", "64")
+    os.environ.setdefault("MAX_TOKENS", str(recipe.max_tokens))
     if model == TINY:
         model = str(make_tiny(folder / TINY, shown, seed=seed, layers=LAYERS))
     warm_start = {
