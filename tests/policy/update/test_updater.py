@@ -137,13 +137,13 @@ def test_joined_rows_are_blind_to_one_another(build: Any, attention: str) -> Non
     updater.model.set_attn_implementation(attention)
     batch = samples(groups(turns=2))
     batches = updater.forward.plan(batch, sharing="shared", token_budget=10_000)
-    assert any(each.joined for each in batches)
+    assert any(each.lines for each in batches)
     assert apart(gradient(updater, batch, sharing="shared"), gradient(updater, batch, sharing="rows")) < 1e-5
 
 
 def test_rows_are_joined_only_for_attention_that_takes_a_mask(updater: Updater, monkeypatch: Any) -> None:
     monkeypatch.setattr(updater.model.config, "_attn_implementation", "flash_attention_2")
-    assert not any(each.joined for each in updater.forward.plan(samples(groups()), sharing="shared"))
+    assert not any(each.lines for each in updater.forward.plan(samples(groups()), sharing="shared"))
 
 
 @pytest.mark.parametrize("part", ["model", "decoder"])
@@ -164,7 +164,7 @@ def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypa
     forward.__module__ = "unsloth.models.llama"
     monkeypatch.setattr(patched, "forward", forward)
     batches = updater.forward.plan(batch, token_budget=10_000)
-    assert not any(each.joined or each.shared_length for each in batches)
+    assert not any(each.lines or each.shared_length for each in batches)
     assert apart(gradient(updater, batch, sharing="auto"), expected) < 1e-5
     with pytest.raises(ConfigError, match="shared"):
         updater.forward.plan(batch, sharing="shared")
@@ -187,10 +187,12 @@ def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Update
     ]
     alone = training_samples([[name] for name in forked], "reinforce")[0]
     for batch in (samples([forked]), alone):
-        (shared,) = updater.forward.plan(batch, sharing="shared")
-        assert shared.shared_length
         expected = gradient(updater, batch, sharing="rows")
-        assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
+        for lines in (True, False):
+            updater.forward.traits = replace(updater.forward.traits, joins=lines)
+            (shared,) = updater.forward.plan(batch, sharing="shared")
+            assert bool(shared.lines) == lines == (not shared.shared_length)
+            assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
 
 
 def _divide(trajectory: Trajectory, draw: random.Random) -> Trajectory:

@@ -246,7 +246,7 @@ class Updater:
                 value.loss.backward()
                 _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
-                _add(totals, {"shared_prefixes": len(batch.families)})
+                _add(totals, {"shared_prefixes": batch.shared_prefixes})
                 if at_temperature and batch.kept is not None:
                     _add(totals, _kept_metrics(batch.kept))
         return totals
