@@ -255,6 +255,7 @@ def test_a_model_that_is_named_is_the_policy_and_brings_its_warm_start(
     model: str, warm: bool, module_of: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train = module_of("spider", "train")
+    monkeypatch.setenv("SQL_TOKENS", "16")
     monkeypatch.setattr(train, "find_spec", lambda name: name)
     monkeypatch.setattr(train.agl.Trainer, "fit", lambda trainer, *_, **tasks: trainer.config)
     config = train.main(["--model", model, "--run-dir", str(tmp_path), "warm_start.steps=12"])
