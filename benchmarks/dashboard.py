@@ -40,10 +40,11 @@ import psutil
 from harness import HERE
 
 sys.path.insert(0, str(HERE / "arms"))
+sys.path.append(str(HERE.parent))
 from ours import cycle, drive
+from tests.support.made_up_runs import MadeUpRun, write_run
 
 from agentlightning import span as names
-from agentlightning.dashboard.demo.runs import MadeUpRun, write_run
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreClient

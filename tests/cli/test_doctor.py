@@ -166,7 +166,9 @@ def test_what_is_no_run_is_refused_in_a_sentence(invoke, tmp_path, prepare, comp
     assert complaint in done.output + done.stderr
 
 
-def test_without_a_run_it_lists_what_is_installed_and_what_is_wrong_with_it(invoke, tmp_path, monkeypatch):
+def test_without_a_run_it_lists_what_is_installed_and_what_is_wrong_with_it(
+    invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     about = tmp_path / "lab-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")

@@ -261,9 +261,7 @@ def test_a_rule_that_leaves_something_out_or_adds_something_is_an_error(credits:
         def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
             return credits
 
-    with pytest.raises(
-        ExtensionError, match=r"credit rule .*Careless \(.*\) failed with ValueError"
-    ):
+    with pytest.raises(ExtensionError, match=r"credit rule .*Careless \(.*\) failed with ValueError"):
         training_samples([[rollout("a", 1.0), rollout("b", 0.0)]], Careless())
 
 

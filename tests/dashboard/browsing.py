@@ -85,11 +85,19 @@ class Window:
         return self.page
 
 
+def groups(window: Window, run: str, step: int) -> list[dict[str, Any]]:
+    read = "async ([url, token]) => (await fetch(url, {headers: {authorization: `Bearer ${token}`}})).json()"
+    return window.page.evaluate(read, [f"{window.url}/api/runs/{run}/steps/{step}", TOKEN])["groups"]
+
+
 def a_group(window: Window) -> str:
     """A rollout of a group in which a tool failed."""
-    read = "async ([url, token]) => (await fetch(url, {headers: {authorization: `Bearer ${token}`}})).json()"
-    step = window.page.evaluate(read, [f"{window.url}/api/runs/{GRPO}/steps/9", TOKEN])
-    return next(group["worst"] for group in step["groups"] if group["tool_errors"])
+    return next(group["worst"] for group in groups(window, GRPO, 9) if group["tool_errors"])
+
+
+def best_of(window: Window, run: str, step: int) -> str:
+    """The best rollout of the group with the largest spread."""
+    return groups(window, run, step)[0]["best"]
 
 
 def pages(window: Window) -> list[str]:

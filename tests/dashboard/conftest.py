@@ -13,11 +13,12 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from tests.dashboard.browsing import CHROMIUM, FLAGS, TOKEN, Served
+from tests.support.made_up_runs import write_runs
 
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
-from agentlightning.dashboard.demo.runs import write_demo
+from agentlightning.dashboard.demo import write_demo
 from agentlightning.store.instrumented import CallRecord
 
 GRPO, RLOO = "calculator-grpo", "calculator-rloo"
@@ -37,7 +38,7 @@ class Asked(Counter[str]):
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with both runs. Read it; copy it to change something."""
     root = tmp_path_factory.mktemp("made-up")
-    asyncio.run(write_demo(root))
+    asyncio.run(write_runs(root))
     return root
 
 
@@ -89,6 +90,20 @@ def browser() -> Iterator[Any]:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the runs of the demo. Read it."""
+    root = tmp_path_factory.mktemp("demo")
+    asyncio.run(write_demo(root))
+    return root
+
+
+@pytest.fixture
+def demo(recorded: Path) -> Iterator[Served]:
+    with Served(roots=[recorded]) as served:
+        yield served
 
 
 @pytest.fixture

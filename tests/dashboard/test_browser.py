@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.dashboard.browsing import GRPO, TOKEN, Window, a_group, pages
+from tests.dashboard.browsing import GRPO, TOKEN, Window, a_group, best_of, pages
 
 pytestmark = pytest.mark.slow
 
@@ -72,21 +72,26 @@ def test_three_clicks_lead_from_a_curve_to_the_tokens_of_the_turn_with_a_tool_er
 @pytest.mark.parametrize(
     ("name", "path", "shown", "height"),
     [
-        ("run", "", ".u-over", 900),
-        ("group", "/rollouts/{rollout}/group", ".t.differs", 860),
-        ("ratio", "/rollouts/{rollout}/group?by=ratio", ".t.differs", 860),
-        ("tokens", "/rollouts/{rollout}/tokens?by=rank", ".t.z", 520),
+        ("run", "", ".u-over", 1000),
+        ("group", "/rollouts/{rollout}/group", ".t.differs", 760),
+        ("ratio", "/rollouts/{rollout}/group?by=ratio", ".t.differs", 760),
+        ("tokens", "/rollouts/{rollout}/tokens?by=rank", ".t.z", 660),
     ],
 )
-def test_the_pictures_of_the_guide_are_those_of_the_page(browser, served, tmp_path, name, path, shown, height):
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (1400, "dark"), (400, "light")])
+def test_the_pictures_of_the_guide_are_those_of_the_demo(
+    browser, demo, tmp_path, name, path, shown, height, width, theme
+):
     """AGL_PICTURES=docs/images writes them anew."""
-    window = Window(browser, served)
-    page = window.open(f"/runs/{GRPO}{path.format(rollout=a_group(window))}", shown)
-    page.set_viewport_size({"width": 1200, "height": height})
+    window = Window(browser, demo, width=width, theme=theme)
+    window.page.set_viewport_size({"width": width, "height": height})
+    page = window.open(f"/runs/messages{path.format(rollout=best_of(window, 'messages', 9))}", shown)
     if name == "tokens":
-        page.locator(".t.n1, .t.n2").first.click()
+        page.locator(".t.n1, .t.n2, .t.n3").first.click()
     page.wait_for_timeout(500)
-    page.screenshot(path=Path(os.environ.get("AGL_PICTURES") or tmp_path) / f"dashboard-{name}.png")
+    suffix = "" if (width, theme) == (1400, "light") else f"-{width}-{theme}"
+    folder = tmp_path if suffix else Path(os.environ.get("AGL_PICTURES") or tmp_path)
+    page.screenshot(path=folder / f"dashboard-{name}{suffix}.png")
     assert window.problems == []
 
 

@@ -1,9 +1,10 @@
-"""Serves a dashboard by itself, read-only, until stopped: for a run that is over, a database, a server elsewhere."""
+"""Serves a dashboard by itself, read-only: for a run that is over, a database, a server elsewhere."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,8 +29,14 @@ async def _to_page(request: Request) -> Response:
 
 
 async def serve_dashboard(app: RequestTracker, listener: socket.socket) -> None:
-    """Serve until a signal stops it."""
+    """Serve until cancelled. Signals are the caller's."""
     config = uvicorn.Config(
         app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False, date_header=False
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await _Server(config).serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.made_up_runs import write_runs
 
-from agentlightning.dashboard.demo.runs import write_demo
 from agentlightning.store import LightningStore
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    asyncio.run(write_demo(root))
+    asyncio.run(write_runs(root))
     return root
 
 
@@ -111,9 +111,15 @@ def test_status_of_a_server_names_what_is_missing(start, runs, invoke):
     assert "cannot be reached" in gone.stderr
 
 
-def test_made_up_runs_need_no_run(start):
-    url, headers = opened(start("dashboard", "--demo", "--json"))
-    assert set(names(url, headers)) == {"calculator-grpo", "calculator-rloo"}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_recorded_runs_need_no_run_and_leave_nothing_behind(start, tmp_path, number):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    program = start("dashboard", "--demo", "--json", TMPDIR=str(temporary))
+    assert set(names(*opened(program))) == {"messages", "messages-rloo"}
+    assert any(temporary.iterdir())
+    assert program.stop(number) == 0
+    assert not any(temporary.iterdir())
 
 
 @pytest.mark.parametrize(

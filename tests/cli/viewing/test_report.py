@@ -8,8 +8,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-
-from agentlightning.dashboard.demo.runs import write_demo
+from tests.support.made_up_runs import write_runs
 
 pytestmark = pytest.mark.integration
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    asyncio.run(write_demo(root))
+    asyncio.run(write_runs(root))
     return root
 
 

@@ -28,6 +28,7 @@ from transformers import (
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.output_head import tokenwise_last_mlp
@@ -280,7 +281,7 @@ def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_wi
     expected = gradient(updater, samples(groups()), NLLLoss(), trains_zero_advantage=True)
     assert torch.equal(gradient(updater, greedy, NLLLoss(), trains_zero_advantage=True), expected)
     copied = Updater(copy.deepcopy(updater.model), OptimizerConfig(lr=1e-2))
-    surprise = [copied.step(greedy, loss="nll")["nll"] for _ in range(10)]
+    surprise = [copied.step(greedy, UpdateOptions(loss="nll"))["nll"] for _ in range(10)]
     assert surprise[-1] < surprise[0] / 2
 
 
@@ -313,7 +314,7 @@ def test_a_step_reports_what_it_did() -> None:
 def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() -> None:
     batch = samples(groups(count=2))
     whole, parts = Updater(made(llama), OptimizerConfig(lr=1e-3)), Updater(made(llama), OptimizerConfig(lr=1e-3))
-    metrics = whole.step(batch, minibatches=2)
+    metrics = whole.step(batch, UpdateOptions(minibatches=2))
     for each in batch:
         total = sum(float(w.sum()) for w in each.weights)
         parts.step([replace(each, weights=[w / total for w in each.weights])])
@@ -325,7 +326,7 @@ def test_what_sampler_and_trainer_disagree_about_is_measured_before_the_first_st
     made_samples = samples(groups(3, 4))
 
     def metrics(lr: float, minibatches: int) -> dict[str, float]:
-        return Updater(made(llama), OptimizerConfig(lr=lr)).step(made_samples, minibatches=minibatches)
+        return Updater(made(llama), OptimizerConfig(lr=lr)).step(made_samples, UpdateOptions(minibatches=minibatches))
 
     one = metrics(1e-3, 1)
     assert one["mismatch_kl"] == pytest.approx(one["approx_kl"])
@@ -340,7 +341,7 @@ def test_several_losses_add_up_each_by_its_coefficient(updater: Updater) -> None
     several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}], trains_zero_advantage=True)
     ppo, nll = (gradient(updater, batch, name, trains_zero_advantage=True) for name in ("ppo", "nll"))
     assert apart(several, ppo + 0.1 * nll) < 1e-5
-    metrics = Updater(made(llama)).step(batch, loss=["ppo", "cispo", "nll"])
+    metrics = Updater(made(llama)).step(batch, UpdateOptions(loss=["ppo", "cispo", "nll"]))
     assert {"ratio", "cispo_ratio", "nll"} <= set(metrics)
 
 
@@ -360,7 +361,7 @@ def test_a_column_that_a_loss_needs_is_asked_for_by_name() -> None:
     bare = [TrainingSample(each.tree, weights=each.weights) for each in samples(groups())]
     with pytest.raises(PolicyError, match=r'loss "ppo" needs the columns \[\'advantages\'\]'):
         Updater(made(llama)).step(bare)
-    assert Updater(made(llama)).step(bare, loss="nll")["optimizer_steps"] == 1.0
+    assert Updater(made(llama)).step(bare, UpdateOptions(loss="nll"))["optimizer_steps"] == 1.0
 
 
 def test_tokens_without_advantage_cost_nothing() -> None:
@@ -407,7 +408,7 @@ def test_the_gradient_is_that_of_grpo_also_where_groups_have_equal_rewards(
         seen.append(flat_gradient(updater)),
         step(*given),
     )[1]
-    metrics = updater.step(batch, loss=losses, minibatches=minibatches)
+    metrics = updater.step(batch, UpdateOptions(loss=losses, minibatches=minibatches))
 
     def literal(part: Sequence[Sequence[Trajectory]]) -> torch.Tensor:
         updater.optimizer.zero_grad()
@@ -451,12 +452,12 @@ def test_of_a_ratio_over_the_rollout_only_rollouts_with_an_advantage_are_compute
                         [replace(conversation(name, 3, (4, 5)), reward=reward) for name in "cd"]])  # fmt: skip
 
     both = made_batch = batch(1.0)
-    computed = Updater(made(llama)).step(made_batch, loss=loss)["tokens_computed"]
-    assert computed == Updater(made(llama)).step(both[:1], loss=loss)["tokens_computed"]
+    computed = Updater(made(llama)).step(made_batch, UpdateOptions(loss=loss))["tokens_computed"]
+    assert computed == Updater(made(llama)).step(both[:1], UpdateOptions(loss=loss))["tokens_computed"]
     (first, _) = both
     quiet = tuple(a * (n.call != "a-1") for n, a in zip(first.tree.nodes, first.advantages, strict=True))
     partly = replace(first, advantages=quiet)
-    assert Updater(made(llama)).step([partly], loss=loss)["tokens_trained"] == computed_tokens(first)
+    assert Updater(made(llama)).step([partly], UpdateOptions(loss=loss))["tokens_trained"] == computed_tokens(first)
 
 
 def computed_tokens(sample: TrainingSample) -> int:
@@ -579,7 +580,7 @@ def test_adapters_train_alone() -> None:
     updater = Updater(model, OptimizerConfig(lr=1e-2))
     batch = samples(groups())
     assert torch.equal(gradient(updater, batch), gradient(updater, batch)), "dropout is off"
-    updater.step(batch, sharing="shared")
+    updater.step(batch, UpdateOptions(sharing="shared"))
     updater.step(batch)
     assert torch.equal(frozen, weights(model.base_model.model.model.embed_tokens))
     assert not torch.equal(flat(adapters), flat([p.detach() for p in model.parameters() if p.requires_grad]))
@@ -592,5 +593,5 @@ def test_a_model_with_a_sliding_window_cannot_share_a_prefix() -> None:
 
 def test_impossible_settings_are_refused(updater: Updater) -> None:
     with pytest.raises(ConfigError, match="minibatches=0"):
-        updater.step([], minibatches=0)
+        updater.step([], UpdateOptions(minibatches=0))
     assert updater.step([])["optimizer_steps"] == 0.0

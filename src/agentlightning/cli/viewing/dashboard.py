@@ -6,10 +6,10 @@ import asyncio
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def dashboard(
     target: Target = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Show made-up runs; nothing is trained.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
     token: Token = None,
@@ -51,7 +51,15 @@ def dashboard(
     """
     output = Output(as_json)
     with errors_reported(output):
-        asyncio.run(_serve(target, demo, host, port, token, browser, output))
+        asyncio.run(_until_stopped(_serve(target, demo, host, port, token, browser, output)))
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """So that a signal leaves no files of a demo behind."""
+    from agentlightning.cli.process.stop_signals import StopSignals
+
+    with StopSignals() as signals:
+        await signals.while_running(work)
 
 
 async def _serve(
@@ -63,7 +71,7 @@ async def _serve(
     from agentlightning.server.app import listen, url_of
 
     if demo and target is not None:
-        raise ConfigError(f"--demo shows made-up runs, and {target!r} is none of them; leave one of them out")
+        raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
     token = secrets.token_urlsafe(24)
     async with _routes(target, demo, server_token, token, output) as routes:
         listener = listen(host, port)
@@ -96,7 +104,7 @@ async def _routes(
     from agentlightning.dashboard.data.run_data import DashboardData
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
-        async with _catalog(await _made_up(folder, output) if demo else target) as catalog:
+        async with _catalog(await _recorded(folder, output) if demo else target) as catalog:
             data = DashboardData(catalog)
             try:
                 yield dashboard_routes(data, token)
@@ -104,10 +112,10 @@ async def _routes(
                 await data.close()
 
 
-async def _made_up(folder: str, output: Output) -> str:
-    from agentlightning.dashboard.demo.runs import write_demo
+async def _recorded(folder: str, output: Output) -> str:
+    from agentlightning.dashboard.demo import write_demo
 
-    output.console.print("making up two runs ...")
+    output.console.print("unpacking two recorded runs ...")
     await write_demo(Path(folder))
     return folder
 
@@ -128,7 +136,7 @@ async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
     else:
         raise ConfigError(
             f"there is no run and no database at {target or 'runs'!r}; give the directory of a run, a database or a "
-            "URL, or look at made-up runs: agl dashboard --demo"
+            "URL, or look at recorded runs: agl dashboard --demo"
         )
 
 

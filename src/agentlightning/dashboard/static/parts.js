@@ -65,12 +65,15 @@ export function Progress({ done, total }) {
   return html`<div>${number(done)}${total ? ` / ${number(total)}` : ""}<div class="bar"><svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * share} height="6" /></svg></div></div>`;
 }
 
+// A long name may be broken after its parts.
+export const breakable = (name) => (name || "–").split(/(?<=[/:.])/).map((part, place) => html`${place > 0 && html`<wbr />`}${part}`);
+
 export function Warnings({ warnings, onPick }) {
   return warnings.map((each) => html`<div class="notice warn" key=${each.name}>
     <b>${each.name.replaceAll("_", " ")}</b>${" "}
     <span class="muted">${each.since ? `since step ${each.since}${each.until && each.until !== each.since ? ` until ${each.until}` : ""}, ${each.count} step${each.count === 1 ? "" : "s"}` : "of the whole run"}</span>
     ${each.since && onPick && html`${" "}<button type="button" onClick=${() => onPick(each.since)}>Show step ${each.since}</button>`}
-    <p>${each.what}</p>${each.advice && html`<p class="muted">Try: ${each.advice}</p>`}
+    <p>${onPick && each.until ? `Step ${each.until}: ` : ""}${each.what}</p>${each.advice && html`<p class="muted">Try: ${each.advice}</p>`}
   </div>`);
 }
 

@@ -22,6 +22,7 @@ from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.runs import measured, warnings_of
 from agentlightning.errors import NotFoundError
 from agentlightning.task import task_key
+from agentlightning.training.health.signs import signs_of
 
 MOST_ROWS: Final = 500
 MOST_OF_TASK: Final = 20_000
@@ -77,7 +78,8 @@ async def show_step(data: DashboardData, query: Query) -> dict[str, Any]:
         raise NotFoundError(f"step {step} is not finished; the last one of {run.name} is {last}")
     rows = await run.summaries.of(await rollouts_of_step(run, step))
     learned = files.learned_by(step)
-    signs = [each for each in warnings_of(files, files.state()) if _holds(each, step)]
+    words = {sign.name: asdict(sign) for sign in signs_of([each for each in files.records() if each.step <= step])}
+    signs = [each | words.get(each["name"], {}) for each in warnings_of(files, files.state()) if _holds(each, step)]
     return {
         "step": step,
         "last": metrics[-1]["step"],

@@ -57,7 +57,7 @@ def _show(source: Source, files: RunFiles) -> dict[str, Any]:
         "curves": charts_of(files.metrics()),
         "warnings": warnings_of(files, state),
         "held_out": held_out(files, state),
-        "report": _report(files),
+        "report": _report(files, state),
         "settings": files.settings(),
         "settings_error": files.config_error(),
         "changes": files.changes(),
@@ -173,7 +173,8 @@ def measured(rewards: Sequence[float | None] | None) -> dict[str, Any] | None:
 
 
 def warnings_of(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
-    """What the doctor finds, since which step, and what the run itself has warned of besides."""
+    """What the doctor finds, since which step, in the words of the last such step, and what the run itself has
+    warned of besides."""
     found = [
         {**asdict(each.sign), "since": each.since, "until": each.until, "count": each.count} for each in files.signs()
     ]
@@ -191,11 +192,14 @@ def _step_of(text: str) -> int | None:
     return int(number) if head.startswith("step ") and number.isdecimal() else None
 
 
-def _report(files: RunFiles) -> dict[str, Any] | None:
+def _report(files: RunFiles, state: RunState) -> dict[str, Any] | None:
+    """The result; of its warnings those that `warnings_of` has not."""
     report = files.report()
     if report is None:
         return None
-    return {name: report.get(name) for name in IN_REPORT}
+    known = set(state.warnings.values())
+    warnings = [text for text in report.get("warnings") or () if text not in known]
+    return {name: report.get(name) for name in IN_REPORT} | {"warnings": warnings}
 
 
 def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:

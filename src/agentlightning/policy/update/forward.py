@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.cache_argument import cache_argument
 from agentlightning.models.refusal import FORWARD_ERRORS
+from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.micro_batch import FloatArray, Line, MicroBatch, Row, join_rows, token_table
 from agentlightning.policy.update.output_head import (
@@ -38,7 +39,7 @@ from agentlightning.policy.update.output_head import (
     token_logprobs,
     tokenwise_last_mlp,
 )
-from agentlightning.policy.update.packing import CostModel, Sharing, plan
+from agentlightning.policy.update.packing import CostModel, plan
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
 

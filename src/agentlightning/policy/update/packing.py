@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.micro_batch import (
     NOT_SAMPLED,
     IntArray,
@@ -39,8 +40,6 @@ from agentlightning.policy.update.micro_batch import (
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 T = TypeVar("T")
-
-Sharing = Literal["auto", "rows", "merged", "shared"]
 
 TRAINED = "trained"
 """A column that is 1 for each token that counts in a loss. Samples without it: those with a weight and an advantage."""

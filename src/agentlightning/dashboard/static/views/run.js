@@ -3,11 +3,8 @@ import { useView } from "../api.js";
 import { Chart, useTheme } from "../chart.js";
 import { bytes, duration, interval, number, signed } from "../format.js";
 import { html, useMemo, useState } from "../lib.js";
-import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, scrolls } from "../parts.js";
+import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, breakable, scrolls } from "../parts.js";
 import { navigate, runPath } from "../router.js";
-
-// A long name may be broken after its parts.
-const parts = (name) => (name || "–").split(/(?<=[/:.])/).map((part, place) => html`${place > 0 && html`<wbr />`}${part}`);
 
 function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
@@ -82,7 +79,7 @@ export function RunPage({ parts: [run], path }) {
     <${RunTabs} run=${run} here="" />
     <div class="panel"><dl class="facts">
       <${Fact} name="Algorithm" note=${summary.model}>${summary.algorithm}<//>
-      <${Fact} name="Agent">${parts(summary.agent)}<//>
+      <${Fact} name="Agent">${breakable(summary.agent)}<//>
       <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)} of ${number(summary.steps)}<//>
       <${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
       <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>
@@ -91,7 +88,7 @@ export function RunPage({ parts: [run], path }) {
       <${Fact} name="Best step">${report?.best_step ?? "–"}<//>
     </dl></div>
     <${Warnings} warnings=${warnings} onPick=${(step) => navigate(runPath(run, "steps", step))} />
-    ${(report?.warnings || []).filter((text) => !warnings.some((each) => text.includes(each.what))).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
+    ${(report?.warnings || []).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
     <${HeldOut} found=${data.held_out} />
     <p class="muted small">Click a point to see the step behind it${data.curves.thinned ? `; ${data.curves.thinned} steps between the points are not drawn` : ""}.</p>
     <h2 class="skip">Curves</h2><${Charts} run=${run} curves=${data.curves} warnings=${warnings} />

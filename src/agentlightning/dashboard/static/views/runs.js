@@ -2,7 +2,7 @@
 import { useView } from "../api.js";
 import { ago, duration, interval, number, signed, tokens } from "../format.js";
 import { html, useState } from "../lib.js";
-import { Json, Loading, Pill, Progress, Sparkline, Stale, scrolls } from "../parts.js";
+import { Json, Loading, Pill, Progress, Sparkline, Stale, breakable, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
 function Gain({ run }) {
@@ -24,7 +24,7 @@ function Row({ run, chosen, toggle }) {
   }
   return html`<tr>
     <td class="check"><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Compare ${run.name}`} /></td>
-    <td class="whole"><${Link} to=${runPath(run.name)}><b>${run.name}</b><//><div class="muted small">${run.agent || ""}</div></td>
+    <td class="whole"><${Link} to=${runPath(run.name)}><b>${run.name}</b><//><div class="muted small">${run.agent && breakable(run.agent)}</div></td>
     <td><${Pill} kind=${run.state} /><div class="muted small">${ago(run.changed)}</div></td>
     <td data-label="Algorithm, model">${run.algorithm}<div class="muted small">${run.model}</div></td>
     <td data-label="Steps"><${Progress} done=${run.step} total=${run.steps} /><div class="muted small nowrap">${run.time_left !== null ? `${duration(run.time_left)} left` : duration(run.seconds)}</div></td>
@@ -49,6 +49,6 @@ export function RunsPage({ path }) {
     <div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th><span class="skip">Compare</span></th><th>Run</th><th>State</th><th>Algorithm, model</th><th>Steps, time left</th><th>Reward</th>
       <th class="num" title="Mean of the first five steps, with its 95% interval over steps">First steps</th><th class="num" title="Mean of the last five steps, with its 95% interval over steps">Last steps</th><th title="Held-out reward after less before, with its 95% interval">Held-out gain</th><th class="num" title="Cost: tokens of the policy, of searches and of providers; dollars where prices are set">Tokens/s, cost</th><th>Warnings</th></tr></thead>
       <tbody>${runs.map((run) => html`<${Row} key=${run.name} run=${run} chosen=${chosen.includes(run.name)} toggle=${() => toggle(run.name)} />`)}</tbody></table>
-      ${!runs.length && html`<p class="empty">No runs here yet. <code>agl demo</code> makes one in a few minutes; <code>agl dashboard --demo</code> shows made-up ones.</p>`}</div>
+      ${!runs.length && html`<p class="empty">No runs here yet. <code>agl demo</code> makes one in a few minutes; <code>agl dashboard --demo</code> shows recorded ones.</p>`}</div>
     <p class="muted small">First and last steps: the mean training reward of the first and the last five steps with its 95% interval over steps. Held-out gain: the paired difference on tasks that nothing was learned from.</p>`;
 }

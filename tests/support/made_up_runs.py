@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import msgspec
 import orjson
+from tests.support.made_up_rollouts import Problem, Vocabulary, Writer, problem, skill_at
 
 from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import DataConfig, PolicyConfig, RunConfig, TrainConfig
-from agentlightning.dashboard.demo.rollouts import Problem, Vocabulary, Writer, problem, skill_at
 from agentlightning.evaluation.intervals import paired_gain
 from agentlightning.resources import PromptTemplate, ProxyLLM
 from agentlightning.store import LightningStore
@@ -58,7 +58,7 @@ class MadeUpRun:
     state: RunState = field(default_factory=lambda: RunState(""))
 
 
-async def write_demo(root: Path) -> list[Path]:
+async def write_runs(root: Path) -> list[Path]:
     """Write both runs below a directory; returns theirs."""
     runs = [
         MadeUpRun("calculator-grpo", "group_relative", 24, 24, 9.0, 1),
