@@ -14,6 +14,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, ExtensionError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import token_losses
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
@@ -134,7 +135,7 @@ def step(loss: Any) -> dict[str, float]:
         for name, answer in (("good", (7, 8, 9)), ("bad", (10, 11)))
     }
     group = [Trajectory(n, "at", (call,), reward) for (n, call), reward in zip(calls.items(), (1.0, 0.0), strict=True)]
-    return Updater(tiny_model(), OptimizerConfig(lr=1e-3)).step(training_samples([group])[0], loss=loss)
+    return Updater(tiny_model(), OptimizerConfig(lr=1e-3)).step(training_samples([group])[0], UpdateOptions(loss=loss))
 
 
 def test_a_loss_of_ones_own_trains(module: str) -> None:
