@@ -40,7 +40,7 @@ from tasks.corridor import Corridor
 from tasks.learning import Recipe, learn, make_start, record
 from tasks.sql import TextToSql
 
-from agentlightning.credit.base import rule_names
+from agentlightning.credit import base
 from agentlightning.evaluation.credit_comparison import compare_credit
 from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Trajectory
@@ -70,7 +70,7 @@ Found = dict[str, list[Any]]
 def known(rules: Iterable[str]) -> list[str]:
     """The rules that this version has; the others are named."""
     chosen = list(rules)
-    if missing := sorted({*chosen} - {*rule_names()}):
+    if missing := sorted({*chosen} - {*base.RULES}):
         print(f"left out, because this version has no such rule: {', '.join(missing)}", file=sys.stderr)
     return [rule for rule in chosen if rule not in missing]
 

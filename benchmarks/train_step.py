@@ -45,6 +45,7 @@ from transformers.utils import logging
 
 from agentlightning.credit import training_samples
 from agentlightning.models.lora import Adapters
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import MicroBatch
@@ -104,7 +105,7 @@ def warm_start(model: PreTrainedModel) -> None:
             nodes = (Node(-1, prompt), Node(0, answer, True, (0.0,) * len(answer), "r", "c"))
             share = (1 / 16 / len(answer),) * len(answer)
             rows.append(TrainingSample(TokenTree(nodes), advantages=((), (1.0,) * len(answer)), weights=((), share)))
-        updater.step(rows, loss="nll")
+        updater.step(rows, UpdateOptions(loss="nll"))
 
 
 def save_model(model: PreTrainedModel, directory: Path) -> None:
@@ -352,12 +353,12 @@ def option_arms(size: str, samples: list[TrainingSample]) -> dict[str, Callable[
     def with_reference() -> None:
         columns = reference.score(trees, {"logprobs"})["logprobs"]
         given = [with_column(s, ref_logprobs=c) for s, c in zip(samples, columns, strict=True)]
-        kl.step(given, loss=["ppo", {"type": "kl", "coefficient": 0.01}])
+        kl.step(given, UpdateOptions(loss=["ppo", {"type": "kl", "coefficient": 0.01}]))
 
     def with_critic() -> None:
         columns = critic.forward.score(trees, {"values"}, value_head=head)["values"]
         given = [with_column(s, values=c, returns=s.advantages) for s, c in zip(samples, columns, strict=True)]
-        critic.step(given, loss=["ppo", "value"])
+        critic.step(given, UpdateOptions(loss=["ppo", "value"]))
 
     return {
         "plain": lambda: plain.step(samples),
@@ -434,7 +435,7 @@ def measure_memory(arm: str) -> None:
     found["weights"] = found["gradient"] = sum(p.numel() * p.element_size() for p in learner.model.parameters())
     found["again"] = peak_of(lambda: learner.accumulate(batches))
     learner.optimizer.step()
-    found["update"] = peak_of(lambda: learner.step(samples, token_budget=token_budget))
+    found["update"] = peak_of(lambda: learner.step(samples, UpdateOptions(token_budget=token_budget)))
     states = learner.optimizer.state_dict()["optimizers"]
     tensors = [v for each in states for kept in each["state"].values() for v in kept.values() if hasattr(v, "numel")]
     found["optimiser"] = sum(v.numel() * v.element_size() for v in tensors)

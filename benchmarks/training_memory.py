@@ -1,4 +1,4 @@
-"""What an update of a pretrained model needs of memory, beside the formula of docs/guides/one-gpu.md.
+"""What an update of a pretrained model needs of memory, beside the formula of docs/get-started/one-gpu.md.
 
     python benchmarks/training_memory.py [--tokens 1024 2048] [--dtype float32]
 
@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "arms"))
-PAGE = HERE.parent / "docs" / "guides" / "one-gpu.md"
+PAGE = HERE.parent / "docs" / "get-started" / "one-gpu.md"
 MODEL, PROMPT, ANSWER, RANK = "smollm2-135m", 24, 232, 16
 CASES = {
     "all weights": (0, False),

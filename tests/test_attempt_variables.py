@@ -9,7 +9,7 @@ from agentlightning.attempt_address import (
     root_span_id_of,
     trace_id_of,
 )
-from agentlightning.attempt_variables import attempt_environment, in_process_environment
+from agentlightning.attempt_variables import attempt_environment, import_environment, in_process_environment
 
 ATTEMPT = "at-019de2b4c1a3f00c55d0e6b1"
 SECRET = "secret"
@@ -70,9 +70,17 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_way_to_our_own_server()
 def test_model_calls_are_led_to_the_server_of_the_policy_and_everything_else_to_the_store() -> None:
     given = {"HTTP_PROXY": "http://proxy", "NO_PROXY": "x"}
     found = attempt_environment("http://hub:1", "s", "ro-1", "at-1", inherited=given, model_url="http://trainer:2/")
-    assert found["OPENAI_BASE_URL"] == found["AGL_OPENAI_BASE_URL"] == "http://trainer:2/rollout/ro-1/attempt/at-1/v1"
-    assert found["ANTHROPIC_BASE_URL"] == "http://trainer:2/rollout/ro-1/attempt/at-1"
+    assert found["OPENAI_BASE_URL"] == found["AGL_OPENAI_BASE_URL"] == f"http://trainer:2/key/{found['AGL_KEY']}/v1"
+    assert found["ANTHROPIC_BASE_URL"] == f"http://trainer:2/key/{found['AGL_KEY']}"
     assert found["AGL_EVENT_URL"] == "http://hub:1/rollout/ro-1/attempt/at-1/events"
     assert found["NO_PROXY"] == "x,hub,trainer"
     shared = in_process_environment(found, "w")
-    assert shared["OPENAI_BASE_URL"] == "http://trainer:2/worker/w/rollout/ro-1/attempt/at-1/v1"
+    assert shared["OPENAI_BASE_URL"] == f"http://trainer:2/worker/w/key/{found['AGL_KEY']}/v1"
+
+
+def test_what_sdks_read_holds_no_key_but_in_the_url() -> None:
+    own = environment()
+    for variables in (own, in_process_environment(own, "w"), import_environment("http://127.0.0.1:4747", SECRET, "w")):
+        values = {variables["OPENAI_API_KEY"], variables["ANTHROPIC_API_KEY"]}
+        assert len(values) == 1
+        assert not values.pop().startswith("agl-")

@@ -1,6 +1,7 @@
 """What the trainer makes of its settings."""
 
 from contextlib import AsyncExitStack
+from pathlib import Path
 from unittest.mock import AsyncMock
 
 import httpx
@@ -83,8 +84,8 @@ def linear():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"algorithm": "grpo"}, r"algorithm='grpo' is no algorithm; give agl.LightningRL"),
-        ({"algorithm": LightningRL}, r"algorithm=LightningRL is no algorithm; give an object: LightningRL\(\.\.\.\)"),
+        ({"algorithm": "grpo"}, r"there is no algorithm 'grpo'\. Known: apo, lightning_rl, sequential"),
+        ({"algorithm": Path}, r"pathlib.py\) is no algorithm; it should be a subclass of .*base:Algorithm"),
         ({"model": linear()}, "model is a Linear object.*save_pretrained"),
         ({"n_runners": -3}, r"hosts = -3 \(given as n_runners\) should be greater"),
         ({"seed": "x"}, r'seed = "x" \(given to Trainer\) should be a valid integer'),

@@ -29,6 +29,7 @@ from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.dashboard.views.rollouts import list_rollouts
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -182,8 +183,8 @@ async def test_the_settings_of_an_algorithm_reach_the_samples_and_the_policy(run
     weights = [value for values in columns(run, "weights") for value in values]
     assert weights == [pytest.approx(1 / len(weights))] * len(weights), "aggregate"
     options = run.policy.recorded[0].options
-    assert options["loss"] == PPOLoss(clip_low=0.1)
-    assert (options["minibatches"], options["token_budget"]) == (3, 123)
+    assert options.loss == PPOLoss(clip_low=0.1)
+    assert (options.minibatches, options.token_budget) == (3, 123)
     optimizer = run.policy_config.optimizer
     assert (optimizer.betas, optimizer.weight_decay, optimizer.schedule) == ((0.7, 0.8), 0.1, "linear")
     assert optimizer.total_steps == 2 * 3, "the schedule ends with the run"
@@ -194,7 +195,7 @@ async def test_supervised_learning_trains_by_its_own_settings(run: Run) -> None:
     conversation = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
     algorithm = SFTAlgorithm(dataset=[conversation] * 4, batch_size=2, epochs=3, token_budget=77)
     await run.fit(greedy(every=0), algorithm, **TASKS)
-    assert [update.options for update in run.policy.recorded] == [{"loss": NLLLoss(), "token_budget": 77}] * 6
+    assert [update.options for update in run.policy.recorded] == [UpdateOptions(loss=NLLLoss(), token_budget=77)] * 6
     assert (run.policy_config.optimizer.total_steps, run.policy_config.objective) == (6, "supervised")
 
 
@@ -306,9 +307,9 @@ class Collapsing(ScriptedPolicy):
         super().__init__(lambda messages, updates: "yes")
         self.is_mended = is_mended
 
-    async def train(self, samples: Any, **options: Any) -> dict[str, float]:
-        metrics = await super().train(samples, **options)
-        breaks = self.updates >= 8 and not self.is_mended(options.get("lr_factor", 1.0))
+    async def train(self, samples: Any, options: UpdateOptions = UPDATE, **more: Any) -> dict[str, float]:
+        metrics = await super().train(samples, options, **more)
+        breaks = self.updates >= 8 and not self.is_mended(options.lr_factor)
         return {**metrics, "grad_norm": 3.0 if breaks else 1.0, "entropy": 0.1 if breaks else 1.0}
 
 
@@ -362,12 +363,12 @@ async def test_a_run_rolls_back_from_a_collapse_with_a_lower_learning_rate_that_
     [rolled_back] = [line for line in run.metrics if line.get("rolled_back")]
     assert [rolled_back[name] for name in ("step", "returned_to_step", "lr_factor")] == [9, 0, 0.5]
     assert scripted_weights(result.checkpoint)["updates"] == 2, "two updates of the weights it began with"
-    factors = [update.options.get("lr_factor") for update in policy.recorded]
-    assert factors == [None] * 9 + [0.5] * 2
+    factors = [update.options.lr_factor for update in policy.recorded]
+    assert factors == [1.0] * 9 + [0.5] * 2
     resumed = await resume(run, {"algorithm.steps": 13})
     assert (resumed.steps, resumed.rollbacks) == (13, 1)
     assert isinstance(run.policy, Collapsing)
-    assert [update.options["lr_factor"] for update in run.policy.recorded] == [0.5, 0.5]
+    assert [update.options.lr_factor for update in run.policy.recorded] == [0.5, 0.5]
 
 
 async def test_a_run_that_goes_on_collapsing_stops_after_its_last_rollback(run: Run) -> None:

@@ -18,6 +18,7 @@ from agentlightning.credit import training_samples
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.models.resolve import resolve_model
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
@@ -78,11 +79,13 @@ def update(model: str, dtype: str, threads: int, lora: bool, groups: list[dict[s
 
 async def second_update(policy: LocalPolicy, batch: list[TrainingSample]) -> dict[str, Any]:
     """The first one allocates the state of the optimiser."""
-    await policy.train(batch, token_budget=MICRO_BATCH_TOKENS)
+    await policy.train(batch, UpdateOptions(token_budget=MICRO_BATCH_TOKENS))
     loop = asyncio.get_running_loop()
 
     def work() -> dict[str, Any]:
-        future = asyncio.run_coroutine_threadsafe(policy.train(batch, token_budget=MICRO_BATCH_TOKENS), loop)
+        future = asyncio.run_coroutine_threadsafe(
+            policy.train(batch, UpdateOptions(token_budget=MICRO_BATCH_TOKENS)), loop
+        )
         metrics = future.result()
         return {"tokens": int(metrics["tokens_trained"]), "computed": int(metrics["tokens_computed"])}
 

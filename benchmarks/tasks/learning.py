@@ -17,6 +17,7 @@ from agentlightning.assemble import token_tree
 from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_trajectories, training_samples
 from agentlightning.credit.base import CallColumns
 from agentlightning.credit.columns import by_call
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Trajectory
@@ -99,7 +100,7 @@ async def learn(
             context = CreditContext(context.memory, await _values(policy, groups))
         samples, _ = training_samples(groups, rule, context=context)
         if samples:
-            await policy.local.train(samples, loss=loss)
+            await policy.local.train(samples, UpdateOptions(loss=loss))
         step += 1
         learned.rollouts += len(chosen) * recipe.group_size
         if step % recipe.evaluate_every == 0:

@@ -1,10 +1,11 @@
 """Trains the agent of `agent.py` to answer multi-hop questions, and prints the reward on questions it has not seen.
 
     python train.py                                # generated questions and a new tiny model: minutes on two cores
+    python train.py --model smollm2-135m           # the same questions and a pretrained model: MINUTES minutes
     python train.py --musique train.jsonl --index wiki/ --model path/to/model
 
-Without --model a tiny one is made and warmed up on demonstrations. Without --index the documents are those that come
-with the questions.
+The first two begin with a warm start on demonstrations. Without --index the documents are those that come with the
+questions.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import agentlightning as agl
+from agentlightning.models.resolve import TINY
 from agentlightning.models.tiny import make_tiny
 from agentlightning.util.settings import load_settings
 
@@ -32,37 +35,80 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"this example needs the module {error.name}: pip install -r {HERE / 'requirements.txt'}")
 
-TASKS, GROUP = 8, 8
-"""Questions of a step, and rollouts of each."""
-HELD_OUT, VALIDATION = 96, 32
-"""Generated questions that the gain is measured on, and that choose the best checkpoint."""
-COPY, WARM, BATCH, CLEAN, HABIT = 100, 420, 16, 0.8, 0.5
-"""Updates of the warm start with exercises in copying and with demonstrations, and conversations of each. After the
-CLEAN share of the demonstrations, a HABIT share answers after one search, and so does the policy that reinforcement
-learning starts from."""
+VALIDATION = 32
+"""Generated questions that choose the best checkpoint."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What depends on the model."""
+
+    steps: int = 12
+    """Updates by reinforcement learning."""
+    tasks: int = 8
+    group: int = 8
+    """Questions of each, and rollouts of each of these."""
+    held_out: int = 96
+    """Generated questions that the gain is measured on."""
+    every: int | None = 6
+    """Updates between checkpoints, of which VALIDATION questions choose the best. None: the last one is written."""
+    max_tokens: int = 64
+    """Of an answer."""
+    lr: float | None = None
+    """Their learning rate. None: by the size of the model."""
+    copy_steps: int = 0
+    warm_steps: int = 0
+    """Updates of the warm start, first with exercises in copying, then with demonstrations. 0: there are none."""
+    batch: int = 16
+    """Conversations of each."""
+    clean: float = 1.0
+    habit: float = 0.0
+    """After the `clean` share of the demonstrations, a `habit` share answers after one search, and so does the policy
+    that reinforcement learning starts from."""
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the warm start."""
+
+
+MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
+RECIPES = {
+    "tiny": Recipe(lr=3e-4, copy_steps=100, warm_steps=420, clean=0.8, habit=0.5, optimizer=MUON),
+    "smollm2-135m": Recipe(
+        steps=7,
+        tasks=4,
+        group=6,
+        held_out=64,
+        every=None,
+        max_tokens=48,
+        lr=5e-5,
+        warm_steps=4,
+        batch=8,
+        optimizer={"lr": 1e-4},
+    ),
+}
 LAYERS = 3
 """Of the tiny model."""
-SFT = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear"}
 
 
 def train(options: argparse.Namespace) -> agl.TrainingResult:
     folder = options.run_dir or Path("runs") / time.strftime("rag-%Y%m%d-%H%M%S")
-    documents, tasks = from_musique(options.musique) if options.musique else generated(options)
-    model = {"policy": {"model": options.model}} if options.model else tiny(folder, options.seed)
-    rate = {} if options.model and options.lr is None else {"lr": options.lr or 3e-4}
+    recipe = Recipe() if options.musique else RECIPES.get(options.model, Recipe())
+    steps = options.steps or recipe.steps
+    rate = options.lr or recipe.lr
+    documents, tasks = from_musique(options.musique) if options.musique else generated(recipe, steps, options.seed)
     settings = {
-        **model,
+        **start(folder, options.model, recipe, options.seed),
         "algorithm": {
-            "steps": options.steps,
-            "tasks_per_step": TASKS,
-            "group_size": GROUP,
+            "steps": steps,
+            "tasks_per_step": recipe.tasks,
+            "group_size": recipe.group,
             "credit": options.credit,
             "reward_weights": reward.WEIGHTS,
             "aggregate": "token",
-            "optimizer": {**rate, "schedule": "cosine", "warmup_steps": min(2, options.steps - 1)},
+            "optimizer": {"schedule": "cosine", "warmup_steps": min(2, steps - 1), **({"lr": rate} if rate else {})},
         },
-        "runner": {"concurrency": TASKS * GROUP, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
-        "evaluation": {"every": 6, "tasks": VALIDATION, "modes": ["sampled"]},
+        "runner": {"concurrency": recipe.tasks * recipe.group, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
+        "run": {"checkpoint_every": recipe.every or steps},
+        "evaluation": {"every": recipe.every or 0, "tasks": VALIDATION, "modes": ["sampled"]},
     }
     config = load_settings(agl.TrainConfig, toml=written(folder, settings), overrides=options.settings)
     with serving(documents=documents, index=options.index, k=options.k) as url:
@@ -86,19 +132,22 @@ def from_musique(path: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
     return questions.documents, {"train_dataset": questions.tasks}
 
 
-def generated(options: argparse.Namespace) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def generated(recipe: Recipe, steps: int, seed: int) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """(documents, tasks) of a generated world."""
-    world = World(options.seed)
+    world = World(seed)
     tasks = {
-        "train_dataset": world.tasks("train", options.steps * TASKS),
+        "train_dataset": world.tasks("train", steps * recipe.tasks),
         "val_dataset": world.tasks("val", VALIDATION),
-        "held_out_dataset": world.tasks("test", HELD_OUT),
+        "held_out_dataset": world.tasks("test", recipe.held_out),
     }
     return world.documents, tasks
 
 
-def tiny(folder: Path, seed: int) -> dict[str, Any]:
-    """Settings of a run that starts with a new tiny model and warms it up on demonstrations, with real searches."""
+def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Settings of the model that a run starts with, and of its warm start on demonstrations, with real searches."""
+    steps = recipe.copy_steps + recipe.warm_steps
+    if not steps:
+        return {"policy": {"model": model}}
     world = World(seed)
     index = Index.of(world.documents)
 
@@ -109,19 +158,23 @@ def tiny(folder: Path, seed: int) -> dict[str, Any]:
     tool = {"name": search.name, "description": search.description, "parameters": search.params_json_schema}
     opening = [{"role": "system", "content": INSTRUCTIONS}]
     tools = [{"type": "function", "function": tool}]
-    shown = world.demonstrations(WARM * BATCH, found, opening, tools, clean=CLEAN, habit=HABIT)
-    exercises = world.exercises(COPY * BATCH, opening, tools)
+    count = recipe.warm_steps * recipe.batch
+    shown = world.demonstrations(count, found, opening, tools, clean=recipe.clean, habit=recipe.habit)
+    exercises = world.exercises(recipe.copy_steps * recipe.batch, opening, tools)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in [*exercises, *shown]))
-    os.environ.setdefault("MAX_TOKENS", "64")
-    steps = COPY + WARM
-    optimizer = {**SFT, "warmup_steps": min(10, steps // 2)}
-    warm_start = {"dataset": str(file), "steps": steps, "batch_size": BATCH, "shuffle": False, "optimizer": optimizer}
-    return {
-        "policy": {"model": str(make_tiny(folder / "tiny", shown, seed=seed, layers=LAYERS))},
-        "warm_start": warm_start,
+    os.environ.setdefault("MAX_TOKENS", str(recipe.max_tokens))
+    if model == TINY:
+        model = str(make_tiny(folder / TINY, shown, seed=seed, layers=LAYERS))
+    warm_start = {
+        "dataset": str(file),
+        "steps": steps,
+        "batch_size": recipe.batch,
+        "shuffle": False,
+        "optimizer": recipe.optimizer,
     }
+    return {"policy": {"model": model}, "warm_start": warm_start}
 
 
 def parse() -> argparse.Namespace:
@@ -129,15 +182,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--musique", type=Path, help="questions in the JSONL format of MuSiQue")
     parser.add_argument("--index", type=Path, help="an index of documents: see retriever.py --save")
     parser.add_argument("--k", type=int, default=2, help="documents that a search gives")
-    parser.add_argument("--model", help="a model that transformers loads; needed with --musique")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--lr", type=float, help="default: 3e-4 for the tiny model, else by the size of the model")
+    parser.add_argument("--model", default=TINY, help=f"{', '.join(RECIPES)}, or your own; needed with --musique")
+    parser.add_argument("--steps", type=int, help="default: by the model")
+    parser.add_argument("--lr", type=float, help="default: by the model")
     parser.add_argument("--credit", default="group_relative", help="the credit rule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("settings", nargs="*", help="section.key=value, as for agl train")
     options = parser.parse_args()
-    if (options.musique or options.index) and not options.model:
+    if (options.musique or options.index) and options.model == TINY:
         parser.error(
             "--musique and --index need a --model: the tiny one knows the words of the generated questions only"
         )

@@ -45,8 +45,6 @@ NAMES = (
     "Pia",
 )  # fmt: skip
 ROWS = 12
-CLEAN = 0.7
-"""The share of the demonstrations, the first ones, without habits."""
 GUESSED, REPEATED = 0.75, 0.85
 """How often the others guess table names, and repeat a query that is wrong."""
 
@@ -265,10 +263,11 @@ def mistaken(query: str, schema: Schema, rng: random.Random) -> str:
     return next((other for other in others if other != query), guessed(query, schema))
 
 
-def demonstrations(number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`number` conversations of the three agents about databases that are not held out."""
+def demonstrations(number: int, seed: int = 0, *, clean: float = 0.7) -> list[dict[str, Any]]:
+    """`number` conversations of the three agents about databases that are not held out, the first `clean` share without
+    habits."""
     rng = random.Random(f"spider/demonstrations/{seed}")
-    return [_demonstration(rng, habits=index >= CLEAN * number) for index in range(number)]
+    return [_demonstration(rng, habits=index >= clean * number) for index in range(number)]
 
 
 def _demonstration(rng: random.Random, *, habits: bool) -> dict[str, Any]:
@@ -296,8 +295,8 @@ def _conversation(system: str, user: str, assistant: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in roles.items()]}
 
 
-def write_demonstrations(path: Path, seed: int = 0, number: int = 5760) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in demonstrations(number, seed)))
+def write_demonstrations(path: Path, seed: int = 0, number: int = 5760, *, clean: float = 0.7) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in demonstrations(number, seed, clean=clean)))
     return path
 
 

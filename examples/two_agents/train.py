@@ -1,17 +1,19 @@
 """Trains the scout and the guide of `agent.py` together, then each alone, and prints what each run reached.
 
-    python train.py [DIRECTORY]
+    python train.py [--model smollm2-135m] [--directory DIRECTORY]
 
 Before training each says the right word half of the time, and another one otherwise: 37.5% of the doors are found. The
 best that one of them can learn alone is 50%, because the other still errs half of the time. Together they find nearly
-all doors. The adapters of both are trained in the same rollouts, over one tiny model.
+all doors. The adapters of both are trained in the same rollouts, over one model: a tiny new
+one, or a pretrained one.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,46 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_speaker(directory: Path) -> Path:
-    """A tiny model that answers with the word it heard half of the time, and with each other word a quarter of it."""
+@dataclass(frozen=True)
+class Recipe:
+    """What depends on the model."""
+
+    imitation_steps: int
+    """Updates of the supervised learning that makes the speaker."""
+    imitation_lr: float
+    steps: int
+    """Updates by reinforcement learning."""
+    lr: float
+
+
+RECIPES = {"tiny": Recipe(200, 3e-3, 25, 3e-3), "smollm2-135m": Recipe(10, 1e-4, 12, 1e-3)}
+
+
+def make_speaker(directory: Path, model: str, recipe: Recipe) -> Path:
+    """A model that answers with the word it heard half of the time, and with each other word a quarter of it."""
     conversations = [
         [*messages(agent, heard), {"role": "assistant", "content": word}]
         for agent in ("scout", "guide")
         for heard in WORDS
         for word in (*WORDS, heard)
     ]
-    model = make_tiny(directory / "new", conversations, seed=SEED)
+    if model == "tiny":
+        model = str(make_tiny(directory / "new", conversations, seed=SEED))
     trained = directory / "model"
-    settings: Any = {"steps": 200, "batch_size": len(conversations), "optimizer": {"lr": 3e-3}, "seed": SEED}
-    agl.SFTAlgorithm(model, conversations, output=trained, **settings).train()
+    agl.SFTAlgorithm(
+        model,
+        conversations,
+        output=trained,
+        steps=recipe.imitation_steps,
+        batch_size=len(conversations),
+        optimizer=agl.OptimizerConfig(lr=recipe.imitation_lr),
+        seed=SEED,
+    ).train()
     return trained
 
 
-def train(name: str, model: Path, directory: Path, steps: int) -> float:
-    """The share of doors that are found after training the agents of a run."""
+def train(name: str, model: Path, directory: Path, recipe: Recipe) -> agl.Gain:
+    """The share of doors that are found before and after training the agents of a run."""
     tasks = [{"open": WORDS[number % len(WORDS)]} for number in range(60)]
     random.Random(SEED).shuffle(tasks)
     trainer = agl.Trainer(
@@ -53,25 +78,30 @@ def train(name: str, model: Path, directory: Path, steps: int) -> float:
             evaluation=agl.EvaluationConfig(modes=("sampled",), every=0),
         ),
         algorithm=agl.LightningRL(
-            steps=steps, tasks_per_step=3, group_size=16, agents=RUNS[name], optimizer={"lr": 3e-3}
+            steps=recipe.steps, tasks_per_step=3, group_size=16, agents=RUNS[name], optimizer={"lr": recipe.lr}
         ),
         run_dir=directory / name.replace(" ", "-"),
         seed=SEED,
     )
     agent = f"{Path(__file__).with_name('agent.py')}:play"
-    result = trainer.fit(agent, tasks, tasks[:6], held_out_dataset=tasks)
-    return result.held_out["sampled"].after
+    return trainer.fit(agent, tasks, tasks[:6], held_out_dataset=tasks).held_out["sampled"]
 
 
-def main(directory: Path, steps: int = 25) -> dict[str, float]:
+def main(directory: Path, model: str = "tiny") -> dict[str, float]:
     """The share of doors found after each run."""
-    model = make_speaker(directory)
-    found = {name: train(name, model, directory, steps) for name in RUNS}
-    for name, share in found.items():
-        print(f"{name:12} {share:.0%} of the doors")
-    return found
+    recipe = RECIPES[model]
+    speaker = make_speaker(directory, model, recipe)
+    found = {name: train(name, speaker, directory, recipe) for name in RUNS}
+    for name, gain in found.items():
+        low, high = gain.interval
+        print(f"{name:12} {gain.before:.0%} -> {gain.after:.0%} of the doors, gain {low:+.2f} to {high:+.2f}")
+    return {name: gain.after for name, gain in found.items()}
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=RECIPES, default="tiny")
+    parser.add_argument("--directory", type=Path, help="of the models and the runs; default: one that is removed")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary))
+        main(options.directory or Path(temporary), options.model)

@@ -6,14 +6,15 @@ Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), promp
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), DryRun (what a check without training saw), DryRunCheck (one thing that training needs),
     DryRunRollout (a rollout of it), Progress (what is shown meanwhile), RolloutCounts (of what became of rollouts),
-    Dataset (tasks), LightningRL (reinforcement learning),
+    Dataset (tasks), DatasetKind (makes them from an address), LightningRL (reinforcement learning),
     LightningRLConfig (its settings), Sequential (several algorithms in one run), SequentialConfig (its
     settings), Stage (one of them), StageResult (what it gained), Cost (tokens and money), APO (prompt optimisation),
     APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
     (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), OfflineResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
-    of your own), Training (the run, as an algorithm sees it), RolloutSource (where its rollouts come from),
+    of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
+    its rollouts come from),
     RolloutRequest (a batch of them), Collected (what came back), Learner (the weights), RolloutReport (a rollout as
     text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), Comparison (of two), NullTest (of an agent with itself), PairedSequentialTest (may stop early), rescore
@@ -43,11 +44,11 @@ Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it ma
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
     KeptSets (of top-k and top-p), Policy, ChatFormat.
-Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, DatasetError,
-    AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError, RolloutRejectedError,
-    StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError, StoreServerError,
-    StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError, UnfaithfulSampleError, ServerError,
-    TrainingStopped, UnknownTokensError, ResumeError.
+Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, ExtensionError,
+    DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
+    RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
+    StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError,
+    UnfaithfulSampleError, ServerError, TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
         PromptModel,
         SearchBudget,
     )
-    from agentlightning.algorithms.base import Algorithm
+    from agentlightning.algorithms.base import Algorithm, AlgorithmConfig
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.preference import DPO, DPOConfig
     from agentlightning.algorithms.sequential import Sequential, SequentialConfig
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
         ConflictError,
         ContextLengthError,
         DatasetError,
+        ExtensionError,
         MissingExtraError,
         MissingRewardError,
         ModelNotFoundError,
@@ -177,7 +179,7 @@ if TYPE_CHECKING:
     from agentlightning.store.http.client import LightningStoreClient
     from agentlightning.store.trajectory_query import TrajectoryQuery
     from agentlightning.store.types import UNSET, Pruned, Queue, Retention, RolloutRecord, Unset, Worker
-    from agentlightning.task import Dataset
+    from agentlightning.task import Dataset, DatasetKind
     from agentlightning.tracing import (
         emit_annotation,
         emit_completion,
@@ -207,7 +209,7 @@ if TYPE_CHECKING:
     from agentlightning.util.progress import Progress, RolloutCounts
 
 _NAMES = {
-    "algorithms.base": "Algorithm",
+    "algorithms.base": "Algorithm AlgorithmConfig",
     "algorithms.apo.algorithm": "APO",
     "algorithms.apo.config": "APOConfig BeamSearchConfig GepaSearchConfig PromptModel SearchBudget",
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
@@ -228,10 +230,10 @@ _NAMES = {
     "credit.rejection": "Rejection",
     "errors": (
         "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError "
-        "DatasetError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError ResumeError "
-        "RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
-        "StoreError StoreFullError StoreLostError StoreServerError TrainingStopped UnfaithfulSampleError "
-        "UnknownTokensError"
+        "DatasetError ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError "
+        "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError "
+        "StoreClosedError StoreError StoreFullError StoreLostError StoreServerError TrainingStopped "
+        "UnfaithfulSampleError UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
@@ -262,7 +264,7 @@ _NAMES = {
     "store": "InMemoryLightningStore LightningStore",
     "store.base": "Pruned Queue Retention RolloutRecord UNSET Unset Worker",
     "store.http.client": "LightningStoreClient",
-    "task": "Dataset",
+    "task": "Dataset DatasetKind",
     "tracing": (
         "emit_annotation emit_completion emit_exception emit_message emit_object emit_prompt emit_response "
         "emit_reward emit_step emit_tool_call find_final_reward find_reward_spans get_reward_value operation "
@@ -293,6 +295,7 @@ __all__ = [
     "AgentOpsTracer",
     "AgentTimeoutError",
     "Algorithm",
+    "AlgorithmConfig",
     "Attempt",
     "AttemptedRollout",
     "AuditRecord",
@@ -311,12 +314,14 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "DatasetError",
+    "DatasetKind",
     "DryRun",
     "DryRunCheck",
     "DryRunRollout",
     "EnqueueRolloutRequest",
     "Evaluation",
     "EvaluationConfig",
+    "ExtensionError",
     "FunctionAgent",
     "FunctionalAlgorithm",
     "Gain",

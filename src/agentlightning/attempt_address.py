@@ -83,6 +83,11 @@ def _equal_keys(key: str, other: str) -> bool:
     return hmac.compare_digest(key.encode(errors="replace"), other.encode(errors="replace"))
 
 
+def key_url(server_url: str, key: str) -> str:
+    """The OpenAI base URL for model calls of the attempt or worker that the key belongs to."""
+    return f"{server_url.rstrip('/')}/key/{key}/v1"
+
+
 def worker_path(worker_id: str) -> str:
     """The URL path prefix for model calls of the attempt that a worker is running."""
     return f"/worker/{quote(worker_id, safe='')}"

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 from agentlightning.attempt_address import (
     attempt_key,
     attempt_path,
+    key_url,
     root_span_id_of,
     trace_id_of,
     worker_key,
@@ -25,14 +26,13 @@ PATIENCE_SECONDS: Final = 60.0
 def in_process_environment(environment: Mapping[str, str], worker_id: str) -> dict[str, str]:
     """The variables of an attempt for an agent that shares its process with other attempts.
 
-    The SDKs' base URL names the worker *and* the attempt, so that calls of a client that is reused in later attempts
+    The SDKs' base URL names the worker beside the attempt, so that calls of a client that is reused in later attempts
     are attributed to the attempt that makes them. Variables of OpenTelemetry SDKs are omitted: an SDK that is set up
     once in the process would record the spans of all later attempts under the first one."""
     variables = {name: value for name, value in environment.items() if not name.startswith("OTEL_")}
     if "OPENAI_BASE_URL" in variables:
-        path = attempt_path(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
-        root = variables["OPENAI_BASE_URL"].removesuffix(f"{path}/v1")
-        variables |= sdk_environment(f"{root}{worker_path(worker_id)}{path}/v1", environment["AGL_KEY"])
+        root = variables["OPENAI_BASE_URL"].rpartition("/key/")[0]
+        variables |= sdk_environment(key_url(root + worker_path(worker_id), environment["AGL_KEY"]))
     return variables
 
 
@@ -48,17 +48,22 @@ def import_environment(server_url: str, secret: str, worker_id: str) -> dict[str
     """The variables during the import of an agent, before there is an attempt: clients created at import time are
     attributed to the attempt that the worker is running."""
     variables = worker_environment(server_url, secret, worker_id)
-    return variables | sdk_environment(variables["AGL_WORKER_BASE_URL"], variables["AGL_WORKER_KEY"])
+    return variables | sdk_environment(key_url(server_url, variables["AGL_WORKER_KEY"]))
 
 
-def sdk_environment(base_url: str, key: str) -> dict[str, str]:
-    """The variables that SDKs of model providers read."""
+PLACEHOLDER: Final = "sk-agentlightning"
+"""The API key of SDKs, which need one. The key of the attempt stands in the base URL instead: a client whose code has
+another address never sends it there."""
+
+
+def sdk_environment(base_url: str) -> dict[str, str]:
+    """The variables that SDKs of model providers read, for a base URL that holds the key."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
-        "OPENAI_API_KEY": key,
+        "OPENAI_API_KEY": PLACEHOLDER,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_API_KEY": PLACEHOLDER,
     }
 
 
@@ -90,9 +95,9 @@ def attempt_environment(
     own |= _tracing_environment(server_url, key, rollout_id, attempt_id, known) | _no_proxy_for(server_url, known)
     if not redirect:
         return own
-    models = (model_url or server_url).rstrip("/") + attempt_path(rollout_id, attempt_id) + "/v1"
+    models = key_url(model_url or server_url, key)
     own |= _no_proxy_for(models, {**known, **own})
-    return own | {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models, key)
+    return own | {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models)
 
 
 def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:

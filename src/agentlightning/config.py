@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from agentlightning.algorithms.apo.config import APOConfig
+from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
@@ -19,11 +19,24 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.fsdp.config import check_fed
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import PromptTemplate
-from agentlightning.task import ENVIRONMENTS
+from agentlightning.task import DATASETS, dataset_kind
 from agentlightning.tracing.air import check_rules
-from agentlightning.util.settings import Section
+from agentlightning.util.plugins import Registry
+from agentlightning.util.settings import Chosen, Named, Section
 
-TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TRACKERS_HOME: Final = "agentlightning.training.tracking.trackers"
+TRACKERS = Registry(
+    "trackers",
+    "tracker",
+    f"{TRACKERS_HOME}:Tracker",
+    {
+        "tensorboard": f"{TRACKERS_HOME}:TensorBoardTracker",
+        "wandb": f"{TRACKERS_HOME}:WandbTracker",
+        "mlflow": f"{TRACKERS_HOME}:MlflowTracker",
+        "trackio": f"{TRACKERS_HOME}:TrackioTracker",
+    },
+)
+HOOKS = Registry("hooks", "hook", "agentlightning.compat.runner:Hook")
 
 
 class DataConfig(Section):
@@ -194,6 +207,8 @@ class RunnerConfig(Section):
     """The working directory of agents. None: the one that training was started in."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Environment variable -> key of the task, for agents that read their task from the environment."""
+    hooks: tuple[Annotated[str, Named(HOOKS)], ...] = ()
+    """Code around each attempt of a Python agent: subclasses of `agl.Hook`, as `module:Class`."""
     hide: tuple[str, ...] = ()
     """Keys of the task that only the reward function sees, such as the correct answer."""
 
@@ -332,8 +347,9 @@ class TrackingConfig(Section):
     'agentlightning'
     """
 
-    trackers: tuple[TrackerName, ...] = ()
-    """tensorboard, wandb, mlflow, trackio: each needs the extra of its name. Metrics are in metrics.jsonl always."""
+    trackers: tuple[Annotated[str, Named(TRACKERS)], ...] = ()
+    """tensorboard, wandb, mlflow, trackio: each needs the extra of its name; or one of your own. Metrics are in
+    metrics.jsonl always."""
     project: str = Field(default="agentlightning", min_length=1)
     """The project (in MLflow: the experiment) that the run belongs to."""
     name: str | None = None
@@ -374,11 +390,9 @@ class TrainConfig(Section):
     """The model that learns."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised learning first."""
-    algorithm: Annotated[LightningRLConfig | APOConfig | SequentialConfig, Field(discriminator="type")] = Field(
-        default_factory=LightningRLConfig
-    )
-    """The algorithm: type "lightning_rl" (reinforcement learning), "apo" (prompt optimisation), or "sequential" (a list
-    of these, one after the other)."""
+    algorithm: Annotated[AlgorithmConfig, Chosen(ALGORITHMS)] = Field(default_factory=LightningRLConfig)
+    """The algorithm: type "lightning_rl" (reinforcement learning), "apo" (prompt optimisation), "sequential" (a list
+    of these, one after the other), or one of your own."""
     prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
     """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
@@ -403,9 +417,10 @@ class TrainConfig(Section):
     def _use_environment(cls, values: Any) -> Any:
         """Fill what an environment brings and nobody has set."""
         address = values.get("env") if isinstance(values, dict) else None
-        kind = ENVIRONMENTS.get(str(address).partition(":")[0])
-        if kind is None:
+        found = dataset_kind(str(address))
+        if found is None:
             return values
+        kind = found[1]
         table: dict[str, Any] = dict(values)
         table["agent"] = table.get("agent") or kind.agent
         table["reward"] = table.get("reward") or kind.reward
@@ -450,8 +465,8 @@ class TrainConfig(Section):
     @field_validator("env")
     @classmethod
     def _check_environment(cls, env: str | None) -> str | None:
-        if env is not None and env.partition(":")[0] not in ENVIRONMENTS:
-            raise ValueError(f"{env!r} is no address of an environment; known kinds: {', '.join(ENVIRONMENTS)}")
+        if env is not None and dataset_kind(env) is None:
+            raise ValueError(f"{env!r} is no address of an environment; known kinds: {', '.join(DATASETS.names())}")
         return env
 
     @field_validator("air")

@@ -3,6 +3,7 @@
     AgentLightningError
     ├── ConfigError            an invalid setting, flag or argument
     │   └── MissingExtraError  an optional dependency that is not installed
+    ├── ExtensionError         a class of another package that raised, or returned what it may not
     ├── DatasetError           a task file that cannot be read (names the file and the line)
     ├── AgentError             an agent that cannot be loaded or run
     │   └── AgentTimeoutError  an agent that exceeded its time limit
@@ -53,6 +54,10 @@ class MissingExtraError(ConfigError, ImportError):
         """`plugin`: it is a distribution of its own, below plugins/ in a checkout of this repository."""
         where = f"./plugins/{extra} (in a checkout of Agent Lightning)" if plugin else f"'agentlightning[{extra}]'"
         super().__init__(f"{package} is not installed; run: pip install {where}")
+
+
+class ExtensionError(AgentLightningError):
+    """A loss, credit rule, algorithm ... of another package raised, or returned what it may not."""
 
 
 class DatasetError(AgentLightningError, ValueError):

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import logging
 import random
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +23,7 @@ import orjson
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
 from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.plugins import Registry, calls_of, plugin_names
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,28 @@ SAVED_DATASET = "datasets:"
 INTEGRATIONS: Final = "agentlightning.integrations"
 
 
+class DatasetKind:
+    """A kind of dataset: the address `KIND:NAME?size=500&seed=1` is that many tasks of it. One of your own is named as
+    `module:Class?size=500`, or by the name that a distribution announces.
+
+    >>> class Sums(agl.DatasetKind):
+    ...     def load(self, address):
+    ...         return [{"question": f"{n} + {n}", "answer": 2 * n} for n in range(address.size)]
+    """
+
+    agent: str | None = None
+    """The agent of these tasks, as `module:name`, where none is given."""
+    reward: str | None = None
+    """Their reward function likewise."""
+
+    def load(self, address: Any) -> Iterable[Any]:
+        """The tasks; `address` has `name`, `size`, `seed`, `part` and `options`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no `load`")
+
+
 @dataclass(frozen=True, slots=True)
-class Environment:
-    """A kind of environment: `KIND:NAME?size=500&seed=1` is a dataset of tasks."""
+class Environment(DatasetKind):
+    """An environment of a package that is an extra."""
 
     module: str
     """Its module in `agentlightning.integrations`, with `load(address)` and `play`, an agent."""
@@ -43,20 +64,42 @@ class Environment:
     """Whether the module has a reward function `score`; the agent of any other gives the rewards itself."""
 
     @property
-    def agent(self) -> str:
+    def agent(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{INTEGRATIONS}.{self.module}:play"
 
     @property
-    def reward(self) -> str | None:
+    def reward(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{INTEGRATIONS}.{self.module}:score" if self.scores else None
 
+    def load(self, address: Any) -> Iterable[Any]:
+        return import_module(f"{INTEGRATIONS}.{self.module}").load(address)
 
-ENVIRONMENTS: Final = {
-    "reasoning_gym": Environment("reasoning_gym", scores=True),
-    "textarena": Environment("text_gym"),
-    "verifiers": Environment("verifiers"),
-}
+
+DATASETS = Registry(
+    "datasets",
+    "kind of dataset",
+    DatasetKind,
+    {
+        "reasoning_gym": Environment("reasoning_gym", scores=True),
+        "textarena": Environment("text_gym"),
+        "verifiers": Environment("verifiers"),
+    },
+)
 """By the kind in the address."""
+_OWN_KIND: Final = re.compile(r"([\w.]+|[^?]+\.py):[A-Z]\w*(?=[:?]|$)")
+
+
+def dataset_kind(address: str) -> tuple[str, DatasetKind] | None:
+    """The kind of an address, and its name there; None for what is no address. Raises ConfigError for a class that
+    cannot be used."""
+    own = _OWN_KIND.match(address)
+    name = own[0] if own else address.partition(":")[0]
+    if not own and name not in DATASETS and (":" not in address or name not in plugin_names(DATASETS.kind)):
+        return None
+    found = DATASETS.find(name)
+    return name, found() if isinstance(found, type) else found
+
+
 SHOWN = 60
 """Maximum length of an invalid line in an error message."""
 SHOWN_ROWS = 8
@@ -88,8 +131,9 @@ def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
     per line, empty lines are skipped), `.json` (an array), `.csv` (a header, then one task per row; values are text),
     `.parquet` (one task per row). A directory, or `datasets:PATH`, is a dataset saved by Hugging Face `datasets`; of
     several splits, `train` is taken. In rows of Parquet and `datasets`, a null within a value is left out: columns give
-    one to each row that lacks a field of another. `KIND:NAME?size=500&seed=1` with a kind of ENVIRONMENTS is that many
-    tasks of an environment. Raises DatasetError with the file and line of the problem, or if there are no tasks.
+    one to each row that lacks a field of another. `KIND:NAME?size=500&seed=1` with a kind of DATASETS is
+    that many tasks of an environment, `module:Class?size=500` of a kind of your own. Raises DatasetError with the file
+    and line of the problem, or if there are no tasks.
     """
     if isinstance(spec, str | Path):
         tasks, where = _load_path(str(spec)), str(spec)
@@ -102,8 +146,8 @@ def load_dataset(spec: str | Path | Sequence[Any] | Dataset[Any]) -> list[Any]:
 
 
 def _load_path(spec: str) -> list[Any]:
-    if spec.partition(":")[0] in ENVIRONMENTS and not Path(spec).exists():
-        return _load_environment(spec)
+    if not Path(spec).exists() and (found := dataset_kind(spec)) is not None:
+        return _load_kind(spec, *found)
     path = Path(spec.removeprefix(SAVED_DATASET))
     if not path.exists():
         raise DatasetError(f"dataset not found: {str(path)!r}; pass the path of an existing file")
@@ -117,11 +161,14 @@ def _load_path(spec: str) -> list[Any]:
     return reader(path)
 
 
-def _load_environment(address: str) -> list[Any]:
-    """The tasks of an environment. Its module is found by name, because it builds on this one."""
-    integration = f"{INTEGRATIONS}.{ENVIRONMENTS[address.partition(':')[0]].module}"
-    parsed = import_module(f"{INTEGRATIONS}.address").Address.parse(address)
-    return _plain(import_module(integration).load(parsed), address)
+def _load_kind(address: str, name: str, kind: DatasetKind) -> list[Any]:
+    """The tasks of an address. What reads addresses is found by name, because it builds on this module."""
+    rest = address[len(name) :].removeprefix(":")
+    alias = name.rpartition(":")[2]
+    text = f"{alias}:{alias if rest.startswith('?') or not rest else ''}{rest}"
+    parsed = import_module(f"{INTEGRATIONS}.address").Address.parse(text)
+    with calls_of(type(kind), "kind of dataset"):
+        return _plain(kind.load(parsed), address)
 
 
 def _items(spec: Sequence[Any] | Dataset[Any]) -> Iterable[Any]:

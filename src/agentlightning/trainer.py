@@ -57,9 +57,12 @@ from agentlightning.training.persistence.run_changes import (
     changes_rewards,
     check_changes,
     check_disjoint,
+    check_extensions,
     check_objects,
     describe_changes,
+    extensions_of,
     load_tasks,
+    overrides,
     read_tasks,
     record_of,
     resumed_settings,
@@ -86,6 +89,7 @@ from agentlightning.training.trainer_settings import (
     with_arguments,
 )
 from agentlightning.util.event_loop import run_sync
+from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml
 
@@ -105,7 +109,7 @@ class Trainer:
         self,
         config: TrainConfig | None = None,
         *,
-        algorithm: Algorithm[Any] | None = None,
+        algorithm: Algorithm[Any] | type[Algorithm[Any]] | str | None = None,
         model: str | Path | None = None,
         reward: Any | None = None,
         store: LightningStoreBase | None = None,
@@ -135,6 +139,8 @@ class Trainer:
         """What `train` has made of the model."""
         self._resumed_from: TrainConfig | None = None
         """The settings of the run that is resumed, before any change."""
+        self._named: list[str] = []
+        """The changes."""
 
     def __repr__(self) -> str:
         algorithm = self.algorithm.name if self.algorithm is not None else self.config.algorithm.type
@@ -155,6 +161,7 @@ class Trainer:
         """
         trainer = cls(resumed_settings(Path(run_dir), changes), run_dir=run_dir, **options)
         trainer._resumed_from = settings_of_run(Path(run_dir))
+        trainer._named = overrides(changes)
         check_changes(changed_settings(trainer._resumed_from, trainer.config))
         return trainer
 
@@ -366,7 +373,7 @@ class Trainer:
         check_objects(self.run_dir, state, self.store, self.reward)
         agent = agent if agent is not None else self.config.agent
         check_runners(self.config, self.store, agent, self.reward)
-        return with_hooks(agent, self.hooks)
+        return with_hooks(agent, self.hooks, self.config.runner.hooks)
 
     @contextmanager
     def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:
@@ -403,7 +410,9 @@ class Trainer:
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
             run_dir = RunDir.open(self.run_dir)
             try:
-                return run_dir, run_dir.read_state(), read_tasks(run_dir)
+                state = run_dir.read_state()
+                check_extensions(self.run_dir, state, self.config, self._named)
+                return run_dir, state, read_tasks(run_dir)
             except BaseException:
                 run_dir.close()
                 raise
@@ -413,10 +422,12 @@ class Trainer:
         run_dir = RunDir.create(self.run_dir)
         write_tasks(run_dir, tasks)
         self._write_config(run_dir)
-        name = algorithm_to_record(self.algorithm, self.config)
+        name = algorithm_to_record(self.algorithm)
         parts = {"agent": agent, "reward": self.reward, "store": self.store}
         objects = [name for name, part in parts.items() if part is not None and not isinstance(part, str)]
-        state = RunState(run_id=f"r{secrets.token_hex(4)}", algorithm=name, objects=objects)
+        state = RunState(
+            run_id=f"r{secrets.token_hex(4)}", algorithm=name, objects=objects, extensions=extensions_of(self.config)
+        )
         run_dir.write_state(state)
         return run_dir, state, tasks
 
@@ -438,7 +449,8 @@ class Trainer:
         if run.learner is not None:
             await run.learner.publish()
         await run.begin()
-        await algorithm.run(run)
+        with calls_of(type(algorithm), "algorithm"):
+            await algorithm.run(run)
         await run.judge()
         await run.load_best()
         self.progress.phase("measuring the trained policy", measurements.rollouts)

@@ -61,7 +61,7 @@ class Training:
         left_out = {each.rollout_id for each in rejected}
         return Collected(tuple(each for each in batch if each.rollout_id not in left_out), (), rejected)
 
-    async def update(self, samples: Any, **options: Any) -> Any:
+    async def update(self, samples: Any, options: Any) -> Any:
         self.advantages.append([[own.tolist() for own in sample.advantages] for sample in samples])
         return {}
 

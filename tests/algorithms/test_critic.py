@@ -45,8 +45,8 @@ class Run:
         share = sum(token < 160 for token in sample.token_ids) / len(sample.token_ids)
         return Trajectory(name, "at", (call,), share + task % 2, f"{self.step}-{task}")
 
-    async def update(self, samples: Any, **options: Any) -> Any:
-        return await self.learner.train(samples, **options)
+    async def update(self, samples: Any, options: Any) -> Any:
+        return await self.learner.train(samples, options)
 
     async def finish_step(self, collected: Any, metrics: Any) -> None:
         self.step += 1

@@ -17,6 +17,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import Collected
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.trajectory import Step, TokenTree, Trajectory, Transition
 
 
@@ -102,7 +103,7 @@ class FakeTraining:
 
         return {name: [column(tree) for tree in trees] for name in what}
 
-    async def update(self, samples: Sequence[Any], **options: Any) -> dict[str, float]:
+    async def update(self, samples: Sequence[Any], options: UpdateOptions) -> dict[str, float]:
         self.updates.append((samples, options))
         return {"loss": 0.1}
 
@@ -121,7 +122,7 @@ async def test_the_teacher_is_the_policy_after_the_feedback_at_the_same_tokens(c
     rollouts = group(chat)
     training = await trained(chat, rollouts)
     ((sample,), options), = training.updates  # fmt: skip
-    assert options["average"] == 0.05
+    assert options.average == 0.05
     assert training.scored[0][0] == {"average_logprobs"}
     assert (training.metrics["calls_with_feedback"], training.metrics["feedback_left_out"]) == (2, 0)
 
@@ -147,7 +148,7 @@ async def test_a_group_without_spread_learns_from_its_errors(chat: HFChatFormat)
     ((sample,), options), = training.updates  # fmt: skip
     assert training.metrics["groups_without_spread"] == 1
     assert training.scored[0][0] == {"logprobs"}, "rate 1: the teacher is the policy"
-    assert "average" not in options
+    assert options.average is None
     assert sample.share == 1.0
     assert sum(float(w.sum()) for w in sample.columns["reference_kl_weights"]) > 0
 
@@ -172,7 +173,7 @@ async def test_each_agent_is_taught_by_its_own_weights_and_a_frozen_one_by_none(
     assert training.metrics["calls_with_feedback"] == 4, "two calls in each rollout learn"
     assert training.adapters == ["writer", None]
     (samples, options), = training.updates  # fmt: skip
-    assert options["average"] == 0.05
+    assert options.average == 0.05
     taught = {
         sample.adapter: {
             node.agent

@@ -19,6 +19,7 @@ from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.mismatch import GeometricMask, Truncation
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.recorded.run import nobody_samples
@@ -79,7 +80,7 @@ class FakeTraining:
         self.requested.append(tasks)
         return Collected(tuple(self.batches.pop(0)), seconds=1.0)
 
-    async def update(self, samples: list[Any], **options: Any) -> dict[str, float]:
+    async def update(self, samples: list[Any], options: UpdateOptions) -> dict[str, float]:
         self.updates.append((list(samples), options))
         return {"loss": 0.5}
 
@@ -100,7 +101,7 @@ GOOD_AND_BAD = (rollout("r1", 1.0), rollout("r2", 0.0))
 async def test_a_column_is_computed_only_if_a_loss_needs_it() -> None:
     training = await trained(GOOD_AND_BAD)
     assert training.learner.calls == []
-    assert "mismatch" not in training.updates[0][1]
+    assert training.updates[0][1].mismatch is None
 
 
 @pytest.mark.parametrize(("setting", "expected"), [(None, Path("start")), ("models/base", Path("models/base"))])
@@ -160,7 +161,7 @@ async def test_a_correction_of_mismatch_computes_the_proximal_policy_and_reaches
     assert training.learner.calls == [({"logprobs"}, None)]
     ((sample,), options), = training.updates  # fmt: skip
     assert "proximal_logprobs" in sample.columns
-    assert options["mismatch"] == (Truncation(), GeometricMask(low=0.9))
+    assert options.mismatch == (Truncation(), GeometricMask(low=0.9))
     assert (await trained(GOOD_AND_BAD, mismatch="off")).learner.calls == []
     with pytest.raises(ConfigError, match="mismatch corrects the ratios of other losses"):
         LightningRL(loss="dppo", mismatch="icepop")

@@ -14,6 +14,7 @@ from tests.support.models import tiny_model
 
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import Updater
@@ -71,9 +72,9 @@ class Training:
     async def collect(self, **request: Any) -> Collected:
         return Collected(self.sessions)
 
-    async def update(self, samples: Sequence[Any], *, loss: Any) -> dict[str, float]:
+    async def update(self, samples: Sequence[Any], options: UpdateOptions) -> dict[str, float]:
         self.updates.append(samples)
-        return self.learner.updater.step(samples, loss=loss) if isinstance(self.learner, Model) else {}
+        return self.learner.updater.step(samples, options) if isinstance(self.learner, Model) else {}
 
     async def finish_step(self, collected: Collected, metrics: dict[str, float]) -> None:
         self.step += 1

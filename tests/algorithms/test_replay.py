@@ -51,7 +51,7 @@ class Training:
         rejected = {each.rollout_id for each in check(found)}
         return tuple(each for each in found if each.rollout_id not in rejected)
 
-    async def update(self, samples: list[Any], **options: Any) -> dict[str, float]:
+    async def update(self, samples: list[Any], options: Any) -> dict[str, float]:
         self.samples.append(list(samples))
         return {}
 

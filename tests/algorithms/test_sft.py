@@ -47,7 +47,7 @@ class RecordingPolicy:
         self.chat = chat
         self.samples: list[TrainingSample] = []
 
-    async def train(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def train(self, samples: Sequence[TrainingSample], options: Any) -> Mapping[str, float]:
         self.samples.extend(samples)
         return {"loss": 1.0 / len(self.samples)}
 
@@ -180,7 +180,7 @@ class RecordingTraining:
         self.samples: list[TrainingSample] = []
         self.saved: list[Path] = []
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: Any) -> Mapping[str, float]:
         self.samples.extend(samples)
         return {"loss": 1.0}
 

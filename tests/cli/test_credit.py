@@ -80,11 +80,11 @@ def result(done: Result) -> dict[str, Any]:
 
 
 def test_every_rule_is_ranked_or_has_a_reason_why_not(agl: Agl, recorded: str) -> None:
-    from agentlightning.credit.base import rule_names
+    from agentlightning.credit.base import RULES
 
     found = result(agl("compare", recorded, "--json"))
     ranked = [each["rule"] for each in found["rules"]]
-    assert {*ranked, *found["unusable"]} == {*rule_names()}
+    assert {*ranked, *found["unusable"]} == {*RULES}
     assert ranked.index("state_value") < ranked.index("group_relative")
     assert all(found["unusable"].values())
     assert found["groups"] == 21

@@ -164,3 +164,17 @@ def test_what_is_no_run_is_refused_in_a_sentence(invoke, tmp_path, prepare, comp
     done = invoke("doctor", str(tmp_path / "run"))
     assert done.exit_code == 2
     assert complaint in done.output + done.stderr
+
+
+def test_without_a_run_it_lists_what_is_installed_and_what_is_wrong_with_it(
+    invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "lab-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[agentlightning.losses]\nplain = lab_gone:Plain\nppo = pathlib:Path\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = invoke("doctor")
+    assert result.exit_code == 1, result.output
+    assert "lab_gone:Plain (not found in" in result.stdout.replace("\n", "")
+    assert "ppo is a name of this package" in result.stdout.replace("\n", " ")

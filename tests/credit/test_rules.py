@@ -86,18 +86,19 @@ def test_rules_are_found_by_name_or_configuration() -> None:
     assert credit_rule({"type": "uniform", "normalize_std": False}) == GroupRelativeCredit(normalize_std=False)
     assert credit_rule(ReinforceCredit()) == ReinforceCredit()
     with pytest.raises(
-        ConfigError, match=r"unknown credit rule 'unifrom'; known: discounted, .*group_relative, .*grpo, "
+        ConfigError,
+        match=r"no credit rule 'unifrom'; did you mean 'uniform'\? Known: discounted, .*grpo, ",
     ):
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):
         credit_rule({"type": "uniform", "normalise": False})
-    with pytest.raises(ConfigError, match=r"unknown credit rule None; known: "):
+    with pytest.raises(ConfigError, match=r"no credit rule None\. Known: "):
         credit_rule({"normalize_std": False})
 
 
 def test_a_rule_of_ones_own_is_registered_under_its_type_and_its_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
-    monkeypatch.setattr(base, "_NAMES", dict(base._NAMES))
+    monkeypatch.setattr(base.RULES, "aliases", dict(base.RULES.aliases))
+    monkeypatch.setitem(base.RULES, "first_call", None)
 
     @register
     class FirstCallCredit(CreditRule):

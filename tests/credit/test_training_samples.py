@@ -24,7 +24,7 @@ from agentlightning.credit import (
     training_samples,
 )
 from agentlightning.credit.base import Group
-from agentlightning.errors import RewardError, UnfaithfulSampleError
+from agentlightning.errors import ExtensionError, RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 from agentlightning.util.kept_sets import KeptSets
 
@@ -261,7 +261,7 @@ def test_a_rule_that_leaves_something_out_or_adds_something_is_an_error(credits:
         def assign(self, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
             return credits
 
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ExtensionError, match=r"credit rule .*Careless \(.*\) failed with ValueError"):
         training_samples([[rollout("a", 1.0), rollout("b", 0.0)]], Careless())
 
 

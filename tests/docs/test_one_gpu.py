@@ -13,7 +13,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.models.resolve import SHORT_NAMES
 from agentlightning.util.settings import load_settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "one-gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "get-started" / "one-gpu.md"
 TEXT = PAGE.read_text()
 COMMANDS = [block.body for block in blocks(PAGE) if block.body.startswith("agl train")]
 

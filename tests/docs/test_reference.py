@@ -15,6 +15,7 @@ import agentlightning as agl
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
+from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
 from agentlightning.training.health.step_record import StepRecord
 
@@ -47,7 +48,7 @@ def test_every_setting_has_a_meaning() -> None:
     assert not [name for name, text in rows if not text]
 
 
-@pytest.mark.parametrize("family", [settings.credit_rules(), LOSSES], ids=["credit", "losses"])
+@pytest.mark.parametrize("family", [RULES, LOSSES], ids=["credit", "losses"])
 def test_every_setting_of_a_part_chosen_by_name_has_a_meaning(family: dict[str, type]) -> None:
     rows = {name: list(python_names.field_rows(kind)) for name, kind in family.items()}
     assert not [(name, row[0]) for name, found in rows.items() for row in found if row[0] != "type" and not row[3]]

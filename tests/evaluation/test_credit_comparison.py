@@ -162,7 +162,7 @@ def test_rules_that_cannot_use_the_data_are_listed_with_the_reason() -> None:
     found = compare_credit(corridor(8), ["group_relative", NotHere(), "no_such_rule"])
     assert [each.rule for each in found.signals] == ["group_relative"]
     assert "values" in found.unusable["not_here"]
-    assert "unknown credit rule" in found.unusable["no_such_rule"]
+    assert "no credit rule" in found.unusable["no_such_rule"]
 
 
 def test_groups_without_spread_are_named_as_the_reason() -> None:

@@ -126,8 +126,18 @@ def test_a_file_that_is_not_there_is_named(module_of: Load, tmp_path: Path) -> N
 
 Python = Callable[[str, str], Path]
 NEEDED = "autogen_agentchat, autogen_ext.tools.mcp, torch"
-SHORT = "train.TASKS = train.GROUP = train.WARM = train.HELD_OUT = train.VALIDATION = 2"
-PROGRAM = f"import json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+SHORT = (
+    "import dataclasses; train.VALIDATION = 2; sizes = dict(tasks=2, group=2, held_out=2);"
+    " train.Recipe = functools.partial(train.Recipe, **sizes);"
+    " train.RECIPES = {k: dataclasses.replace(v, **sizes, warm_steps=12) for k, v in train.RECIPES.items()}"
+)
+PROGRAM = (
+    f"import dataclasses, functools, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+)
+CONFIG = (
+    "import train; train.agl.Trainer.fit = lambda trainer, *_, **tasks: trainer.config;"
+    " print(train.train(train.parse()).model_dump_json())"
+)
 
 
 def run(python: Path, program: str, *options: str | Path, **environment: str) -> str:
@@ -146,6 +156,21 @@ def test_the_agent_trains_on_generated_problems(python_of: Python, tmp_path: Pat
     result = json.loads(run(python_of("calc", NEEDED), PROGRAM, *options))
     assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (2, 8, 0)
     assert result["held_out"]["sampled"]["tasks"] == 2
+
+
+@pytest.mark.parametrize(("model", "warm"), [("smollm2-135m", True), ("path/to/model", False)])
+def test_a_model_that_is_named_is_the_policy_and_brings_its_warm_start(
+    python_of: Python, tmp_path: Path, model: str, warm: bool
+) -> None:
+    folder = tmp_path / "run"
+    config = json.loads(run(python_of("calc", NEEDED), CONFIG, "--model", model, "--run-dir", folder))
+    assert config["policy"]["model"] == model
+    dataset, steps, batch = (config["warm_start"][name] for name in ("dataset", "steps", "batch_size"))
+    assert (dataset is not None) == warm
+    if warm:
+        shown = [json.loads(line) for line in Path(dataset).read_text().splitlines()]
+        assert len(shown) == steps * batch
+        assert all(len(each["messages"]) == 5 for each in shown), "each of them calculates"
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ class RecordedTraining:
     async def collect(self, **request: Any) -> Collected:
         return Collected(tuple(self.trajectories))
 
-    async def update(self, samples: Any, **options: Any) -> Any:
-        self.metrics = dict(await self.policy.train(samples, **options))
+    async def update(self, samples: Any, options: Any) -> Any:
+        self.metrics = dict(await self.policy.train(samples, options))
         return self.metrics
 
     async def finish_step(self, collected: Collected, metrics: Any) -> None:

@@ -193,12 +193,22 @@ def test_documents_are_read_in_either_format(module_of: Load, tmp_path: Path) ->
 # -- training with the real framework ----------------------------------------------------------------------------------
 
 Python = Callable[[str, str], Path]
-SHORT = "train.TASKS = train.GROUP = train.COPY = train.WARM = train.HELD_OUT = train.VALIDATION = 2"
-PROGRAM = f"import json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+SHORT = (
+    "import dataclasses; train.VALIDATION = 2; sizes = dict(tasks=2, group=2, held_out=2);"
+    " train.Recipe = functools.partial(train.Recipe, **sizes); sizes |= dict(copy_steps=6, warm_steps=6);"
+    " train.RECIPES = {k: dataclasses.replace(v, **sizes) for k, v in train.RECIPES.items()}"
+)
+PROGRAM = (
+    f"import dataclasses, functools, json, train; {SHORT}; print(json.dumps(train.train(train.parse()).as_json()))"
+)
+CONFIG = (
+    "import train; train.agl.Trainer.fit = lambda trainer, *_, **tasks: trainer.config;"
+    " print(train.train(train.parse()).model_dump_json())"
+)
 
 
 def train(python: Path, folder: Path, *options: str | Path, program: str = PROGRAM) -> dict[str, Any]:
-    """The result of `train.py` with few rollouts."""
+    """The result of `train.py` with few rollouts, or what another program prints."""
     command = [python, "-c", program, "--run-dir", folder / "run", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MAX_TOKENS": "16"}
     ran = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment, timeout=600)
@@ -212,6 +222,18 @@ def test_the_agent_trains_on_generated_questions(python_of: Python, tmp_path: Pa
     result = train(python_of("rag", "agents, bm25s, torch"), tmp_path, "--steps", "2", "--credit", "hierarchical")
     assert (result["steps"], result["rollouts"], result["failed_rollouts"]) == (2, 8, 0)
     assert result["held_out"]["sampled"]["tasks"] == 2
+
+
+@pytest.mark.parametrize(("model", "warm"), [("smollm2-135m", True), ("path/to/model", False)])
+def test_a_model_that_is_named_is_the_policy_and_brings_its_warm_start(
+    python_of: Python, tmp_path: Path, model: str, warm: bool
+) -> None:
+    config = train(python_of("rag", "agents, bm25s, torch"), tmp_path, "--model", model, program=CONFIG)
+    assert config["policy"]["model"] == model
+    dataset, steps, batch = (config["warm_start"][name] for name in ("dataset", "steps", "batch_size"))
+    assert (dataset is not None) == warm
+    if warm:
+        assert len(Path(dataset).read_text().splitlines()) == steps * batch
 
 
 @pytest.mark.slow

@@ -250,7 +250,22 @@ def test_a_missing_framework_names_the_extra(module_of: Load, monkeypatch: pytes
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("file", ["small.toml", "full.toml"])
+@pytest.mark.parametrize(("model", "warm"), [("tiny", True), ("smollm2-135m", True), ("path/to/model", False)])
+def test_a_model_that_is_named_is_the_policy_and_brings_its_warm_start(
+    model: str, warm: bool, module_of: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = module_of("spider", "train")
+    monkeypatch.setenv("SQL_TOKENS", "16")
+    monkeypatch.setattr(train, "find_spec", lambda name: name)
+    monkeypatch.setattr(train.agl.Trainer, "fit", lambda trainer, *_, **tasks: trainer.config)
+    config = train.main(["--model", model, "--run-dir", str(tmp_path), "warm_start.steps=12"])
+    assert config.policy.model == model
+    assert (config.warm_start.dataset is not None) == warm
+    if warm:
+        assert len(Path(config.warm_start.dataset).read_text().splitlines()) == 12 * config.warm_start.batch_size
+
+
+@pytest.mark.parametrize("file", ["small.toml", "smollm2-135m.toml", "full.toml"])
 def test_the_gateway_tells_the_agents_apart_and_the_checker_is_not_trained(file: str, module_of: Load) -> None:
     prompts, config = module_of("spider", "prompts"), load_settings(TrainConfig, toml=HERE / file)
     matcher = AgentMatcher(config.gateway.agents)

@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import AgentLightningError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
@@ -248,7 +249,9 @@ async def gradient(directory: Path, samples: list[Sample]) -> str:
     try:
         grads: dict[str, torch.Tensor] = {}
         with recorded_gradients(policy, grads):
-            await policy.train([TrainingSample(tree, columns={"weights": weights}, share=1.0)], loss="nll")
+            await policy.train(
+                [TrainingSample(tree, columns={"weights": weights}, share=1.0)], UpdateOptions(loss="nll")
+            )
     finally:
         await policy.close()
     model = AutoModelForCausalLM.from_pretrained(directory).eval()

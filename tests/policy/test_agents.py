@@ -13,6 +13,7 @@ from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
@@ -135,7 +136,7 @@ async def test_the_moving_average_of_an_adapter_is_its_own(policy: LocalPolicy) 
         return values.tolist()
 
     before = {name: await score("logprobs", name) for name in ("writer", "critic")}
-    await policy.train([lesson(sample, "writer")], average=0.01)
+    await policy.train([lesson(sample, "writer")], UpdateOptions(average=0.01))
     now = await score("logprobs", "writer")
     average = await score("average_logprobs", "writer")
     moved = [abs(a - b) for a, b in zip(now, before["writer"], strict=True)]

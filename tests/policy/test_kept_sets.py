@@ -12,6 +12,7 @@ import pytest
 from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.base import Sample, SamplingParams
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -84,7 +85,7 @@ async def test_recorded_tokens_stay_trainable_once_the_weights_would_keep_others
     assert before["mismatch_kl"] < 1e-8
     assert before["tokens_with_kept_sets"] == sum(len(each.token_ids) for each in samples)
     for _ in range(3):
-        metrics = await policy.train([TrainingSample(nodes, away, ones)], loss="importance")
+        metrics = await policy.train([TrainingSample(nodes, away, ones)], UpdateOptions(loss="importance"))
         assert (metrics["rollouts_not_finite"], metrics["skipped_steps"]) == (0, 0)
         assert np.isfinite(metrics["loss"])
     now = (await policy.score([nodes], {"logprobs"}))["logprobs"][0]

@@ -14,6 +14,7 @@ from tests.support.models import tiny_checkpoint, tiny_model
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
@@ -125,7 +126,7 @@ async def test_tokens_are_scored_under_the_moving_average_of_the_weights(policy:
     start = (await policy.score([own.tree], {"average_logprobs"}))["average_logprobs"][0][1]
     assert start.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
     for _ in range(2):
-        await policy.train([own], average=0.05)
+        await policy.train([own], UpdateOptions(average=0.05))
     scores = await policy.score([own.tree], {"logprobs", "average_logprobs"})
     now, average = (scores[name][0][1].sum() for name in ("logprobs", "average_logprobs"))
     assert start.sum() < average < now, "it follows more slowly"

@@ -59,7 +59,7 @@ def test_several_corrections_multiply() -> None:
 def test_a_setting_is_a_name_a_table_or_a_list() -> None:
     assert corrections("icepop") == corrections({"type": "icepop"}) == corrections(["icepop"])
     assert all(isinstance(each, Correction) for each in corrections(["truncate", {"type": "sequence_mask", "high": 9}]))
-    with pytest.raises(ConfigError, match="known types: off, truncate, icepop"):
+    with pytest.raises(ConfigError, match=r"there is no correction|cannot be used"):
         corrections("trunc")
     with pytest.raises(ConfigError, match='"truncate" and "icepop" count the same ratio twice'):
         corrections(["truncate", "icepop"])

@@ -48,6 +48,16 @@ def test_threads_are_those_that_multiply_faster(model: Path, monkeypatch: pytest
         assert torch.get_num_threads() == before
 
 
+def test_what_was_chosen_for_a_large_model_is_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy_config(PolicyConfig(), str(model))
+    assert not caplog.records
+    monkeypatch.setattr(model_loading, "LARGE", 1000)
+    config = policy_config(PolicyConfig(), str(model))
+    assert f"policy.dtype={config.dtype}, policy.threads={config.threads}" in caplog.text
+
+
 def test_what_is_set_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_loading, "LARGE", 1000)
     config = policy_config(PolicyConfig(dtype="float32", threads=3), str(model))

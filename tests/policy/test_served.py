@@ -21,6 +21,7 @@ from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.scripted_engine import ByteChatFormat
@@ -54,9 +55,9 @@ class Learner:
         logprobs = tuple(logprob_of(token, self.server.label) + self.off for token in tokens)
         return Sample(tuple(tokens), logprobs, "length", self.policy_version)
 
-    async def train(self, samples: Sequence[Any], **options: Any) -> dict[str, float]:
+    async def train(self, samples: Sequence[Any], options: UpdateOptions) -> dict[str, float]:
         self.policy_version += 1
-        return {"loss": 1.0, **options}
+        return {"loss": 1.0, "token_budget": options.token_budget or 0}
 
     async def score(
         self, trees: Sequence[Any], what: set[str], *, reference: Path | None = None, adapter: str | None = None
@@ -93,7 +94,7 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
 ):
     assert server.weights == str(tmp_path / "weights" / "version-000000")
     for version in range(1, 5):
-        figures = await policy.train([], token_budget=7)
+        figures = await policy.train([], UpdateOptions(token_budget=7))
         assert figures == {"loss": 1.0, "token_budget": 7, "server_difference": 0.0}
         assert server.weights == str(tmp_path / "weights" / f"version-{version:06d}")
         sample = await policy.sample([50], SamplingParams(max_tokens=3))
@@ -104,7 +105,7 @@ async def test_servers_begin_with_the_learners_weights_and_get_them_after_each_u
 
 
 async def test_answers_are_sampled_while_the_learner_trains(policy: ServedPolicy):
-    assert await policy.train_apart([], token_budget=7) == {"loss": 1.0, "token_budget": 7}
+    assert await policy.train_apart([], UpdateOptions(token_budget=7)) == {"loss": 1.0, "token_budget": 7}
     assert (policy.learner.policy_version, policy.policy_version) == (1, 0)
     assert (await policy.sample([50], SamplingParams(max_tokens=3))).policy_version == 0
     assert await policy.publish_update() == {"server_difference": 0.0}

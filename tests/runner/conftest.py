@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agentlightning.attempt_address import read_attempt_key
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.rollouts import Attempt, AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning.runner.agents.arguments import Invocation
@@ -111,7 +112,12 @@ class Gateway:
     url: str = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        _, _, rollout_id, _, attempt_id, *rest = path.split("/")
+        _, kind, *rest = path.split("/")
+        if kind == "key":
+            key, *rest = rest
+            rollout_id, attempt_id = read_attempt_key(SECRET, key) or ("", "")
+        else:
+            rollout_id, _, attempt_id, *rest = rest
         if rest == ["events"]:
             now = time.time()
             attributes = {SCORE_VALUE: body["data"]["value"]}

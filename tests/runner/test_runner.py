@@ -158,8 +158,8 @@ async def test_the_model_leads_to_the_attempt(start: Any, roll: Any, store: Any,
     await start(agents.model_name)
     [ended] = await roll({})
     attempt = await attempt_of(ended)
-    path = f"rollout/{ended.rollout_id}/attempt/{attempt.attempt_id}"
-    assert attempt.metadata["output"] == f"policy at http://127.0.0.1:9/{path}/v1"
+    key = attempt_key("a secret", ended.rollout_id, attempt.attempt_id)
+    assert attempt.metadata["output"] == f"policy at http://127.0.0.1:9/key/{key}/v1"
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------

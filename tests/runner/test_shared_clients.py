@@ -134,7 +134,7 @@ async def test_a_judge_keeps_the_key_it_has_and_what_an_agent_sets_stays(
         "KEY = os.environ['OPENAI_API_KEY']\n"
         "os.environ['SET_BY_AGENT'] = 'yes'\n"
         "def agent(task):\n"
-        "    return KEY.startswith('agl-worker-') and os.environ['SET_BY_AGENT'] == 'yes'\n"
+        "    return KEY == 'sk-agentlightning' and os.environ['SET_BY_AGENT'] == 'yes'\n"
     )
     (tmp_path / "judge.py").write_text(
         "import os\n"
@@ -150,6 +150,6 @@ async def test_a_judge_keeps_the_key_it_has_and_what_an_agent_sets_stays(
 
 def test_the_address_an_agent_is_imported_with_is_its_workers() -> None:
     own = import_environment("http://127.0.0.1:1", SECRET, "w")
-    assert own["OPENAI_BASE_URL"] == own["AGL_WORKER_BASE_URL"] == "http://127.0.0.1:1/worker/w/v1"
-    assert own["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/worker/w"
-    assert own["OPENAI_API_KEY"] == own["ANTHROPIC_API_KEY"] == own["AGL_WORKER_KEY"]
+    assert own["AGL_WORKER_BASE_URL"] == "http://127.0.0.1:1/worker/w/v1"
+    assert own["OPENAI_BASE_URL"] == f"http://127.0.0.1:1/key/{own['AGL_WORKER_KEY']}/v1"
+    assert own["ANTHROPIC_BASE_URL"] == f"http://127.0.0.1:1/key/{own['AGL_WORKER_KEY']}"

@@ -18,7 +18,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.testing.scripted_engine import ScriptedEngine
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -30,7 +30,7 @@ class RecordedUpdate:
     """The arguments of one call of `ScriptedPolicy.train`."""
 
     samples: tuple[TrainingSample, ...]
-    options: Mapping[str, Any]
+    options: UpdateOptions
 
 
 class ScriptedPolicy(ScriptedEngine):
@@ -50,7 +50,7 @@ class ScriptedPolicy(ScriptedEngine):
         self.closed = False
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
         self.recorded.append(RecordedUpdate(tuple(samples), options))
         self.updates += 1

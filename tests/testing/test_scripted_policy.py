@@ -9,6 +9,7 @@ from tests.support.scripted_policy import ScriptedPolicy, scripted_weights
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 TREE = TokenTree((Node(-1, (5, 6)), Node(0, (7,), sampled=True, logprobs=(-0.5,))))
@@ -23,9 +24,9 @@ async def test_updates_change_its_answers_and_a_checkpoint_brings_them_back(tmp_
 
     await policy.save(tmp_path)
     sample = TrainingSample(TREE, advantages=[(0.0, 0.0), (1.0,)], weights=[(0.0, 0.0), (1.0,)])
-    assert await policy.train([sample], loss="ppo") == {"loss": 1.0}
+    assert await policy.train([sample], UpdateOptions(loss="ppo")) == {"loss": 1.0}
     assert (await answer(), policy.policy_version) == ("1 updates", 1)
-    assert policy.recorded[0].options == {"loss": "ppo"}
+    assert policy.recorded[0].options.loss == "ppo"
     await policy.load(tmp_path)
     assert (await answer(), policy.policy_version) == ("0 updates", 2), "versions only grow"
     assert scripted_weights(tmp_path) == {"updates": 0, "version": 0}

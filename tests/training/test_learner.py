@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.training.learner import PolicyLearner, staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -46,13 +47,13 @@ class Recorded:
         yield True
         self.events.append("calls go on")
 
-    async def train(self, samples: Any, *, in_flight: bool = False, **options: Any) -> dict[str, float]:
+    async def train(self, samples: Any, options: UpdateOptions, *, in_flight: bool = False) -> dict[str, float]:
         self.events.append(f"train {in_flight}")
         return {"loss": 1.0}
 
 
 class Separate(Recorded):
-    async def train_apart(self, samples: Any, **options: Any) -> dict[str, float]:
+    async def train_apart(self, samples: Any, options: UpdateOptions) -> dict[str, float]:
         self.events.append("train apart")
         return {"loss": 1.0}
 

@@ -9,18 +9,19 @@ import pytest
 from typer.testing import CliRunner
 
 from agentlightning.errors import ConfigError, MissingExtraError
+from agentlightning.policy.losses import LOSSES, token_losses
 from agentlightning.util import plugins
 from agentlightning.util.plugins import load_plugin, plugin_names
 
 
-def install(folder: Path, distribution: str, entry: str, code: str = "class Part: ...") -> None:
+def install(folder: Path, distribution: str, entry: str, code: str = "class Part: ...", kind: str = "commands") -> None:
     """A distribution with one module `NAME_part`, as pip leaves it in a directory of `sys.path`."""
     module = f"{distribution}_part"
     (folder / f"{module}.py").write_text(code)
     about = folder / f"{distribution}-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[agentlightning.commands]\n{entry} = {module}:Part\n")
+    (about / "entry_points.txt").write_text(f"[agentlightning.{kind}]\n{entry} = {module}:Part\n")
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_part_of_another_distribution_is_found_by_its_name(folder: Path) -> No
 def test_two_distributions_of_one_name_are_both_named(folder: Path) -> None:
     install(folder, "first", "twice")
     install(folder, "second", "twice")
-    with pytest.raises(ConfigError, match=r"(?s)first_part:Part of first.*second_part:Part of second|second.*first"):
+    with pytest.raises(ConfigError, match=r"first_part:Part of first \(.*first_part.py\).*second_part|second.*first"):
         load_plugin("commands", "twice")
 
 
@@ -66,3 +67,42 @@ def test_what_is_not_installed_names_the_way_out(monkeypatch: pytest.MonkeyPatch
     assert (result.exit_code, "pip install ./plugins/weights" in result.stderr) == (2, True), result.output
     result = CliRunner().invoke(build(), ["serve", "--port", "0", "--db", ":memory:", "--tinker", "x=nowhere"])
     assert (result.exit_code, "pip install ./plugins/tinker" in result.stderr) == (2, True), result.output
+
+
+LOSS = """
+from agentlightning.policy.losses import LossValue, TokenLoss
+
+class Part(TokenLoss):
+    needs = frozenset()
+    beta: float = 0.5
+
+    def __call__(self, tokens):
+        return LossValue(-(tokens.weights * tokens.trained_logprobs).sum(), {})
+"""
+
+
+def test_what_a_distribution_announces_is_known_by_its_name(folder: Path) -> None:
+    install(folder, "announced", "mine", LOSS, "losses")
+    assert {"mine", "ppo"} <= {*LOSSES.names()}
+    (found,) = token_losses({"type": "mine", "beta": 0.25})
+    assert (type(found), found.type, dict(found)["beta"]) == (sys.modules["announced_part"].Part, "mine", 0.25)
+    assert token_losses(found) == (found,), "its name brings it back"
+    with pytest.raises(ConfigError, match="there is no loss 'mind'; did you mean 'mine'"):
+        token_losses("mind")
+
+
+def test_two_announced_losses_of_one_name_and_one_that_is_none_name_their_files(folder: Path) -> None:
+    for distribution in ("one", "other"):
+        install(folder, distribution, "same", LOSS, "losses")
+    with pytest.raises(
+        ConfigError, match=r"'same' in agentlightning.losses: .*(one_part.py.*other_part.py|other.*one)"
+    ):
+        token_losses("same")
+    install(folder, "wrong", "wrong", kind="losses")
+    with pytest.raises(ConfigError, match=r"wrong_part:Part \(.*wrong_part.py\) is no loss; it should be a subclass"):
+        token_losses("wrong")
+
+
+def test_a_name_of_this_package_stays_its_own(folder: Path) -> None:
+    install(folder, "shadow", "ppo", LOSS, "losses")
+    assert type(token_losses("ppo")[0]) is LOSSES["ppo"]

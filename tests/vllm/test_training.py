@@ -17,6 +17,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.demo import job
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store import LightningStore
@@ -76,10 +77,10 @@ class Watch:
         self.trained: list[float] = []
         self.train_apart, self.publish_update = ServedPolicy.train_apart, ServedPolicy.publish_update
 
-    async def train(self, policy: ServedPolicy, samples: Sequence[TrainingSample], **options: Any) -> Any:
+    async def train(self, policy: ServedPolicy, samples: Sequence[TrainingSample], options: UpdateOptions) -> Any:
         self.keep(policy)
         self.trained.append(max(self.recorded(sample, policy.policy_version) for sample in samples))
-        return await self.train_apart(policy, samples, **options)
+        return await self.train_apart(policy, samples, options)
 
     async def publish(self, policy: ServedPolicy, **options: Any) -> Any:
         figures = await self.publish_update(policy, **options)
@@ -121,7 +122,7 @@ async def test_three_steps_with_vllm_agree_with_our_forward_pass(
 ):
     watch = Watch()
     monkeypatch.setattr(
-        ServedPolicy, "train_apart", lambda policy, samples, **more: watch.train(policy, samples, **more)
+        ServedPolicy, "train_apart", lambda policy, samples, options: watch.train(policy, samples, options)
     )
     monkeypatch.setattr(ServedPolicy, "publish_update", lambda policy, **more: watch.publish(policy, **more))
     tasks = job.tasks(0)

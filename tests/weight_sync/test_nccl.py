@@ -63,7 +63,7 @@ class Learner:
         logprobs = tuple(logprob_of(token, self.server.label) for token in tokens)
         return Sample(tuple(tokens), logprobs, "length", self.policy_version)
 
-    async def train(self, samples: Sequence[Any], **options: Any) -> dict[str, float]:
+    async def train(self, samples: Sequence[Any], options: Any) -> dict[str, float]:
         self.policy_version += 1
         return {"loss": 1.0}
 

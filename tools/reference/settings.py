@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import cleandoc
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
-from agentlightning.credit.base import credit_rule, rule_names
+from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
+from agentlightning.util.settings import Chosen
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE, field_rows
 
@@ -31,15 +32,9 @@ def page() -> str:
     parts += _sections(TrainConfig, "", "A training run", seen)
     parts += ["\n## Supervised learning: `agl sft`\n", *_sections(SFTConfig, "", None, seen)]
     parts += ["\n## Preferences: `agl dpo`\n", *_sections(DPOConfig, "", None, seen)]
-    parts += _family("Credit rules", "algorithm.credit", credit_rules())
+    parts += _family("Credit rules", "algorithm.credit", RULES)
     parts += _family("Losses", "algorithm.loss", LOSSES)
     return "\n".join(parts)
-
-
-def credit_rules() -> dict[str, type[BaseModel]]:
-    """Those of this package, by name."""
-    found = {name: type(credit_rule(name)) for name in rule_names()}
-    return {name: kind for name, kind in found.items() if kind.__module__.startswith("agentlightning")}
 
 
 def _family(title: str, setting: str, kinds: Any) -> Iterator[str]:
@@ -53,16 +48,22 @@ def _family(title: str, setting: str, kinds: Any) -> Iterator[str]:
             yield f"| `{name}` | | | |"
 
 
-def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+def sections(
+    model: type[BaseModel], path: str, outer: tuple[type[BaseModel], ...] = ()
+) -> Iterator[tuple[str, type[BaseModel]]]:
     """Each table of settings with its name: the model itself and, below it, the models its fields may hold."""
     yield path, model
     for name, field in model.model_fields.items():
-        for kind in _models(field.annotation):
-            if kind is not model:
-                yield from sections(kind, f"{path}.{name}".lstrip("."))
+        for kind in _models(Annotated[field.annotation, None, *field.metadata]):
+            if kind not in (*outer, model):
+                yield from sections(kind, f"{path}.{name}".lstrip("."), (*outer, model))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    for each in getattr(annotation, "__metadata__", ()):
+        if isinstance(each, Chosen):
+            yield from each.classes()
+            return
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

@@ -10,6 +10,7 @@ import pytest
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, MissingExtraError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import TinkerConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -70,7 +71,7 @@ async def test_updates_are_those_of_a_local_policy_for_every_loss_of_logprobs(mo
         samples = await samples_of(local)
         trees = [each.tree for each in samples]
         for loss in LOSSES:
-            own, other = [await each.train(samples, loss=loss) for each in (local, remote)]
+            own, other = [await each.train(samples, UpdateOptions(loss=loss)) for each in (local, remote)]
             for name in ("loss", "grad_norm", "ratio", "clip_fraction", "approx_kl", "nll", "lr", "tokens_trained"):
                 if name in own:
                     assert other[name] == pytest.approx(own[name], abs=1e-5, rel=1e-5), (loss, name)
@@ -96,8 +97,8 @@ async def test_a_correction_and_minibatches_act_as_they_do_here(model: Path, ser
             TrainingSample(s.tree, s.advantages, s.weights, proximal_logprobs=column)
             for s, column in zip(samples, columns, strict=True)
         ]
-        options = {"loss": "ppo", "mismatch": "truncate", "minibatches": 2, "lr_factor": 0.5}
-        own, other = [await each.train(samples, **options) for each in (local, remote)]
+        options = UpdateOptions(loss="ppo", mismatch="truncate", minibatches=2, lr_factor=0.5)
+        own, other = [await each.train(samples, options) for each in (local, remote)]
         for name in ("loss", "mismatch_weight", "optimizer_steps", "lr", "grad_norm"):
             assert other[name] == pytest.approx(own[name], abs=1e-5, rel=1e-5), name
         await local.close()
@@ -129,13 +130,13 @@ async def test_what_the_api_lacks_is_refused_by_name(model: Path, serving: Any, 
         good = lesson(sample, sample)
         for loss in ("entropy", "value"):
             with pytest.raises(ConfigError, match=loss):
-                await remote.train([good], loss=["ppo", loss])
+                await remote.train([good], UpdateOptions(loss=["ppo", loss]))
         with pytest.raises(UnfaithfulSampleError, match=r"temperature=0\.7"):
             await remote.train([lesson(sample, sample, temperature=0.7)])
         with pytest.raises(PolicyError, match="'writer'"):
             await remote.train([TrainingSample(good.tree, good.advantages, good.weights, adapter="writer")])
         with pytest.raises(ConfigError, match="moving average"):
-            await remote.train([good], average=0.1)
+            await remote.train([good], UpdateOptions(average=0.1))
         with pytest.raises(PolicyError, match="entropy"):
             await remote.score([good.tree], {"entropy"})
         with pytest.raises(PolicyError, match="reference"):

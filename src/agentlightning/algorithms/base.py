@@ -4,8 +4,7 @@
 assigned and which loss is used. It never calls a model, runs an agent or opens a file, so the same code runs on a
 laptop and on a cluster. A crashed run resumes without its help: it starts at `training.step`.
 
-Adding an algorithm means a file with a class and a line in `agentlightning.algorithms`. One that is made from settings
-is registered under the `type` of its configuration.
+An algorithm is a class in any module (docs/guides/extend.md).
 """
 
 from __future__ import annotations
@@ -19,19 +18,31 @@ from pydantic import BaseModel
 from agentlightning.algorithms.training import Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
+from agentlightning.util.plugins import Registry, reference_to
+from agentlightning.util.settings import Part, settings_from
 
 if TYPE_CHECKING:
     from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 C = TypeVar("C", bound=BaseModel)
-A = TypeVar("A", bound="Algorithm[Any]")
+
+
+class AlgorithmConfig(Part):
+    """The base of the settings of an algorithm of one's own, which `Algorithm.config_class` names.
+
+    >>> class MeasureConfig(agl.AlgorithmConfig):
+    ...     steps: int = 1
+    >>> MeasureConfig(steps=2).steps
+    2
+    """
 
 
 class Algorithm(ABC, Generic[C]):
     """The base class of all algorithms. A trainer runs the object it is given.
 
-    A subclass defines `total_steps` and `run`. Its own settings are in `config`; the trainer reads `optimizer` and
-    `reward_weights` from there, unless the subclass overrides those properties.
+    A subclass defines `total_steps` and `run`. Its own settings, a `config_class`, are in `config`; the trainer reads
+    `optimizer` and `reward_weights` from there, unless the subclass overrides those properties. Raises ConfigError for
+    settings that cannot work.
 
         >>> class Measure(agl.Algorithm):
         ...     total_steps = 1
@@ -43,7 +54,9 @@ class Algorithm(ABC, Generic[C]):
     """
 
     config: C
-    """Its settings, where it has any; frozen, unknown keys are refused."""
+    """Its settings; frozen, unknown keys are refused."""
+    config_class: ClassVar[type[BaseModel]] = AlgorithmConfig
+    """Their class."""
     name: ClassVar[str] = "algorithm"
     learns_weights: bool = True
     """Whether it trains a model. If not (prompt optimisation), the run opens no policy and needs no torch."""
@@ -52,6 +65,10 @@ class Algorithm(ABC, Generic[C]):
     held-out tasks in one mode, no task may be in two splits, and `total_steps` is a bound that it may stay below."""
     objective: ClassVar[Objective] = "reinforcement"
     """What the default learning rate is chosen for."""
+
+    def __init__(self, config: C | None = None, **settings: Any) -> None:
+        made: Any = settings_from(self.config_class, settings, base=config)
+        self.config = made if made.type else made.model_copy(update={"type": class_name(self)})
 
     @property
     @abstractmethod
@@ -96,7 +113,11 @@ class Algorithm(ABC, Generic[C]):
     @property
     def restorable(self) -> bool:
         """Whether its settings bring it back when a run is resumed."""
-        return True
+        try:
+            found = ALGORITHMS.find(getattr(self._settings, "type", None))
+        except ConfigError:
+            return False
+        return found is type(self) and found.__module__ != "__main__"  # A script is not imported to resume a run.
 
     @property
     def model(self) -> object:
@@ -111,33 +132,16 @@ class Algorithm(ABC, Generic[C]):
         return f"{type(self).__name__}({getattr(self, 'config', '')!s})"
 
 
-_ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
+ALGORITHMS = Registry("algorithms", "algorithm", Algorithm)
+"""By `name`, which is the `type` in their settings."""
+register = ALGORITHMS.register
 
 
-def register(algorithm: type[A]) -> type[A]:
-    """Make an algorithm known by its `name`, which is the `type` in its settings; a class decorator."""
-    _ALGORITHMS[algorithm.name] = algorithm
-    return algorithm
-
-
-def make_algorithm(config: BaseModel) -> Algorithm[Any]:
+def make_algorithm(config: object) -> Algorithm[Any]:
     """The algorithm with these settings. Raises ConfigError for an unknown type."""
-    name = getattr(config, "type", None)
-    if name not in _ALGORITHMS:
-        raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(sorted(_ALGORITHMS))}")
-    make: Any = _ALGORITHMS[name]
-    return make(config)
-
-
-def is_registered(algorithm: Algorithm[Any]) -> bool:
-    """Whether `make_algorithm` brings it back from its settings."""
-    return _ALGORITHMS.get(algorithm.name) is type(algorithm)
+    return ALGORITHMS.find(getattr(config, "type", None))(config)
 
 
 def class_name(algorithm: Algorithm[Any]) -> str:
     """`module:Class` of an algorithm."""
-    return class_path(type(algorithm))
-
-
-def class_path(kind: type[Algorithm[Any]]) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return reference_to(type(algorithm))

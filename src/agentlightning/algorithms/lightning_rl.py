@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
 from agentlightning.algorithms.agents import AgentPattern, AgentRoles, without_calls, without_target
-from agentlightning.algorithms.base import Algorithm, register
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
     CreditAssigner,
@@ -63,6 +63,7 @@ from agentlightning.credit.assignment import EqualGroups
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
@@ -71,16 +72,14 @@ from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class LightningRLConfig(BaseModel):
+class LightningRLConfig(AlgorithmConfig):
     """The settings of LightningRL.
 
     >>> agl.LightningRLConfig(steps=50, group_size=4).tasks_per_step
     16
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: Literal["lightning_rl"] = "lightning_rl"
+    type: str = "lightning_rl"
     """Which algorithm this is."""
     preset: str | None = None
     """A published algorithm whose settings are used where none are given: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo,
@@ -272,6 +271,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
     """
 
     name: ClassVar[str] = "lightning_rl"
+    config_class = LightningRLConfig
 
     __signature__ = SettingsSignature(LightningRLConfig)
 
@@ -334,7 +334,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
         }
         if config.mask_truncated:
             samples = without_weight(samples, truncated_rollouts(learned, target))
-        options: dict[str, Any] = {}
+        average = None
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
             samples, own = await with_feedback(
@@ -346,9 +346,9 @@ class LightningRL(Algorithm[LightningRLConfig]):
                 config.reward_weights,
                 self._roles.trains,
             )
-            metrics, options = metrics | own, {"average": feedback.rate} if feedback.rate < 1 else {}
+            metrics, average = metrics | own, feedback.rate if feedback.rate < 1 else None
         if self._learns(samples):
-            metrics |= await self._update(training, samples, options)
+            metrics |= await self._update(training, samples, average)
         await training.finish_step(collected, metrics)
 
     def _learns(self, samples: Sequence[TrainingSample]) -> bool:
@@ -366,13 +366,13 @@ class LightningRL(Algorithm[LightningRLConfig]):
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
     async def _update(
-        self, training: Training, samples: Sequence[TrainingSample], options: Mapping[str, Any]
+        self, training: Training, samples: Sequence[TrainingSample], average: float | None
     ) -> Mapping[str, float]:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
         samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))
-        options = {**options, **({} if config.mismatch is None else {"mismatch": config.mismatch})}
-        return await training.update(samples, loss=config.loss, minibatches=config.minibatches, **options)
+        options = UpdateOptions(config.loss, config.minibatches, config.mismatch, average)
+        return await training.update(samples, options)
 
     @property
     def _models(self) -> Models:

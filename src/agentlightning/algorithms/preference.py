@@ -32,6 +32,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import refuse_not_finite
 from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
@@ -139,7 +140,7 @@ class DPO(Algorithm[DPOConfig]):
         if compared:
             samples, own = await self._samples(training, compared)
             metrics |= own
-            metrics |= await training.update(samples, loss=self._loss)
+            metrics |= await training.update(samples, UpdateOptions(loss=self._loss))
         await training.finish_step(collected, metrics)
 
     def rejections(self, trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:

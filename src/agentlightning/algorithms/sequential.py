@@ -11,44 +11,40 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, field_validator
 
-from agentlightning.algorithms.apo.config import APOConfig
-from agentlightning.algorithms.base import Algorithm, is_registered, make_algorithm, register
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.base import ALGORITHMS, Algorithm, AlgorithmConfig, make_algorithm, register
 from agentlightning.algorithms.training import Stage, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.util.settings import Section
+from agentlightning.util.settings import Chosen
 
 # -- config ----------------------------------------------------------------------------------------------------------
 
 # The settings of a sequence of algorithms.
 
-StageConfig = Annotated[LightningRLConfig | APOConfig, Field(discriminator="type")]
 
-
-class SequentialConfig(Section):
+class SequentialConfig(AlgorithmConfig):
     """The settings of Sequential.
 
     >>> agl.SequentialConfig(stages=[agl.APOConfig(), agl.LightningRLConfig(steps=50)]).rounds
     1
     """
 
-    type: Literal["sequential"] = "sequential"
+    type: str = "sequential"
     """Which algorithm this is."""
-    stages: tuple[StageConfig, ...]
-    """The settings of the algorithms, in the order in which they run: a list of tables, each with its `type`, "apo" or
-    "lightning_rl"."""
+    stages: tuple[Annotated[AlgorithmConfig, Chosen(ALGORITHMS)], ...]
+    """The settings of the algorithms, in the order in which they run: a list of tables, each with its `type`, "apo",
+    "lightning_rl" or one of your own."""
     rounds: int = Field(default=1, ge=1)
     """How often the whole list runs. In each round a stage begins anew, from the prompts and weights so far."""
 
     @field_validator("stages")
     @classmethod
-    def _check_stages(cls, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+    def _check_stages(cls, stages: tuple[AlgorithmConfig, ...]) -> tuple[AlgorithmConfig, ...]:
         if not stages:
             raise ValueError(
                 "there is no stage; list at least one, for example one of type apo and one of lightning_rl"
@@ -137,6 +133,7 @@ class Sequential(Algorithm[SequentialConfig]):
     """
 
     name: ClassVar[str] = "sequential"
+    config_class = SequentialConfig
 
     def __init__(self, stages: Sequence[Algorithm[Any]] | SequentialConfig, *, rounds: int = 1) -> None:
         if isinstance(stages, SequentialConfig):
@@ -154,7 +151,7 @@ class Sequential(Algorithm[SequentialConfig]):
         self._optimizer = agreed("optimizer", [each for each in self._learning if each.optimizer], self.stages)
         self._reward_weights = agreed("reward_weights", self.stages, self.stages)
         self._model = agreed("model", [each for each in self.stages if each.model is not None], self.stages)
-        if all(is_registered(each) and isinstance(each.config, APOConfig | LightningRLConfig) for each in self.stages):
+        if all(each.restorable for each in self.stages):
             self.config = SequentialConfig(stages=tuple(each.config for each in self.stages), rounds=rounds)
         self._running: int | None = None
         """The place of the stage that runs, or ran last."""
@@ -191,7 +188,7 @@ class Sequential(Algorithm[SequentialConfig]):
 
     @property
     def restorable(self) -> bool:
-        return hasattr(self, "config") and all(each.restorable for each in self.stages)
+        return hasattr(self, "config")
 
     def check_staleness(self, max_staleness: int) -> None:
         for place, stage in enumerate(self.stages):

@@ -32,7 +32,7 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Policy, UpdateOptions
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -249,7 +249,9 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
                 if step <= learner.first_step:
                     continue
                 sample = to_sample([examples[index] for index in batch])
-                metrics = await learner.update(sample, loss=self.config.loss, token_budget=self.config.token_budget)
+                metrics = await learner.update(
+                    sample, UpdateOptions(loss=self.config.loss, token_budget=self.config.token_budget)
+                )
                 losses.append(metrics["loss"])
                 tokens += int(sum(map(len, sample.weights)))
                 if step % self.config.validate_every == 0 or step == steps:
@@ -298,7 +300,7 @@ class SupervisedLoop(Validated, Protocol):
     first_step: int
     """The number of steps that are done."""
 
-    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
+    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
         """One optimiser step, and its metrics."""
         ...
 
@@ -321,8 +323,8 @@ class _PolicyLoop:
         self.best_directory: Path | None = None
         self.validation_losses: dict[int, float] = {}
 
-    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
-        return await self.policy.train([sample], **options)
+    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
+        return await self.policy.train([sample], options)
 
     async def finish(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -349,8 +351,8 @@ class _TrainingLoop:
         self.best_directory: Path | None = None
         self.validation_losses: dict[int, float] = {}
 
-    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
-        return await self.training.update([sample], **options)
+    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
+        return await self.training.update([sample], options)
 
     async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         await self.training.finish_step(Collected(()), metrics)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
@@ -283,9 +283,9 @@ class Training(Protocol):
         those that `check` names are left out."""
         ...
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
         """One update, and its metrics. New model calls wait meanwhile; those in progress finish first or continue
-        across the update. `options` are those of the policy's `train`. Raises ConfigError where there is no learner."""
+        across the update. Raises ConfigError where there is no learner."""
         ...
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:

@@ -52,11 +52,11 @@ def compare(
     """
     output = Output(as_json)
     with errors_reported(output):
-        from agentlightning.credit.base import rule_names
+        from agentlightning.credit.base import RULES
         from agentlightning.evaluation.credit_comparison import compare_credit
 
         weights = _json(reward_weights, "--reward-weights")
-        chosen = [_rule(each) for each in rules] if rules else rule_names()
+        chosen = [_rule(each) for each in rules] if rules else RULES.names()
         recorded, unreadable = asyncio.run(_read(store, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
         output.finish(found.as_json(), lambda console: _show(found, console))

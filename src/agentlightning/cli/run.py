@@ -373,14 +373,14 @@ def _environment(
     options: Options, target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str
 ) -> dict[str, str]:
     from agentlightning.attempt_variables import attempt_environment, telemetry_opt_outs, worker_environment
-    from agentlightning.gateway.callers.credentials import keyless_environment
+    from agentlightning.gateway.callers.credentials import keep_keys
 
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     environment |= telemetry_opt_outs(environment)
-    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=False)
+    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
-        environment |= keyless_environment(target.url, environment["AGL_KEY"], environment)
+        keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
     if options.task is not None:

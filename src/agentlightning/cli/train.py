@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
 from agentlightning.cli.formatting.training_report import print_result
 from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, Token
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.viewing.live import LiveProgress
+from agentlightning.util.plugins import installed
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -24,8 +26,18 @@ CONFIG_FILE: Final = "agl.toml"
 """The settings of the current directory, where none are given."""
 
 
+class TrainCommand(TyperCommand):
+    """The verb, whose help names what distributions announce."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        named = {kind: names for kind, names in installed().items() if kind != "commands"}
+        if named:
+            with formatter.section("Installed extensions (agl doctor)"):
+                formatter.write_dl([(kind, ", ".join(names)) for kind, names in named.items()])
+
+
 def register(app: typer.Typer) -> None:
-    app.command("train")(train)
+    app.command("train", cls=TrainCommand)(train)
 
 
 def train(

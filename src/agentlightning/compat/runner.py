@@ -17,6 +17,7 @@ from typing import Any, Self
 from opentelemetry import trace
 
 from agentlightning.attempt_address import attempt_secret
+from agentlightning.config import HOOKS
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import PRIVATE_QUEUE, AttemptedRollout, Rollout, RolloutConfig, RolloutMode
@@ -85,12 +86,13 @@ class _RunnerView:
 class HookedAgent(LitAgent[Any]):
     """An agent with hooks around each attempt."""
 
-    def __init__(self, agent: Any, hooks: Sequence[Hook]) -> None:
+    def __init__(self, agent: Any, hooks: Sequence[Hook | str]) -> None:
         super().__init__(trained_agents=getattr(agent, "trained_agents", None))
-        self.agent, self.hooks = agent, tuple(hooks)
+        self.agent, self.given = agent, tuple(hooks)
+        self.hooks: list[Hook] = [HOOKS.find(each)() if isinstance(each, str) else each for each in self.given]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HookedAgent, (self.agent, self.hooks)
+        return HookedAgent, (self.agent, self.given)
 
     def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         """In a thread, as agents that block are run."""
@@ -125,14 +127,15 @@ class HookedAgent(LitAgent[Any]):
                 await found
 
 
-def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None) -> Any:
-    """The agent with hooks around each attempt. Raises ConfigError for what is no hook, and for commands, which run in
-    a process of their own."""
-    chosen = () if hooks is None else (hooks,) if isinstance(hooks, Hook) else tuple(hooks)
+def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[str] = ()) -> Any:
+    """The agent with hooks around each attempt, objects and `named` ones. Raises ConfigError for what is no hook, and
+    for commands, which run in a process of their own."""
+    given = () if hooks is None else (hooks,) if isinstance(hooks, Hook) else hooks
+    chosen = tuple(each() if isinstance(each, type) else each for each in (*named, *given))
     if not chosen or agent is None:
         return agent
     for each in chosen:
-        if not isinstance(each, Hook):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(each, Hook | str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"hooks={each!r} is no hook; give objects of subclasses of agl.Hook")
     if isinstance(agent_spec(agent), CommandLine):
         raise ConfigError(f"hooks run in the process of a Python agent, and {agent!r} is a command; leave them out")

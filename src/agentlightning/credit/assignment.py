@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
-from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule, memory_key
+from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule, credited, memory_key
 from agentlightning.credit.normalization import GDPO, Normalization, dimensions, normalization
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Reward, Trajectory, Transition
@@ -132,7 +132,7 @@ class Assignment:
         large = [g for g, own in enumerate(members) if len(own) >= self.rule.min_group]
         chosen = [[groups[g][i] for i in members[g]] for g in large]
         how = Normalization(type="group") if self.normalization.type == GDPO else self.normalization
-        credits = self.rule.assign(chosen, context)
+        credits = credited(self.rule, chosen, context)
         if keeps := self.equal_groups == "keep":
             credits = [_zeros(group) if own is None else own for group, own in zip(chosen, credits, strict=True)]
         found: list[tuple[list[int], Credit] | None] = [None] * len(groups)

@@ -1,8 +1,8 @@
 """What a credit rule is, and the registry that finds one by its `type`.
 
 A rule turns the rewards of a batch's groups into an advantage for each call, or each token of it. Rules are pure;
-`agentlightning.credit.training_samples` puts what they return on token trees. A rule is a frozen configuration; adding
-one means a file with a class and a line in `agentlightning.credit.rules`.
+`agentlightning.credit.training_samples` puts what they return on token trees. A rule is a frozen configuration, a class
+in any module (docs/guides/extend.md).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import statistics
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, ResumeError, RewardError
 from agentlightning.task import task_key
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.plugins import Registry, calls_of
+from agentlightning.util.settings import Part, chosen
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -145,13 +145,10 @@ class CreditContext:
         return () if found is None else found
 
 
-class CreditRule(BaseModel, ABC):
+class CreditRule(Part, ABC):
     """Decides how much better than expected each call was. Subclasses define `advantages` for one group, or override
     `assign` if groups of a batch depend on one another or the rule uses the `context`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: str
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names that settings may have for it."""
     min_group: ClassVar[int] = 2
@@ -196,48 +193,46 @@ class OutcomeRule(CreditRule):
             refuse_intermediate(trajectory, self.type)
 
 
-_RULES: dict[str, type[CreditRule]] = {}
-_NAMES: dict[str, str] = {}
-"""By alias, the `type`."""
-
-
-R = TypeVar("R", bound=CreditRule)
-
-
-def register(rule: type[R]) -> type[R]:
-    """Make a rule known by the default of its `type`, and by its aliases; a class decorator."""
-    name = str(rule.model_fields["type"].default)
-    _RULES[name] = rule
-    _NAMES.update(dict.fromkeys(rule.aliases, name))
-    return rule
-
-
-def rule_names() -> list[str]:
-    """The `type` of every rule, in alphabetical order."""
-    return sorted(_RULES)
+RULES = Registry("credit_rules", "credit rule", CreditRule)
+"""By `type`, and by alias."""
+register = RULES.register
 
 
 def canonical_credit(setting: Any) -> Any:
-    """A rule's name, or table of settings, with an alias replaced by the `type` it stands for."""
-    if isinstance(setting, str):
-        return _NAMES.get(setting, setting)
-    if isinstance(setting, Mapping) and isinstance(setting.get("type"), str):
-        return {**setting, "type": _NAMES.get(setting["type"], setting["type"])}
-    return setting
+    """The setting of a rule as a file can keep it: a name, or a table."""
+    if isinstance(setting, CreditRule):
+        rule: CreditRule = credit_rule(setting)
+        return {"type": rule.type, **rule.model_dump(mode="json", exclude_unset=True)}
+    return RULES.canonical(setting)
 
 
-def credit_rule(rule: str | Mapping[str, Any] | CreditRule) -> CreditRule:
-    """The rule of a name, or of a configuration with `type`. Raises ConfigError for an unknown name or setting."""
-    if isinstance(rule, CreditRule):
-        return rule
-    settings: Mapping[str, Any] = canonical_credit({"type": rule} if isinstance(rule, str) else rule)
-    name = settings.get("type")
-    if name not in _RULES:
-        raise ConfigError(f"unknown credit rule {name!r}; known: {', '.join(sorted({*_RULES, *_NAMES}))}")
-    try:
-        return _RULES[name].model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(f"credit rule {name!r} cannot be used as {dict(settings)}: {error}") from error
+def credit_rule(rule: str | Mapping[str, Any] | CreditRule | type[CreditRule]) -> CreditRule:
+    """The rule of a name, a table with `type`, or a class. Raises ConfigError for an unknown name or setting."""
+    return chosen(rule, RULES)
+
+
+def credited(rule: CreditRule, groups: Sequence[Group], context: CreditContext) -> list[Credit | None]:
+    """What a rule assigns. Raises ExtensionError, which names its file, for one of others that fails, or does not give
+    each call of each group a finite number."""
+    with calls_of(type(rule), "credit rule"):
+        found = rule.assign(groups, context)
+        for group, credit in zip(groups, found, strict=True):
+            for part in () if credit is None else (credit.advantages, credit.weights, credit.returns):
+                _check(part, group)
+        return found
+
+
+def _check(part: PerCall | None, group: Group) -> None:
+    import numpy as np
+
+    if part is None:
+        return
+    shape, expected = [len(own) for own in part], [len(each.transitions) for each in group]
+    if shape != expected:
+        raise ValueError(f"it credits {shape} calls of rollouts that made {expected}; give each call a number")
+    for own, trajectory in zip(part, group, strict=True):
+        if not all(np.isfinite(np.asarray(value, float)).all() for value in own):
+            raise ValueError(f"it gives calls of rollout {trajectory.rollout_id} {list(own)!r:.80}, not finite numbers")
 
 
 def final_rewards(group: Group) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections import defaultdict, deque
@@ -44,8 +43,9 @@ from agentlightning.credit.states import (
     state_keys,
     write_evidence,
 )
-from agentlightning.errors import ConfigError, RewardError
+from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.util.plugins import load
 
 
 @register
@@ -411,11 +411,7 @@ Scorer = Callable[[Trajectory], Sequence[Any]]
 
 @cache
 def _scorer(name: str) -> Scorer:
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"scorer={name!r} cannot be loaded: {error}") from error
+    return load(name)
 
 
 def _recorded(trajectory: Trajectory) -> list[float | None]:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 ATTEMPT_PATHS: Final = (
     "/rollout/{rollout_id}/attempt/{attempt_id}",
     "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai",
-    "/worker/{worker_id}/rollout/{rollout_id}/attempt/{attempt_id}",
+    "/worker/{worker_id}/key/{key}",
     "/worker/{worker_id}",
     "/key/{key}",
 )

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from agentlightning.engine.base import Engine
+from agentlightning.errors import ConfigError
+from agentlightning.policy.losses import LossSetting
+from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy", "average_logprobs"]
+Sharing: TypeAlias = Literal["auto", "rows", "merged", "shared"]
 Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 """By name, for each tree a column as `TrainingSample` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """How an update trains on its samples. Raises ConfigError for impossible ones.
+
+    >>> UpdateOptions(loss="cispo", minibatches=2).token_budget is None
+    True
+    """
+
+    loss: LossSetting = "ppo"
+    """One or several, which add up."""
+    minibatches: int = 1
+    """The batch is divided by samples into that many optimiser steps, each over its share of the whole."""
+    mismatch: MismatchSetting | None = None
+    """Corrects the weights of losses against `proximal_logprobs` for what lies between these and the sampled ones;
+    None: truncated importance sampling of tokens, where samples have the column."""
+    average: float | None = None
+    """With it, a moving average of the weights follows them at this rate (`weight_average`)."""
+    token_budget: int | None = None
+    """Bounds the tokens of one forward pass, padding included; None: `policy.token_budget`."""
+    lr_factor: float = 1.0
+    """Multiplies all learning rates."""
+    sharing: Sharing = "auto"
+    """How rows of a tree that begin alike are computed (`policy.update.packing`)."""
+
+    def __post_init__(self) -> None:
+        if self.minibatches < 1 or (self.token_budget is not None and self.token_budget < 1):
+            raise ConfigError(f"minibatches={self.minibatches} and token_budget={self.token_budget} must be at least 1")
+
+
+UPDATE: Final = UpdateOptions()
 
 
 class Policy(Engine, Protocol):
@@ -50,7 +87,7 @@ class Policy(Engine, Protocol):
         ...
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
         """One optimiser step over all samples; raises policy_version by one; returns metrics (loss, grad_norm, ...).
 
@@ -92,7 +129,9 @@ class Policy(Engine, Protocol):
 class SeparatePolicy(Protocol):
     """A policy that trains other weights than those that sample, so that sampling continues while it trains."""
 
-    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def train_apart(
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
+    ) -> Mapping[str, float]:
         """`Policy.train`, without changing the weights that sample."""
         ...
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.config import ENGINES, ServersConfig
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.fsdp.config import RanksConfig, parse_address
 from agentlightning.policy.local_config import ModelName, ModelSettings
-from agentlightning.util.settings import Section
+from agentlightning.util.plugins import Registry
+from agentlightning.util.settings import Named, Section
+
+OPENED: Final = "agentlightning.policy.open:open_policy"
+BACKENDS = Registry("backends", "backend", known={"local": OPENED, "fsdp": OPENED, "tinker": None})
 
 
 class TinkerConfig(Section):
@@ -80,9 +84,12 @@ class PolicyConfig(ModelSettings):
     drain_seconds: float | None = Field(default=None, ge=0)
     """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
     finish."""
-    kind: Literal["local", "fsdp", "tinker"] = "local"
+    kind: Annotated[str, Named(BACKENDS)] = "local"
     """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
-    (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker)."""
+    (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
+    your own."""
+    backend: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The settings of a backend of your own."""
     processes: int = Field(default=1, ge=1)
     """With fsdp, how many processes train, on all machines together."""
     address: str | None = None
@@ -90,14 +97,21 @@ class PolicyConfig(ModelSettings):
     in AGL_RANK_TOKEN. None: it starts them on its own machine."""
     rank_timeout_seconds: float = Field(default=600.0, gt=0)
     """With fsdp, how long the trainer waits for the processes to join, and each of them for another."""
-    engine: Literal["local", "vllm", "sglang"] = "local"
-    """What samples: local, the training process; vllm or sglang, servers that get the weights after each update."""
+    engine: Annotated[str, Named(ENGINES)] = "local"
+    """What samples: local, the training process; vllm, sglang or an engine of your own, servers that get the weights
+    after each update."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
     """Model servers: their addresses, or how to start them."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     """Where each version of the weights is published for other hosts."""
     tinker: TinkerConfig = Field(default_factory=TinkerConfig)
     """The server that trains and samples with kind "tinker"."""
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend and self.kind in BACKENDS:
+            raise ValueError(f'backend holds the settings of one of your own, and kind is "{self.kind}"; leave it out')
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

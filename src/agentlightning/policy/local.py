@@ -36,7 +36,7 @@ from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.adapters.views import AgentViews
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
@@ -208,9 +208,9 @@ class LocalPolicy:
         return True
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
-        """`Updater.step(samples, **options)`; see `Policy.train`. Raises as both do."""
+        """See `Policy.train` and `Updater.step`. Raises as both do."""
         return await self._engine.run(lambda: self._train(samples, in_flight, options))
 
     async def score(
@@ -255,9 +255,7 @@ class LocalPolicy:
         if self._model.device.type != "cpu":  # Training needs this memory.
             self._generator.release_memory()
 
-    def _train(
-        self, samples: Sequence[TrainingSample], in_flight: bool, options: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def _train(self, samples: Sequence[TrainingSample], in_flight: bool, options: UpdateOptions) -> dict[str, float]:
         by_name = self._learner.by_trained_weights(samples)
         self._prepare_weight_change(in_flight, by_name)
         version = self._version + 1

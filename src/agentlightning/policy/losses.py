@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import Field
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.util.settings import by_type, one_or_several
+from agentlightning.util.plugins import Registry, calls_of, is_own
+from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,13 +108,9 @@ class LossValue:
     """Sums over the tokens of the batch, without gradient; divided by their number they are metrics."""
 
 
-class TokenLoss(BaseModel, ABC):
+class TokenLoss(Part, ABC):
     """A loss over sampled tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: str
-    """Which loss this is."""
     coefficient: float = Field(default=1.0, ge=0)
     """The factor of this loss where several add up."""
 
@@ -151,16 +148,30 @@ class TokenLoss(BaseModel, ABC):
         return means
 
 
-LOSSES: dict[str, type[TokenLoss]] = {}
+def value_of(loss: TokenLoss, tokens: TokenBatch) -> LossValue:
+    """The value of a loss. Raises ExtensionError, which names its file, for one of others that fails, or whose value is
+    no finite scalar while its tokens are finite."""
+    with calls_of(type(loss), "loss"):
+        value = loss(tokens)
+        if not is_own(type(loss)):
+            _check(value, tokens)
+        return value
+
+
+def _check(value: Any, tokens: TokenBatch) -> None:
+    if not isinstance(value, LossValue):
+        raise TypeError(f"it returned {type(value).__name__}; return a LossValue")
+    for name, each in {"loss": value.loss, **value.sums}.items():
+        if each.shape:
+            raise ValueError(f"its {name} has the shape {list(each.shape)}; return a scalar, as sum() does")
+        given = (tokens.trained_logprobs, *tokens.columns.values())
+        if not each.isfinite() and all(bool(own.isfinite().all()) for own in given):
+            raise ValueError(f"its {name} is {each.item()} for {len(tokens.weights)} tokens whose values are finite")
+
+
+LOSSES = Registry("losses", "loss", TokenLoss)
 """By `type`."""
-
-L = TypeVar("L", bound=type[TokenLoss])
-
-
-def register(loss: L) -> L:
-    """Make a loss known by the default of its `type`; a class decorator."""
-    LOSSES[str(loss.model_fields["type"].default)] = loss
-    return loss
+register = LOSSES.register
 
 
 def clamped_log_ratio(tokens: TokenBatch) -> Tensor:
@@ -882,35 +893,17 @@ class SimPOLoss(PreferenceLoss):
         return -logsigmoid(self.beta * margin - self.gamma)
 
 
-if TYPE_CHECKING:
-    OneLoss: TypeAlias = TokenLoss
-    Loss: TypeAlias = TokenLoss | tuple[TokenLoss, ...]
-else:
-    OneLoss = Annotated[Union[tuple(LOSSES.values())], Field(discriminator="type"), BeforeValidator(by_type)]  # noqa: UP007
-    Loss = Annotated[
-        Annotated[OneLoss, Tag("one")] | Annotated[tuple[OneLoss, ...], Field(min_length=1), Tag("several")],
-        Discriminator(one_or_several),
-    ]
+OneLoss: TypeAlias = Annotated[TokenLoss, Chosen(LOSSES)]
+Loss: TypeAlias = OneOrSeveral[OneLoss]
 """The setting `loss`: a loss, its name, or a list of them, which add up."""
 
-LossSetting: TypeAlias = str | Mapping[str, Any] | TokenLoss | Sequence[str | Mapping[str, Any] | TokenLoss]
-
-_adapter: TypeAdapter[TokenLoss] = TypeAdapter(OneLoss)
+AnyLoss: TypeAlias = str | Mapping[str, Any] | TokenLoss | type[TokenLoss]
+LossSetting: TypeAlias = AnyLoss | Sequence[AnyLoss]
 
 
 def token_losses(setting: LossSetting) -> tuple[TokenLoss, ...]:
     """The losses of a setting: names ("ppo"), tables with a `type`, losses, or a list of these. Raises ConfigError."""
-    given = [setting] if isinstance(setting, str | Mapping | TokenLoss) else list(setting)
+    given = [setting] if isinstance(setting, str | type | Mapping | TokenLoss) else list(setting)
     if not given:
         raise ConfigError("loss=[] trains nothing; name at least one")
-    return tuple(_token_loss(each) for each in given)
-
-
-def _token_loss(setting: str | Mapping[str, Any] | TokenLoss) -> TokenLoss:
-    if isinstance(setting, TokenLoss):
-        return setting
-    try:
-        return _adapter.validate_python(setting)
-    except ValidationError as error:
-        known = ", ".join(sorted(LOSSES))
-        raise ConfigError(f"loss {setting!r} cannot be used: {error}; known types: {known}") from error
+    return tuple(chosen(each, LOSSES) for each in given)

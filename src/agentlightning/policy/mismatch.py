@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import Field
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.losses import LOG_RATIO_LIMIT, TokenLoss
 from agentlightning.trajectory import FloatArray, TokenTree
-from agentlightning.util.settings import by_type, one_or_several
+from agentlightning.util.plugins import Registry
+from agentlightning.util.settings import Chosen, OneOrSeveral, Part, chosen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,13 +37,8 @@ if TYPE_CHECKING:
     """The rollout of each token, numbered from 0 [N]."""
 
 
-class Correction(BaseModel, ABC):
+class Correction(Part, ABC):
     """A factor for the weight of each token."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: str
-    """Which correction this is."""
 
     @property
     def multiplies(self) -> bool:
@@ -149,51 +145,32 @@ class SequenceMask(Correction):
         return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)
 
 
-CORRECTIONS: dict[str, type[Correction]] = {
-    str(each.model_fields["type"].default): each
-    for each in (NoCorrection, Truncation, IcePop, GeometricMask, SequenceMask)
-}
+CORRECTIONS = Registry("corrections", "correction", Correction)
 """By `type`."""
+for each in (NoCorrection, Truncation, IcePop, GeometricMask, SequenceMask):
+    CORRECTIONS.register(each)
 DEFAULT: tuple[Correction, ...] = (Truncation(),)
 
 
-if TYPE_CHECKING:
-    OneCorrection: TypeAlias = Correction
-    Mismatch: TypeAlias = Correction | tuple[Correction, ...]
-else:
-    OneCorrection = Annotated[
-        NoCorrection | Truncation | IcePop | GeometricMask | SequenceMask,
-        Field(discriminator="type"),
-        BeforeValidator(by_type),
-    ]
-    Mismatch = Annotated[
-        Annotated[OneCorrection, Tag("one")]
-        | Annotated[tuple[OneCorrection, ...], Field(min_length=1), Tag("several")],
-        Discriminator(one_or_several),
-    ]
+Mismatch: TypeAlias = OneOrSeveral[Annotated[Correction, Chosen(CORRECTIONS)]]
 """The setting `mismatch`: a correction, its name, or a list of them, which multiply."""
 
 MismatchSetting: TypeAlias = str | Mapping[str, Any] | Correction | Sequence[str | Mapping[str, Any] | Correction]
 
-_adapter: TypeAdapter[Correction | tuple[Correction, ...]] = TypeAdapter(Mismatch)
-
 
 def corrections(setting: MismatchSetting) -> tuple[Correction, ...]:
     """The corrections of a setting. Raises ConfigError."""
-    try:
-        found = _adapter.validate_python(setting)
-    except ValidationError as error:
-        known = ", ".join(CORRECTIONS)
-        raise ConfigError(f"mismatch={setting!r} cannot be used: {error}; known types: {known}") from error
-    several = as_tuple(found)
+    several = tuple(chosen(each, CORRECTIONS) for each in as_tuple(setting))
+    if not several:
+        raise ConfigError("mismatch=[] corrects nothing; name one, or leave it out")
     if sum(each.multiplies for each in several) > 1:
         names = " and ".join(f'"{each.type}"' for each in several if each.multiplies)
         raise ConfigError(f"mismatch={names} count the same ratio twice; use one of them, and masks beside it")
     return several
 
 
-def as_tuple(setting: Correction | tuple[Correction, ...]) -> tuple[Correction, ...]:
-    return setting if isinstance(setting, tuple) else (setting,)
+def as_tuple(setting: Any) -> tuple[Any, ...]:
+    return tuple(cast("Sequence[Any]", setting)) if isinstance(setting, list | tuple) else (setting,)
 
 
 def is_off(several: Sequence[Correction]) -> bool:

@@ -58,7 +58,10 @@ def with_resources(
         if threads is None:
             hidden = cast(int, model.config.get_text_config(decoder=True).hidden_size)
             threads = fastest_threads(hidden, getattr(torch, dtype)) if large and device.type == "cpu" else 1
-        logger.info("%s of %.1fM weights: dtype=%s, threads=%d", config.model, size / 1e6, dtype, threads)
+        if large:
+            logger.warning(
+                "%s has %.0fM weights: policy.dtype=%s, policy.threads=%d", config.model, size / 1e6, dtype, threads
+            )
     return config.model_copy(update={"dtype": dtype, "threads": threads})
 
 

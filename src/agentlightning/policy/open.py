@@ -14,12 +14,12 @@ from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import BACKENDS, PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
 from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.util.plugins import load_plugin
+from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
 
 if TYPE_CHECKING:
@@ -104,10 +104,12 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
 
 
 async def open_trained(settings: PolicyConfig, config: LocalPolicyConfig) -> Policy:
-    """The policy that a run trains, as its `kind` says. Raises as `open_policy`, `load_plugin` and its `open`."""
-    if settings.kind == "tinker":
-        return await load_plugin("backends", settings.kind).open(config, settings.tinker)
-    return await open_policy(config)
+    """The policy that a run trains, as its `kind` says. Raises as `open_policy`, `Registry.find` and its `open`."""
+    if settings.kind in ("local", "fsdp"):
+        return await open_policy(config)
+    backend = BACKENDS.find(settings.kind)
+    with calls_of(backend, "backend"):
+        return await backend.open(config, settings.tinker if settings.kind == "tinker" else settings.backend)
 
 
 async def with_servers(policy: Policy, settings: PolicyConfig, folder: Path) -> Policy:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 from zlib import crc32
 
 from agentlightning.chat.base import ChatFormat
@@ -22,7 +22,7 @@ from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.adapters.served import AdapterLearner, ServedAdapters
-from agentlightning.policy.base import Columns, Policy, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, Policy, ScoreColumn, UpdateOptions
 from agentlightning.policy.lora_config import check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import LendWeights, WeightOwner
@@ -70,12 +70,12 @@ class ServedPolicy:
         transfer: str = DISK,
         *,
         config: ServersConfig | None = None,
-        kind: Literal["vllm", "sglang"] = "vllm",
+        kind: str = "vllm",
     ) -> None:
         self.learner = learner
         self.servers = servers
         self.config = config or ServersConfig()
-        self.kind: Literal["vllm", "sglang"] = kind
+        self.kind = kind
         self.model = servers.model
         self.context_length = min(servers.context_length, learner.context_length)
         self.vocab_size = learner.vocab_size
@@ -100,7 +100,7 @@ class ServedPolicy:
         config: ServersConfig,
         folder: Path,
         *,
-        kind: Literal["vllm", "sglang"] = "vllm",
+        kind: str = "vllm",
         dtype: str = "auto",
     ) -> ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights: all, or its adapters over the
@@ -216,17 +216,19 @@ class ServedPolicy:
         return True
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
         """See `Policy.train`. Raises as the learner does, and PolicyError where the servers do not take the weights."""
         self._require_idle(in_flight)
-        metrics = await self.train_apart(samples, **options)
+        metrics = await self.train_apart(samples, options)
         return {**metrics, **await self.publish_update(in_flight=in_flight)}
 
-    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def train_apart(
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
+    ) -> Mapping[str, float]:
         """See `SeparatePolicy.train_apart`. Raises as the learner does."""
         self._generation += 1
-        return await self.learner.train(samples, **options)
+        return await self.learner.train(samples, options)
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`."""

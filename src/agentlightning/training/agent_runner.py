@@ -136,10 +136,10 @@ def check_runners(config: TrainConfig, store: LightningStoreBase | None, agent: 
             "n_runners=0 (runner.hosts) leaves the agent to runners elsewhere, which need a store that they can reach:"
             " Trainer(store=agl.LightningStoreClient(URL of agl serve))"
         )
-    if agent is not None or reward is not None:
+    if agent is not None or reward is not None or config.runner.hooks:
         raise ConfigError(
-            "n_runners=0 (runner.hosts) leaves the agent and its reward to runners elsewhere; give them there:"
-            " agl runner --server URL --agent ... --reward ..."
+            "n_runners=0 (runner.hosts) leaves the agent, its reward and its hooks to runners elsewhere; give them"
+            " there: agl runner --server URL --agent ... --reward ..."
         )
     server = urlsplit(store.url).hostname if isinstance(store, LightningStoreClient) else None
     answers_here = config.run.public_url is None and not config.run.gateways

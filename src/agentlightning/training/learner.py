@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.policy.base import Columns, Policy, ScoreColumn, SeparatePolicy
+from agentlightning.policy.base import UPDATE, Columns, Policy, ScoreColumn, SeparatePolicy, UpdateOptions
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
 
 # -- versions --------------------------------------------------------------------------------------------------------
@@ -116,23 +116,22 @@ class PolicyLearner:
         model = self.policy.model if adapter is None else f"{self.policy.model}:{adapter}"
         return self.versions.get(model, self.policy_version)
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.version_of, self.resumes))
-        options = {"token_budget": self.token_budget, **options}
-        if (factor := self.lr_factor()) != 1.0:
-            options["lr_factor"] = factor
+        budget, factor = options.token_budget or self.token_budget, options.lr_factor * self.lr_factor()
+        options = replace(options, token_budget=budget, lr_factor=factor)
         metrics: dict[str, float] = {}
         if isinstance(self.policy, SeparatePolicy):
-            metrics |= await self.policy.train_apart(samples, **options)
+            metrics |= await self.policy.train_apart(samples, options)
         requested = time.monotonic()
         async with self.updating() as in_flight:
             own["drain_seconds"] = time.monotonic() - requested
             if isinstance(self.policy, SeparatePolicy):
                 metrics |= await self.policy.publish_update(in_flight=in_flight)
             else:
-                metrics |= await self.policy.train(samples, in_flight=in_flight, **options)
+                metrics |= await self.policy.train(samples, options, in_flight=in_flight)
         return {**metrics, **own, **await self.publish()}
 
     async def publish(self) -> Mapping[str, float]:

@@ -22,6 +22,7 @@ from agentlightning.config import RunConfig
 from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons
 from agentlightning.errors import ConfigError, ResumeError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.resources import NamedResources, PromptTemplate, named_resources
 from agentlightning.training.governance.audit import AuditLog
 from agentlightning.training.governance.gate import Decision, PromotionGate
@@ -278,8 +279,8 @@ class TrainingRun:
         ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        metrics = await self._learner().update(samples, **options)
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+        metrics = await self._learner().update(samples, options)
         if not self.config.token_ratios:
             return metrics
         run_dir, step = self.account.run_dir.path, self.state.step + 1

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from agentlightning.algorithms import class_name, make_algorithm
-from agentlightning.algorithms.apo.config import APOConfig
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.base import ALGORITHMS, Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
@@ -17,7 +16,7 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
 from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
-from agentlightning.util.settings import settings_from
+from agentlightning.util.settings import chosen, settings_from
 
 
 def with_arguments(
@@ -30,7 +29,7 @@ def with_arguments(
     """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
     changes: dict[str, Any] = {}
     settings = getattr(algorithm, "config", None)
-    if isinstance(settings, LightningRLConfig | APOConfig | SequentialConfig):
+    if algorithm is not None and (algorithm.restorable or getattr(settings, "type", "") in ALGORITHMS):
         changes["algorithm"] = settings
     model = _model_of(model, algorithm)
     if model is not None:
@@ -99,20 +98,15 @@ def _with_absolute_models(settings: C) -> C:
 
 
 def check_algorithm(algorithm: object) -> Algorithm[Any]:
-    """Raises ConfigError for anything but an object of a subclass of Algorithm."""
+    """An algorithm, or that of a class or a name. Raises ConfigError for anything else."""
     if isinstance(algorithm, Algorithm):
         return algorithm  # pyright: ignore[reportUnknownVariableType]
-    shown = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
-    way_out = f"give an object: {shown}(...)" if isinstance(algorithm, type) else "give agl.LightningRL(steps=100)"
-    raise ConfigError(f"algorithm={shown} is no algorithm; {way_out}, or an object of your own subclass of Algorithm")
+    return make_algorithm(chosen(algorithm, ALGORITHMS))
 
 
-def algorithm_to_record(algorithm: Algorithm[Any] | None, config: TrainConfig) -> str | None:
+def algorithm_to_record(algorithm: Algorithm[Any] | None) -> str | None:
     """`module:Class` of an algorithm object that the configuration cannot bring back; None where it can."""
-    if algorithm is None:
-        return None
-    stock = type(algorithm) is type(make_algorithm(config.algorithm)) and algorithm.restorable
-    return None if stock else class_name(algorithm)
+    return None if algorithm is None or algorithm.restorable else class_name(algorithm)
 
 
 def algorithm_of_run(

@@ -15,13 +15,14 @@ from datetime import date, time
 from difflib import SequenceMatcher
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import ErrorDetails, core_schema, to_jsonable_python
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.plugins import Registry, reference_to
 
 M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
@@ -44,9 +45,84 @@ def by_type(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
+class Part(Section):
+    """The base of settings of what is chosen by name."""
+
+    type: str = ""
+    """Which one this is: its name, `module:Class` or `path/file.py:Class`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """In the annotation of a setting: one of a registry, by name, as a table with its `type` and settings, as a class
+    or as an object. The settings are those of the class, or of its `config_class`; others are refused."""
+
+    registry: Registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=dump)
+
+    def read(self, value: Any) -> Any:
+        """The settings of a value, whose `type` brings them back from a file. Raises ConfigError or ValidationError."""
+        if isinstance(value, BaseModel):
+            made, name = value, getattr(value, "type", "")
+            if not name or (":" not in name and name not in self.registry.names()):
+                name = reference_to(self.registry.check(type(value)))
+        else:
+            given = self.registry.canonical(value)
+            table = dict(cast(Table, given)) if isinstance(given, Mapping) else {"type": given}
+            name = table.pop("type", None)
+            model = _settings_class(self.registry.find(name))
+            _read_none(table, dict(_known(model)))
+            made = model.model_validate(table)
+        return made if getattr(made, "type", name) == name else made.model_copy(update={"type": name})
+
+    def classes(self) -> Iterator[type[BaseModel]]:
+        """The settings of all that were imported."""
+        for found in {**self.registry, **self.registry.found}.values():
+            if isinstance(found, type):
+                yield _settings_class(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """In the annotation of a setting: the name of one of a registry, which is imported where it is used."""
+
+    registry: Registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.registry.named, handler(source))
+
+
+def _settings_class(part: Any) -> type[BaseModel]:
+    return getattr(part, "config_class", part)
+
+
+def _dump(value: BaseModel, info: Any) -> Any:
+    return value.model_dump(mode=info.mode)
+
+
 def one_or_several(value: Any) -> str:
     """The tag, "one" or "several", of a setting that is one thing or a list of such; a discriminator."""
     return "several" if isinstance(value, list | tuple) else "one"
+
+
+def chosen(setting: Any, registry: Registry) -> Any:
+    """The settings of one of a registry, as `Chosen` reads them. Raises ConfigError."""
+    try:
+        return Chosen(registry).read(setting)
+    except ValidationError as error:
+        raise ConfigError(f"{registry.noun} {setting!r} cannot be used: {error}") from error
+
+
+C = TypeVar("C")
+
+OneOrSeveral: TypeAlias = Annotated[
+    Annotated[C, Tag("one")] | Annotated[tuple[C, ...], Field(min_length=1), Tag("several")],
+    Discriminator(one_or_several),
+]
+"""One of what is annotated, or a list of such."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -234,26 +310,28 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 # -- the schema ------------------------------------------------------------------------------------------------------
 
 
-def _known(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        for member in _members(field.annotation):
-            yield from _known_below(member, f"{prefix}{name}.")
+        for member in _members(Annotated[field.annotation, None, *field.metadata]):
+            yield from _known_below(member, f"{prefix}{name}.", (*outer, model))
             if get_origin(member) in (tuple, list):
                 for item in _members(get_args(member)[0]):
-                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.")
+                    yield from _known_below(item, f"{prefix}{name}.{_ITEM}.", (*outer, model))
 
 
-def _known_below(member: Any, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _known_below(member: Any, prefix: str, outer: tuple[Any, ...]) -> Iterator[tuple[str, FieldInfo]]:
     if isinstance(member, type) and get_origin(member) is None and issubclass(member, BaseModel):
-        yield from _known(member, prefix)
+        yield from _known(member, prefix, outer) if member not in outer else ()
 
 
 def _members(annotation: Any) -> Iterator[Any]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _members(get_args(annotation)[0])
+        inner, *metadata = get_args(annotation)
+        chosen = next((each for each in metadata if isinstance(each, Chosen)), None)
+        yield from _members(inner) if chosen is None else chosen.classes()
     elif origin in (Union, UnionType):
         for argument in get_args(annotation):
             yield from _members(argument)

@@ -204,7 +204,7 @@ class RecordingPolicy:
     def __init__(self, chat):
         self.chat, self.samples = chat, []
 
-    async def train(self, samples, **options):
+    async def train(self, samples, options):
         self.samples.extend(samples)
         return {"loss": 1.0}
 

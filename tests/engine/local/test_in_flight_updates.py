@@ -19,6 +19,7 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local import cascade_attention
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -422,7 +423,7 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
 
     monkeypatch.setattr(updater, "accumulate", fail_second)
     with pytest.raises(PolicyError, match="the device is lost"):
-        await policy.train([sample, sample], minibatches=2)
+        await policy.train([sample, sample], UpdateOptions(minibatches=2))
     assert policy.policy_version == 1
     after = await policy.sample(ids, SamplingParams(max_tokens=4))
     assert_faithful({1: policy._model}, after, ids)

@@ -31,6 +31,9 @@ def trace(ids):
     return {"traceparent": f"00-{trace_id_of(ids[1])}-00f067aa0ba902b7-03"}
 
 
+SECRET = "a-secret-nobody-prints"
+
+
 @pytest.fixture
 def whose(store, secret):
     """whose(headers, path_params) -> the caller."""
@@ -162,7 +165,7 @@ async def test_a_key_nobody_made_is_refused(whose, key):
 
 
 def in_process_of(worker_id, ids):
-    return {"worker_id": worker_id, **in_url(ids)}
+    return {"worker_id": worker_id, "key": attempt_key(SECRET, *ids)}
 
 
 @pytest.mark.parametrize("path", ["url", "key"])
@@ -321,7 +324,7 @@ async def test_the_agent_and_what_named_the_attempt_are_on_the_span_in_every_dia
     await anthropic.messages.create(model="scripted", max_tokens=9, messages=[{"role": "user", "content": "hi"}])
     spans = await service.spans()
     assert [span.attributes[AGENT_NAME] for span in spans] == ["writer"] * 4
-    assert [span.attributes[ATTRIBUTION] for span in spans] == ["url"] * 4
+    assert [span.attributes[ATTRIBUTION] for span in spans] == ["key"] * 4
     assert [AGENT_KEY in span.attributes for span in spans] == [False, False, True, False]
 
 
@@ -339,7 +342,7 @@ async def test_the_url_of_one_point_o_serves_the_policy_at_the_temperature_of_it
 
 async def test_a_client_made_once_is_known_by_its_worker(serve, store):
     service = await serve(["one", "two"])
-    environment = worker_environment(service.server.url, "a-secret-nobody-prints", "w")
+    environment = worker_environment(service.server.url, SECRET, "w")
     client = await service.client(base_url=environment["AGL_WORKER_BASE_URL"], api_key=environment["AGL_WORKER_KEY"])
     asked = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
     for _ in range(2):

@@ -109,7 +109,7 @@ async def test_of_providers_only_one_that_reports_tokens_is_sampled_by_the_rule(
         attempted = await begin(service, secret, "train")
         attempt_id = attempted.attempt.attempt_id
         base = f"/proxy/rollout/{attempted.rollout_id}/attempt/{attempt_id}/mode/train/openai/v1"
-        key = attempt_environment(service.server.url, secret, attempted.rollout_id, attempt_id)["OPENAI_API_KEY"]
+        key = attempt_environment(service.server.url, secret, attempted.rollout_id, attempt_id)["AGL_KEY"]
         client = await service.client(base_url=service.server.url + base, api_key=key)
         messages = [{"role": "user", "content": "hi"}]
         await client.chat.completions.create(model="judge", messages=messages, temperature=0.1, seed=7)

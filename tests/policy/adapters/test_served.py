@@ -66,7 +66,7 @@ class Learner:
         logprobs = tuple(logprob_of(token, "default") + self.off.get(adapter, 0.0) for token in tokens)
         return Sample(tuple(tokens), logprobs, "length", 0)
 
-    async def train(self, samples: Sequence[str], **_: Any) -> dict[str, float]:
+    async def train(self, samples: Sequence[str], options: Any) -> dict[str, float]:
         """`samples` are the names of the adapters that change."""
         self.changes |= dict.fromkeys(samples, self.policy_version + 1)
         return {"loss": 1.0}

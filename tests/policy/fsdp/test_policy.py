@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.models.tiny import make_tiny
-from agentlightning.policy.base import Policy, SeparatePolicy
+from agentlightning.policy.base import Policy, SeparatePolicy, UpdateOptions
 from agentlightning.policy.fsdp.config import RanksConfig
 from agentlightning.policy.fsdp.policy import FsdpPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -90,7 +90,7 @@ async def test_the_ranks_agree_which_rollouts_are_not_finite(model: Path, opened
     metrics = []
     for ranks in (None, 2):
         policy = await opened(model, ranks, optimizer={"lr": 1e-3, "clip_norm": None})
-        metrics.append(await policy.train(batch, loss="importance"))
+        metrics.append(await policy.train(batch, UpdateOptions(loss="importance")))
     assert [m["rollouts_not_finite"] for m in metrics] == [len(broken)] * 2
     assert [m["optimizer_steps"] for m in metrics] == [1.0, 1.0]
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-4)
@@ -125,8 +125,8 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
         batch = [
             TrainingSample(s.tree, columns={**s.columns, **dict.fromkeys(columns, s.advantages)}) for s in samples(step)
         ]
-        options: dict[str, Any] = {"loss": loss, "minibatches": 2, "token_budget": 40, "average": 0.5}
-        expected, found = await one.train(batch, **options), await several.train(batch, **options)
+        options = UpdateOptions(loss=loss, minibatches=2, token_budget=40, average=0.5)
+        expected, found = await one.train(batch, options), await several.train(batch, options)
         assert found["idle_ranks"] == 0
         for metric in ("loss", "grad_norm", "entropy", "tokens_trained", "optimizer_steps", "lr"):
             assert found[metric] == pytest.approx(expected[metric], rel=1e-4), metric
@@ -146,7 +146,10 @@ async def test_it_learns_what_one_process_learns_and_continues_on_another_number
     assert resumed.policy_version == 3
     await assert_same(one, resumed)
     last = samples(9)
-    expected, found = await one.train(last, average=0.5), await resumed.train(last, average=0.5)
+    expected, found = (
+        await one.train(last, UpdateOptions(average=0.5)),
+        await resumed.train(last, UpdateOptions(average=0.5)),
+    )
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert found["lr"] == expected["lr"]
     await assert_same(one, resumed)
@@ -222,7 +225,7 @@ async def test_masters_are_float32_where_bfloat16_is_sampled(model: Path, tmp_pa
 async def test_what_it_refuses_and_how_it_ends(model: Path, tmp_path: Path, opened: Any) -> None:
     policy = await opened(model, 2)
     with pytest.raises(ConfigError, match="minibatches=0"):
-        await policy.train(samples(0), minibatches=0)
+        await policy.train(samples(0), UpdateOptions(minibatches=0))
     with pytest.raises(PolicyError, match="'nobody'"):
         await policy.train([TrainingSample(s.tree, columns=s.columns, adapter="nobody") for s in samples(0)])
     few = await policy.train(samples(0, trees=1))

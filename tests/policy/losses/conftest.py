@@ -9,6 +9,7 @@ import torch
 from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import TokenBatch
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
@@ -47,7 +48,7 @@ def probability_of_rewarded_answer() -> Callable[[str], tuple[float, float]]:
                 Trajectory(name, "at", (Transition(name, "at", name, 1, prompt, answer, score),), reward)
                 for name, answer, score, reward in zip("ab", answers, scores, (1.0, 0.0), strict=True)
             ]
-            updater.step(training_samples([group])[0], loss=loss)
+            updater.step(training_samples([group])[0], UpdateOptions(loss=loss))
         return found[0], found[-1]
 
     return learn

@@ -17,8 +17,10 @@ def test_losses_are_found_by_name_or_configuration() -> None:
     assert token_losses({"type": "ppo", "dual_clip": 3}) == (PPOLoss(dual_clip=3),)
     assert token_losses(NLLLoss()) == (NLLLoss(),)
     assert token_losses(MappingProxyType({"type": "nll"})) == (NLLLoss(),)
-    for wrong in ("pppo", {"type": "ppo", "clip": 0.1}, {"type": "ppo", "clip_low": 2.0}):
-        with pytest.raises(ConfigError, match="known types: awr, cispo, distill, dpo, dppo, entropy, gspo"):
+    with pytest.raises(ConfigError, match=r"did you mean 'ppo'\? Known: awr, cispo, distill, dpo, dppo, entropy, gspo"):
+        token_losses("pppo")
+    for wrong in ({"type": "ppo", "clip": 0.1}, {"type": "ppo", "clip_low": 2.0}):
+        with pytest.raises(ConfigError, match="cannot be used"):
             token_losses(wrong)
 
 

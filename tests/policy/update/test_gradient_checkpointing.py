@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import layers_to_recompute
 from agentlightning.policy.update.updater import Updater
@@ -102,7 +103,7 @@ def test_a_step_with_a_critic_is_the_same() -> None:
             TrainingSample(s.tree, columns={**s.columns, "values": [a * 0 for a in s.weights], "returns": s.advantages})
             for s in samples()
         ]
-        metrics = updater.step(zeros, loss=["ppo", "value"])
+        metrics = updater.step(zeros, UpdateOptions(loss=["ppo", "value"]))
         steps.append((metrics, torch.cat([p.detach().flatten() for p in model.parameters()])))
     (plain, plain_weights), (again, again_weights) = steps
     assert again == pytest.approx(plain, rel=1e-4, abs=1e-6)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentlightning.assemble import token_tree
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.update import chunked_logprobs
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
@@ -222,13 +223,15 @@ def test_imitation_is_over_the_whole_vocabulary() -> None:
     updater = Updater(model())
     batches = [sample(token_tree(group(limited))) for limited in (True, False)]
     torch.testing.assert_close(*(gradient(updater, [batch], "nll") for batch in batches))
-    assert "tokens_with_kept_sets" not in updater.step([batches[0]], loss="nll")
+    assert "tokens_with_kept_sets" not in updater.step([batches[0]], UpdateOptions(loss="nll"))
 
 
 def test_the_tokens_trained_over_sets_are_counted() -> None:
     tree = token_tree(group())
     sizes = [size for node in tree.nodes if node.kept_sets for size in node.kept_sets.size_array().tolist()]
-    metrics = Updater(model()).step([sample(tree)], loss="importance", minibatches=1)
+    metrics = Updater(model()).step([sample(tree)], UpdateOptions(loss="importance", minibatches=1))
     assert metrics["tokens_with_kept_sets"] == len(sizes) == 12
     assert math.isclose(metrics["kept_set_size"], sum(sizes) / len(sizes))
-    assert "tokens_with_kept_sets" not in Updater(model()).step([sample(token_tree(group(False)))], loss="importance")
+    assert "tokens_with_kept_sets" not in Updater(model()).step(
+        [sample(token_tree(group(False)))], UpdateOptions(loss="importance")
+    )

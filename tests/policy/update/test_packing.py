@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from agentlightning.assemble import token_tree
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import CostModel, Sharing, plan
+from agentlightning.policy.update.packing import CostModel, plan
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 MODES = get_args(Sharing)
@@ -64,23 +65,34 @@ def test_a_groups_prompt_is_computed_once_but_for_its_last_token() -> None:
     assert batch.tokens == 3 + 4 * 2
 
 
-def test_answers_of_different_lengths_are_joined_where_that_is_cheaper_than_padding() -> None:
+def test_answers_are_joined_to_one_line_where_that_is_cheaper_than_padding() -> None:
     lengths = (9, 1, 2, 1)
     group = sample(*((name, (1, 2, 3, 4), length) for name, length in zip("abcd", lengths, strict=True)))
     (batch,) = plan([group], token_budget=100, sharing="shared")
-    assert batch.joined
-    assert batch.tokens == 3 + sum(lengths)
-    assert sorted(batch.predictions().rows.tolist()) == list(range(sum(lengths)))
+    assert (len(batch.lines), batch.shared_prefixes) == (1, 1)
+    assert batch.tokens == 4 + 8, "the prompt, the longest answer but its last token; the others begin as it does"
     (padded,) = plan([group], token_budget=100, sharing="shared", join=False)
     assert padded.tokens == 3 + 4 * 9
-    long = CostModel(pair=10.0, copy=0.0)
-    (dear,) = plan([GROUP], token_budget=100, sharing="shared", cost=long)
-    assert not dear.joined, "joined, every answer is compared with all others"
+    apart = sample(*((name, (1, 2, 3, 4, i), 9) for i, name in enumerate("abcd")))
+    (dear,) = plan([apart], token_budget=100, sharing="shared", cost=CostModel(pair=0.1))
+    assert not dear.lines, "joined, every token is compared with all others"
+
+
+def test_a_line_has_every_token_of_a_tree_once_wherever_its_paths_part() -> None:
+    turns = sample(
+        ("a", (1, 2), 1), ("a", (1, 2, 90, 5, 6), 2), ("b", (1, 2, 90, 5, 7), 1), ("c", (1, 2, 8), 3), ("d", (1, 9), 1)
+    )
+    (batch,) = plan([turns], token_budget=100, sharing="shared", cost=CostModel(pair=0.0))
+    (line,) = batch.lines
+    unique = {row.token_ids[: i + 1] for row in line.rows for i in range(row.length)}
+    assert len(line.token_ids) == batch.tokens == len(unique)
+    for row, index in zip(line.rows, line.index, strict=True):
+        assert tuple(line.token_ids[place] for place in index) == row.token_ids[:-1]
 
 
 def test_targets_within_the_shared_part_are_predicted_there() -> None:
     forked = sample(("a", (1, 2), 2), ("a", (1, 2, 90, 91, 5, 6), 1), ("a", (1, 2, 90, 91, 7), 1))
-    (batch,) = plan([forked], token_budget=100, sharing="shared")
+    (batch,) = plan([forked], token_budget=100, sharing="shared", join=False)
     where = batch.predictions()
     assert batch.shared_length == 3
     assert where.prefix.tolist() == [1, 2], "targets 2 and 3, one token before each"
@@ -90,14 +102,17 @@ def test_targets_within_the_shared_part_are_predicted_there() -> None:
 
 def test_prompts_of_different_length_share_a_pass_by_the_shorter_prefix() -> None:
     longer = sample(*((name, (1, 2, 3, 4, 5), 2) for name in "abcd"))
-    (batch,) = plan([GROUP, longer], token_budget=100, sharing="shared", cost=CostModel(launch=1000))
+    cost = CostModel(launch=1000)
+    (batch,) = plan([GROUP, longer], token_budget=100, sharing="shared", cost=cost, join=False)
     assert (batch.shared_length, batch.families) == (3, (4, 4))
     assert batch.tokens == 2 * 3 + 8 * 3
+    (joined,) = plan([GROUP, longer], token_budget=100, sharing="shared", cost=cost)
+    assert (len(joined.lines), joined.width) == (2, 6), "each line has its own prompt"
 
 
 def test_the_plan_shares_where_it_pays_and_only_there() -> None:
     long_prompt = sample(*((name, tuple(range(200)), 40) for name in "abcdefgh"))
-    (shared,) = plan([long_prompt], token_budget=10_000)
+    (shared,) = plan([long_prompt], token_budget=10_000, join=False)
     assert shared.shared_length == 199
     (plain,) = plan([GROUP], token_budget=10_000)
     assert plain.shared_length == 0
@@ -106,8 +121,8 @@ def test_the_plan_shares_where_it_pays_and_only_there() -> None:
 def test_sharing_that_pays_only_together_is_found() -> None:
     group = [sample(*((name, tuple(range(30)), 5) for name in "abcd")) for _ in range(8)]
     cost = CostModel(launch=100)
-    assert plan(group[:1], token_budget=10_000, cost=cost)[0].shared_length == 0
-    assert plan(group, token_budget=10_000, cost=cost)[0].families == (4,) * 8
+    assert plan(group[:1], token_budget=10_000, cost=cost, join=False)[0].shared_length == 0
+    assert plan(group, token_budget=10_000, cost=cost, join=False)[0].families == (4,) * 8
 
 
 def test_tokens_that_teach_nothing_are_not_computed() -> None:
@@ -192,4 +207,4 @@ def test_every_trained_token_is_a_target_exactly_once(
             assert len({next(heads).token_ids[: each.shared_length] for _ in range(count)}) == 1
         where = each.predictions()
         assert sorted(where.order) == list(range(sum(len(row.targets) for row in each.rows)))
-        assert all(0 <= place < len(each.rows) * each.width for place in where.rows)
+        assert all(0 <= place < len(each.lines or each.rows) * each.width for place in where.rows)

@@ -13,6 +13,7 @@ from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -74,25 +75,25 @@ def test_each_stream_has_its_own_tokens_and_denominator(updater: Updater) -> Non
 
 
 def test_metrics_are_means_over_the_tokens_of_their_stream(updater: Updater) -> None:
-    metrics = updater.step([pair(), example(20, 21, 22)], loss=["importance", "nll"])
-    own = Updater(tiny_model()).step([pair()], loss="importance")
+    metrics = updater.step([pair(), example(20, 21, 22)], UpdateOptions(loss=["importance", "nll"]))
+    own = Updater(tiny_model()).step([pair()], UpdateOptions(loss="importance"))
     assert metrics["tokens_trained"] == 8
     assert metrics["ratio"] == pytest.approx(own["ratio"], rel=1e-5), "the three imitated tokens have no ratio"
     assert metrics["nll"] == pytest.approx(
-        Updater(tiny_model()).step([example(20, 21, 22)], loss="nll")["nll"], rel=1e-5
+        Updater(tiny_model()).step([example(20, 21, 22)], UpdateOptions(loss="nll"))["nll"], rel=1e-5
     )
 
 
 def test_a_sample_needs_the_columns_of_the_streams_it_has_a_part_in(updater: Updater) -> None:
-    updater.step([pair(), example(20)], loss=["ppo", "nll"])  # an example needs no advantages
+    updater.step([pair(), example(20)], UpdateOptions(loss=["ppo", "nll"]))  # an example needs no advantages
     with pytest.raises(PolicyError, match=r'loss "kl" needs the columns \[\'ref_logprobs\'\]'):
-        updater.step([pair()], loss=["ppo", "kl"])
+        updater.step([pair()], UpdateOptions(loss=["ppo", "kl"]))
     with pytest.raises(PolicyError, match="has no column of weights"):
-        updater.step([TrainingSample(pair().tree)], loss="ppo")
+        updater.step([TrainingSample(pair().tree)], UpdateOptions(loss="ppo"))
     greedy = example(20, temperature=0.0)
     greedy = TrainingSample(greedy.tree, advantages=column(greedy, 1), weights=column(greedy, 1))
     with pytest.raises(UnfaithfulSampleError, match="temperature=0"):
-        updater.step([greedy], loss="ppo")
+        updater.step([greedy], UpdateOptions(loss="ppo"))
 
 
 def test_imitated_answers_may_be_greedy_and_are_trained_at_temperature_1(updater: Updater) -> None:
@@ -113,19 +114,21 @@ def test_a_correction_changes_the_weights_of_decoupled_losses_and_is_reported(up
         {"mismatch_ratio": 7.5 / 5, "mismatch_weight": 5.5 / 5, "mismatch_masked": 0.0, "proximal_differs": 2 / 5,
          "mismatch_kl": (3 - np.log(4) - 0.5 - np.log(0.5)) / 5}, rel=1e-5
     )  # fmt: skip
-    metrics = updater.step([sample], loss="ppo", mismatch="icepop")
+    metrics = updater.step([sample], UpdateOptions(loss="ppo", mismatch="icepop"))
     assert metrics["mismatch_masked"] == pytest.approx(1 / 5)
-    assert updater.step([sample], loss="ppo")["mismatch_weight"] == pytest.approx(5.5 / 5), "the default truncates"
-    assert "mismatch_weight" not in updater.step([sample], loss="ppo", mismatch="off")
-    assert "mismatch_weight" not in updater.step([sample], loss="dppo"), "it has a correction of its own"
+    assert updater.step([sample], UpdateOptions(loss="ppo"))["mismatch_weight"] == pytest.approx(5.5 / 5), (
+        "the default truncates"
+    )
+    assert "mismatch_weight" not in updater.step([sample], UpdateOptions(loss="ppo", mismatch="off"))
+    assert "mismatch_weight" not in updater.step([sample], UpdateOptions(loss="dppo")), "it has a correction of its own"
 
 
 def test_a_correction_that_cannot_act_is_refused(updater: Updater) -> None:
     with pytest.raises(PolicyError, match='needs the column "proximal_logprobs"'):
-        updater.step([pair()], loss="ppo", mismatch="icepop")
+        updater.step([pair()], UpdateOptions(loss="ppo", mismatch="icepop"))
     with pytest.raises(ConfigError, match=r'mismatch corrects the ratios of other losses than "dppo"'):
-        updater.step([pair()], loss="dppo", mismatch="icepop")
-    updater.step([pair()], loss="ppo", mismatch="off")
+        updater.step([pair()], UpdateOptions(loss="dppo", mismatch="icepop"))
+    updater.step([pair()], UpdateOptions(loss="ppo", mismatch="off"))
 
 
 def test_the_entropy_bonus_raises_entropy_and_only_it_costs_a_gradient(updater: Updater) -> None:
@@ -138,8 +141,10 @@ def test_the_entropy_bonus_raises_entropy_and_only_it_costs_a_gradient(updater: 
         return logprobs, entropy
 
     updater.forward.logprobs = recorded  # type: ignore[method-assign]
-    updater.step([pair()], loss="ppo")
-    entropies = [updater.step([pair()], loss={"type": "entropy", "coefficient": 1.0})["entropy"] for _ in range(6)]
+    updater.step([pair()], UpdateOptions(loss="ppo"))
+    entropies = [
+        updater.step([pair()], UpdateOptions(loss={"type": "entropy", "coefficient": 1.0}))["entropy"] for _ in range(6)
+    ]
     assert entropies[-1] > entropies[0]
     assert seen == [False, *[True] * 6]
 

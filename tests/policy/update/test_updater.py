@@ -28,6 +28,7 @@ from transformers import (
 
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.output_head import tokenwise_last_mlp
@@ -137,13 +138,13 @@ def test_joined_rows_are_blind_to_one_another(build: Any, attention: str) -> Non
     updater.model.set_attn_implementation(attention)
     batch = samples(groups(turns=2))
     batches = updater.forward.plan(batch, sharing="shared", token_budget=10_000)
-    assert any(each.joined for each in batches)
+    assert any(each.lines for each in batches)
     assert apart(gradient(updater, batch, sharing="shared"), gradient(updater, batch, sharing="rows")) < 1e-5
 
 
 def test_rows_are_joined_only_for_attention_that_takes_a_mask(updater: Updater, monkeypatch: Any) -> None:
     monkeypatch.setattr(updater.model.config, "_attn_implementation", "flash_attention_2")
-    assert not any(each.joined for each in updater.forward.plan(samples(groups()), sharing="shared"))
+    assert not any(each.lines for each in updater.forward.plan(samples(groups()), sharing="shared"))
 
 
 @pytest.mark.parametrize("part", ["model", "decoder"])
@@ -164,7 +165,7 @@ def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypa
     forward.__module__ = "unsloth.models.llama"
     monkeypatch.setattr(patched, "forward", forward)
     batches = updater.forward.plan(batch, token_budget=10_000)
-    assert not any(each.joined or each.shared_length for each in batches)
+    assert not any(each.lines or each.shared_length for each in batches)
     assert apart(gradient(updater, batch, sharing="auto"), expected) < 1e-5
     with pytest.raises(ConfigError, match="shared"):
         updater.forward.plan(batch, sharing="shared")
@@ -187,10 +188,12 @@ def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Update
     ]
     alone = training_samples([[name] for name in forked], "reinforce")[0]
     for batch in (samples([forked]), alone):
-        (shared,) = updater.forward.plan(batch, sharing="shared")
-        assert shared.shared_length
         expected = gradient(updater, batch, sharing="rows")
-        assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
+        for lines in (True, False):
+            updater.forward.traits = replace(updater.forward.traits, joins=lines)
+            (shared,) = updater.forward.plan(batch, sharing="shared")
+            assert bool(shared.lines) == lines == (not shared.shared_length)
+            assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
 
 
 def _divide(trajectory: Trajectory, draw: random.Random) -> Trajectory:
@@ -278,7 +281,7 @@ def test_supervised_learning_maximises_the_answers_whatever_they_were_sampled_wi
     expected = gradient(updater, samples(groups()), NLLLoss(), trains_zero_advantage=True)
     assert torch.equal(gradient(updater, greedy, NLLLoss(), trains_zero_advantage=True), expected)
     copied = Updater(copy.deepcopy(updater.model), OptimizerConfig(lr=1e-2))
-    surprise = [copied.step(greedy, loss="nll")["nll"] for _ in range(10)]
+    surprise = [copied.step(greedy, UpdateOptions(loss="nll"))["nll"] for _ in range(10)]
     assert surprise[-1] < surprise[0] / 2
 
 
@@ -311,7 +314,7 @@ def test_a_step_reports_what_it_did() -> None:
 def test_minibatches_are_optimiser_steps_of_their_own_scaled_to_a_whole_batch() -> None:
     batch = samples(groups(count=2))
     whole, parts = Updater(made(llama), OptimizerConfig(lr=1e-3)), Updater(made(llama), OptimizerConfig(lr=1e-3))
-    metrics = whole.step(batch, minibatches=2)
+    metrics = whole.step(batch, UpdateOptions(minibatches=2))
     for each in batch:
         total = sum(float(w.sum()) for w in each.weights)
         parts.step([replace(each, weights=[w / total for w in each.weights])])
@@ -323,7 +326,7 @@ def test_what_sampler_and_trainer_disagree_about_is_measured_before_the_first_st
     made_samples = samples(groups(3, 4))
 
     def metrics(lr: float, minibatches: int) -> dict[str, float]:
-        return Updater(made(llama), OptimizerConfig(lr=lr)).step(made_samples, minibatches=minibatches)
+        return Updater(made(llama), OptimizerConfig(lr=lr)).step(made_samples, UpdateOptions(minibatches=minibatches))
 
     one = metrics(1e-3, 1)
     assert one["mismatch_kl"] == pytest.approx(one["approx_kl"])
@@ -338,7 +341,7 @@ def test_several_losses_add_up_each_by_its_coefficient(updater: Updater) -> None
     several = gradient(updater, batch, ["ppo", {"type": "nll", "coefficient": 0.1}], trains_zero_advantage=True)
     ppo, nll = (gradient(updater, batch, name, trains_zero_advantage=True) for name in ("ppo", "nll"))
     assert apart(several, ppo + 0.1 * nll) < 1e-5
-    metrics = Updater(made(llama)).step(batch, loss=["ppo", "cispo", "nll"])
+    metrics = Updater(made(llama)).step(batch, UpdateOptions(loss=["ppo", "cispo", "nll"]))
     assert {"ratio", "cispo_ratio", "nll"} <= set(metrics)
 
 
@@ -358,7 +361,7 @@ def test_a_column_that_a_loss_needs_is_asked_for_by_name() -> None:
     bare = [TrainingSample(each.tree, weights=each.weights) for each in samples(groups())]
     with pytest.raises(PolicyError, match=r'loss "ppo" needs the columns \[\'advantages\'\]'):
         Updater(made(llama)).step(bare)
-    assert Updater(made(llama)).step(bare, loss="nll")["optimizer_steps"] == 1.0
+    assert Updater(made(llama)).step(bare, UpdateOptions(loss="nll"))["optimizer_steps"] == 1.0
 
 
 def test_tokens_without_advantage_cost_nothing() -> None:
@@ -405,7 +408,7 @@ def test_the_gradient_is_that_of_grpo_also_where_groups_have_equal_rewards(
         seen.append(flat_gradient(updater)),
         step(*given),
     )[1]
-    metrics = updater.step(batch, loss=losses, minibatches=minibatches)
+    metrics = updater.step(batch, UpdateOptions(loss=losses, minibatches=minibatches))
 
     def literal(part: Sequence[Sequence[Trajectory]]) -> torch.Tensor:
         updater.optimizer.zero_grad()
@@ -449,12 +452,12 @@ def test_of_a_ratio_over_the_rollout_only_rollouts_with_an_advantage_are_compute
                         [replace(conversation(name, 3, (4, 5)), reward=reward) for name in "cd"]])  # fmt: skip
 
     both = made_batch = batch(1.0)
-    computed = Updater(made(llama)).step(made_batch, loss=loss)["tokens_computed"]
-    assert computed == Updater(made(llama)).step(both[:1], loss=loss)["tokens_computed"]
+    computed = Updater(made(llama)).step(made_batch, UpdateOptions(loss=loss))["tokens_computed"]
+    assert computed == Updater(made(llama)).step(both[:1], UpdateOptions(loss=loss))["tokens_computed"]
     (first, _) = both
     quiet = tuple(a * (n.call != "a-1") for n, a in zip(first.tree.nodes, first.advantages, strict=True))
     partly = replace(first, advantages=quiet)
-    assert Updater(made(llama)).step([partly], loss=loss)["tokens_trained"] == computed_tokens(first)
+    assert Updater(made(llama)).step([partly], UpdateOptions(loss=loss))["tokens_trained"] == computed_tokens(first)
 
 
 def computed_tokens(sample: TrainingSample) -> int:
@@ -577,7 +580,7 @@ def test_adapters_train_alone() -> None:
     updater = Updater(model, OptimizerConfig(lr=1e-2))
     batch = samples(groups())
     assert torch.equal(gradient(updater, batch), gradient(updater, batch)), "dropout is off"
-    updater.step(batch, sharing="shared")
+    updater.step(batch, UpdateOptions(sharing="shared"))
     updater.step(batch)
     assert torch.equal(frozen, weights(model.base_model.model.model.embed_tokens))
     assert not torch.equal(flat(adapters), flat([p.detach() for p in model.parameters() if p.requires_grad]))
@@ -590,5 +593,5 @@ def test_a_model_with_a_sliding_window_cannot_share_a_prefix() -> None:
 
 def test_impossible_settings_are_refused(updater: Updater) -> None:
     with pytest.raises(ConfigError, match="minibatches=0"):
-        updater.step([], minibatches=0)
+        updater.step([], UpdateOptions(minibatches=0))
     assert updater.step([])["optimizer_steps"] == 0.0

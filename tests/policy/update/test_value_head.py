@@ -11,6 +11,7 @@ import torch
 from tests.support.models import tiny_model
 
 from agentlightning.errors import PolicyError
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import FILE, ValueHead
@@ -81,8 +82,8 @@ def test_a_detached_critic_leaves_the_gradient_and_the_step_of_the_policy_as_the
     for plan in ({"sharing": "shared"}, {"sharing": "merged"}):
         assert torch.equal(gradient(with_critic, ["ppo", "value"], **plan), gradient(without, ["ppo"], **plan))
     for _ in range(3):
-        critic = with_critic.step([sample()], loss=["ppo", "value"])
-        plain = without.step([sample()], loss=["ppo"])
+        critic = with_critic.step([sample()], UpdateOptions(loss=["ppo", "value"]))
+        plain = without.step([sample()], UpdateOptions(loss=["ppo"]))
         assert critic["grad_norm"] == plain["grad_norm"], "the norm by which it is clipped, too"
         assert critic["value_grad_norm"] > 0
     for mine, theirs in zip(with_critic.model.parameters(), without.model.parameters(), strict=True):
@@ -104,7 +105,7 @@ def test_values_approach_the_returns_and_explain_more_of_their_variance(head: di
     explained: list[float] = []
     for _ in range(60):
         old = learner.forward.score([sample().tree], {"values"}, value_head=learner.value_head)["values"][0]
-        explained.append(learner.step([sample(old)], loss="value")["explained_variance"])
+        explained.append(learner.step([sample(old)], UpdateOptions(loss="value"))["explained_variance"])
     assert explained[0] == pytest.approx(0.0, abs=1e-6), "the head starts at 0"
     assert explained[-1] > 0.5, "the first token of each answer has no more than the prompt before it"
     found = values_of(learner)
@@ -115,9 +116,9 @@ def test_the_learning_rate_is_its_own_and_follows_the_schedule_and_the_factor_of
     model = tiny_model()
     config = OptimizerConfig(type="muon", lr=1e-3, schedule="linear", total_steps=4, weight_decay=0.1)
     learner = Updater(model, config, value_head=ValueHead.of(model, ValueHeadConfig(lr=0.5)))
-    rates = [learner.step([sample()], loss=["ppo", "value"])["value_lr"] for _ in range(2)]
+    rates = [learner.step([sample()], UpdateOptions(loss=["ppo", "value"]))["value_lr"] for _ in range(2)]
     assert rates == [0.5, 0.375]
-    slowed = learner.step([sample()], loss=["ppo", "value"], lr_factor=0.1)
+    slowed = learner.step([sample()], UpdateOptions(loss=["ppo", "value"], lr_factor=0.1))
     assert [slowed["lr"], slowed["value_lr"]] == pytest.approx([0.5e-4, 0.025])
     default = ValueHead.of(model, ValueHeadConfig()).optimizer_config(config)
     assert (default.lr, default.type, default.weight_decay) == (0.1 / 32, "adamw", 0.0)
@@ -142,17 +143,17 @@ def test_a_step_that_is_skipped_leaves_the_critic_as_it_is() -> None:
     assert learner.value_head is not None
     before = {name: value.clone() for name, value in learner.value_head.state_dict().items()}
     broken = sample([(), *((float("nan"),) * len(answer) for answer in ANSWERS)])
-    assert learner.step([broken], loss=["ppo", "value"])["optimizer_steps"] == 0
+    assert learner.step([broken], UpdateOptions(loss=["ppo", "value"]))["optimizer_steps"] == 0
     assert all(torch.equal(before[name], value) for name, value in learner.value_head.state_dict().items())
 
 
 def test_the_loss_without_a_head_names_the_setting() -> None:
     plain = Updater(tiny_model())
     with pytest.raises(PolicyError, match=r'loss "value" trains a critic.*set policy\.value_head = "linear"'):
-        plain.step([sample()], loss=["ppo", "value"])
+        plain.step([sample()], UpdateOptions(loss=["ppo", "value"]))
     bare = TrainingSample(sample().tree, weights=sample().weights)
     with pytest.raises(PolicyError, match="returns"):
-        updater().step([bare], loss="value")
+        updater().step([bare], UpdateOptions(loss="value"))
 
 
 def test_a_saved_head_is_read_by_a_head_of_the_same_shape_only(tmp_path: Path) -> None:

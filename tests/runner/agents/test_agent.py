@@ -193,7 +193,7 @@ def test_an_instance_with_run_is_told_to_be_its_class() -> None:
 
 
 def test_a_reward_must_be_a_function() -> None:
-    with pytest.raises(AgentError, match="reward 'score it' is neither"):
+    with pytest.raises(AgentError, match="there is no reward function 'score it'"):
         function_spec("score it")
     with pytest.raises(AgentError, match="which cannot be called"):
         RewardFunction.of(3)

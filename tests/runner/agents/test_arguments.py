@@ -51,7 +51,7 @@ def test_a_function_is_given(name: str, make_call: Any) -> None:
 def test_the_policy_is_reached_through_the_attempt_by_every_way_to_ask(make_call: Any) -> None:
     call = make_call(None)
     call.resources = bind_resources({"main": POLICY}, "http://127.0.0.1:9", call.environment)
-    url = "http://127.0.0.1:9/rollout/ro-1/attempt/at-1/v1"
+    url = f"http://127.0.0.1:9/key/{call.environment['AGL_KEY']}/v1"
 
     def urls(task: Any, llm: LLM, base_url: str, api_key: str) -> Any:
         return {llm.endpoint, llm.base_url, llm.get_base_url("ro-1", "at-1"), base_url}, llm.api_key == api_key
@@ -76,7 +76,8 @@ def test_a_proxy_of_somebody_else_is_reached_at_the_address_of_the_attempt(make_
 
 
 def test_the_address_is_known_without_any_resource(make_call: Any) -> None:
-    assert call_with(lambda base_url: base_url, make_call({})) == "http://127.0.0.1:9/rollout/ro-1/attempt/at-1/v1"
+    call = make_call({})
+    assert call_with(lambda base_url: base_url, call) == f"http://127.0.0.1:9/key/{call.environment['AGL_KEY']}/v1"
 
 
 def test_what_is_known_wins_over_a_key_of_the_task(make_call: Any) -> None:

@@ -28,7 +28,7 @@ from agentlightning.engine.base import (
 )
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import TinkerConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
@@ -148,11 +148,11 @@ class TinkerPolicy:
         return True
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
         """See `Policy.train` and `RemoteUpdater.step`. Raises as both do."""
         async with self._changing:
-            metrics = await asyncio.to_thread(lambda: self._updater.step(samples, **options))
+            metrics = await asyncio.to_thread(lambda: self._updater.step(samples, options))
             await self._publish(self._version + 1)
         return metrics
 

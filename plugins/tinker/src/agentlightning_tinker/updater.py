@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
+from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
 from agentlightning.policy.losses import (
     ADVANTAGES,
     SAMPLED_LOGPROBS,
@@ -36,7 +37,7 @@ from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import Sharing, plan
+from agentlightning.policy.update.packing import plan
 from agentlightning.policy.update.updater import (
     COUNT_OF,
     EntropyHistory,
@@ -132,19 +133,19 @@ class RemoteUpdater(Updater):
         self.value_head = self.value_optimizer = self.average = None
         self.entropy = EntropyHistory()
 
-    def step(self, samples: Sequence[TrainingSample], **options: Any) -> dict[str, float]:
+    def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """See `Updater.step`. Raises PolicyError for losses and options that the API cannot express, before anything is
         sent, and UnfaithfulSampleError for tokens that were not sampled at temperature 1 from the whole vocabulary."""
-        if options.get("average") is not None:
+        if options.average is not None:
             raise ConfigError('a moving average of the weights cannot be kept with policy.kind = "tinker"')
-        losses = token_losses(options.get("loss", "ppo"))
+        losses = token_losses(options.loss)
         check_losses(losses)
         at_temperature = any(SAMPLED_LOGPROBS in loss.needs for loss in losses)
         for sample in samples:
             check_adapter(sample.adapter)
             if at_temperature:
                 check_sampling(sample.tree)
-        return super().step(samples, **options)
+        return super().step(samples, options)
 
     def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
         """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""

@@ -91,13 +91,12 @@ def _follow(puller: WeightPuller, every: float, show: Callable[[Pulled], None]) 
 
 async def _load(url: str, engine: str, pulled: Pulled) -> None:
     """Let a server load a version. Raises ModelServerError."""
-    from agentlightning.engine.servers.clients.vllm import VllmServer
+    from agentlightning.engine.servers.config import ENGINES
     from agentlightning.transport import open_transport
-    from agentlightning.util.plugins import load_plugin
 
     transport = open_transport()
     try:
-        server = (VllmServer if engine == "vllm" else load_plugin("model_servers", engine))(transport, url)
+        server = ENGINES.find(engine)(transport, url)
         await server.load_weights(pulled.directory, f"version-{pulled.version}", lambda: None)
     finally:
         await transport.close()

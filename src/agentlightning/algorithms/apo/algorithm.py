@@ -59,6 +59,7 @@ class APO(Algorithm[APOConfig]):
     """
 
     name: ClassVar[str] = "apo"
+    config_class = APOConfig
     learns_weights = False
     selects_result = True
 
@@ -101,7 +102,7 @@ class APO(Algorithm[APOConfig]):
 
     @property
     def restorable(self) -> bool:
-        return self.client is None
+        return super().restorable and self.client is None
 
     def state_dict(self) -> Mapping[str, Any]:
         search = self._search

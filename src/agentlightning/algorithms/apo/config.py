@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentlightning.algorithms.base import AlgorithmConfig
 from agentlightning.errors import ConfigError
 from agentlightning.util.settings import Section
 
@@ -102,14 +103,14 @@ class GepaSearchConfig(Section):
     """Whether candidates are also merged."""
 
 
-class APOConfig(Section):
+class APOConfig(AlgorithmConfig):
     """The settings of APO.
 
     >>> agl.APOConfig(search="beam").beam.beam_width
     4
     """
 
-    type: Literal["apo"] = "apo"
+    type: str = "apo"
     """Which algorithm this is."""
     search: SearchName = "reflective"
     """reflective: edits are tried on the failures they were written for; gepa: the package `gepa`; beam: textual

@@ -7,12 +7,26 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.plugins import Registry
+from agentlightning.util.settings import Named
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS
+
+ENGINES = Registry(
+    "engines",
+    "engine",
+    "agentlightning.engine.servers.clients.http:HttpModelServer",
+    {
+        "local": "agentlightning.engine.local.scheduler:Scheduler",
+        "vllm": "agentlightning.engine.servers.clients.vllm:VllmServer",
+        "sglang": None,
+    },
+)
+"""What samples: `local`, the process that trains, and clients of model servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +151,7 @@ class ServedModel(BaseModel):
     model: str
     """The model's directory, or its name on the hub: its tokenizer renders the conversations, and started servers load
     it."""
-    engine: Literal["vllm", "sglang"] = "vllm"
+    engine: Annotated[str, Named(ENGINES)] = "vllm"
     """Kind of its servers."""
     servers: ServersConfig = Field(default_factory=ServersConfig)
     """Its servers, joined or started here."""

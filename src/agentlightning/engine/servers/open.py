@@ -8,20 +8,18 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Literal
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.base import ModelServer
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
-from agentlightning.engine.servers.config import ServedModel, ServersConfig
+from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import PoolWeights, Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport, open_transport
-from agentlightning.util.plugins import load_plugin
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ async def open_servers(
     config: ServersConfig,
     chat: ChatFormat,
     *,
-    kind: Literal["vllm", "sglang"] = "vllm",
+    kind: str = "vllm",
     model: Path | None = None,
     name: str | None = None,
     dtype: str = "auto",
@@ -95,8 +93,7 @@ async def open_servers(
 
 
 def _client(kind: str, transport: Transport, config: ServersConfig, url: str, token: str | None) -> ModelServer:
-    server = VllmServer if kind == "vllm" else load_plugin("model_servers", kind)
-    return server(transport, url, token=token, seconds=config.timeout_seconds)
+    return ENGINES.find(kind)(transport, url, token=token, seconds=config.timeout_seconds)
 
 
 def _launch_options(

@@ -3,12 +3,11 @@
 Runs for every model call, before its body is parsed. The first of these that names an attempt wins:
 
 1. the attempt in the URL: `/rollout/{id}/attempt/{id}/v1`, or 1.0's `/proxy/rollout/.../mode/{mode}/openai/v1`;
-2. the attempt that the API key is signed for, or the key in the URL `/key/{key}/v1`, beside which the API key counts
-   for nothing: an agent under `agl run` sends its own;
+2. the key in the URL `/key/{key}/v1` that agents get, beside which the API key counts for nothing, or the attempt that
+   the API key is signed for;
 3. the header `x-agentlightning-attempt`, an attempt's key, which our clients add to each call made inside an attempt;
-4. the attempt in a URL that also names a worker: `/worker/{id}/rollout/{id}/attempt/{id}/v1`. Such a client was made
-   from an attempt's environment in a process that runs several, and may outlive its attempt. The same holds for an API
-   key beside such a URL;
+4. the key in a URL that also names a worker: `/worker/{id}/key/{key}/v1`. Such a client was made from an attempt's
+   environment in a process that runs several, and may outlive its attempt;
 5. the trace that `traceparent` continues: an attempt's own, or one recorded here;
 6. `baggage`: `agentlightning.attempt_id`, or `agentlightning.rollout_id` for its latest attempt;
 7. the worker in the URL (`/worker/{id}/v1`), or that the API key is signed for: the attempt it is running now.

@@ -27,7 +27,7 @@ from agentlightning.attempt_address import (
     read_attempt_key,
     read_worker_key,
 )
-from agentlightning.attempt_variables import sdk_environment
+from agentlightning.attempt_variables import PLACEHOLDER
 from agentlightning.gateway.callers.agents import read_baggage
 from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.errors import ApiError
@@ -86,25 +86,19 @@ class RequestClaims(Struct, frozen=True):
     """Why the caller may work for any attempt (`uncertain`, `ended`), unless the URL or the key names one."""
 
 
-def keyless_environment(server_url: str, key: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that SDKs read, for an agent that keeps the keys in its environment: the URL has the key of the
-    attempt, so that an address in the agent's code gets the key that it always got, and never ours.
-
-    Without a key of its own the agent has a placeholder, which SDKs need; also for a server on another machine, where
-    its keys must not be sent."""
-    base_url = f"{server_url.rstrip('/')}/key/{key}/v1"
-    variables = {"AGL_OPENAI_BASE_URL": base_url} | sdk_environment(base_url, _PLACEHOLDER)
+def keep_keys(variables: dict[str, str], server_url: str, inherited: Mapping[str, str]) -> None:
+    """Put the keys of an agent's own environment into the variables of its attempt, so that an address in the agent's
+    code gets the key that it always got. For a server on another machine, where they must not be sent, the placeholder
+    stays."""
     if "ANTHROPIC_AUTH_TOKEN" in inherited:
         del variables["ANTHROPIC_API_KEY"]
     is_here = is_this_machine(urlsplit(server_url).hostname or "")
     for name in _OWN_KEYS & inherited.keys():
         is_own = is_here and not inherited[name].startswith("agl-")
-        variables[name] = inherited[name] if is_own and inherited[name] else _PLACEHOLDER
-    return variables
+        variables[name] = inherited[name] if is_own and inherited[name] else PLACEHOLDER
 
 
 _OWN_KEYS: Final = frozenset({"OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"})
-_PLACEHOLDER: Final = "sk-agentlightning"
 
 
 class ClaimsReader:
@@ -127,8 +121,7 @@ class ClaimsReader:
         key_claims = self._read_key(key)
         attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
         trace_id, parent_id = _trace(headers.get("traceparent"))
-        may_be_stale = path_params.keys() >= {"worker_id", "attempt_id"}  # the client may be an earlier attempt's
-        is_explicit = attempt is not None and not may_be_stale
+        is_explicit = attempt is not None and not _may_be_stale(path_params)
         work = headers.get(WORK_HEADER)
         uncertain = work if work in (UNCERTAIN, ENDED) else None
         return RequestClaims(
@@ -176,7 +169,7 @@ class ClaimsReader:
             (key.attempt, "key"),
             (from_header, "header"),
         ]
-        if worker is not None and from_url is not None:  # The client may be one of an earlier attempt.
+        if _may_be_stale(path_params):
             candidates.insert(0, candidates.pop())
         named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
         attempt, source = named[0] if named else (None, None)
@@ -195,6 +188,11 @@ class ClaimsReader:
             message = f"the header {name} holds no key of an attempt of this server"
             raise ApiError(401, message, code="invalid_api_key")
         return ids
+
+
+def _may_be_stale(path_params: Mapping[str, str]) -> bool:
+    """Whether the URL is of a process that runs several attempts: the client may be one of an earlier attempt."""
+    return path_params.keys() >= {"worker_id", "key"}
 
 
 def _attempt_of_url(path_params: Mapping[str, str]) -> AttemptIds | None:

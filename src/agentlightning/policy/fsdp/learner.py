@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.fsdp import checkpoint
 from agentlightning.policy.fsdp.checkpoint import TrainedParameters
 from agentlightning.policy.fsdp.messages import model_digest
-from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide, prices_of
+from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
@@ -25,7 +25,6 @@ from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.trained_weights import joint_metrics, trained_weights
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -56,11 +55,11 @@ class ShardedUpdater(Updater):
         self._loads: list[list[float]] = []
         """Of each batch divided since the step began: the predicted cost of each rank."""
 
-    def step(self, samples: Sequence[TrainingSample], **options: Any) -> dict[str, float]:
+    def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """See `Updater.step`. The metrics also have `idle_ranks`, the most ranks without a tree in an optimiser step,
         and `rank_imbalance`, the predicted cost of the busiest rank as a multiple of the mean."""
         self._loads = []
-        metrics = super().step(samples, **options)
+        metrics = super().step(samples, options)
         busy = [loads for loads in self._loads if sum(loads)]
         idle = max((loads.count(0.0) for loads in busy), default=self.ranks.count)
         imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
@@ -71,21 +70,19 @@ class ShardedUpdater(Updater):
         part: Sequence[TrainingSample],
         losses: Sequence[TokenLoss],
         within: Sequence[Correction],
-        *,
-        token_budget: int,
-        sharing: Sharing,
+        options: UpdateOptions,
     ) -> dict[str, float]:
-        own = [part[i] for i in self._own(part, token_budget, sharing)]
-        batches = self.forward.plan(own, token_budget=token_budget, sharing=sharing) if own else []
+        own = [part[i] for i in self._own(part, options)]
+        batches = self._plan(own, options) if own else []
         sums = self.ranks.sum(self.accumulate(batches, losses, within))
         self.ranks.sum_gradients(self._whole)
         return sums
 
-    def _own(self, part: Sequence[TrainingSample], token_budget: int, sharing: Sharing) -> list[int]:
+    def _own(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[int]:
         """The trees of this rank, as rank 0 has divided them."""
         found: tuple[list[list[int]], list[float]] | None = None
         if self.ranks.rank == 0:
-            prices = prices_of(self.forward, part, token_budget=token_budget, sharing=sharing)
+            prices = [sum(map(self.forward.cost.price, self._plan([sample], options))) for sample in part]
             parts = divide(prices, self.ranks.count)
             found = parts, [sum(prices[i] for i in own) for own in parts]
         parts, loads = self.ranks.from_first(found)
@@ -151,7 +148,7 @@ class RankLearner:
         return ShardedForward(model, self._ranks)
 
     def train(
-        self, samples: Sequence[TrainingSample], options: Mapping[str, Any]
+        self, samples: Sequence[TrainingSample], options: UpdateOptions
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
         by_name = self._learner.by_trained_weights(samples)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
 from agentlightning.policy.fsdp.group import RankGroup
 from agentlightning.policy.fsdp.learner import MODEL, VALUE_HEAD, adapter_owner
@@ -99,14 +99,16 @@ class FsdpPolicy(LocalPolicy):
     # -- learning --------------------------------------------------------------------------------------------------
 
     async def train(
-        self, samples: Sequence[TrainingSample], *, in_flight: bool = False, **options: Any
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
         """See `Policy.train`. Raises RankError for a rank that ends or fails: the policy is then of no more use."""
         await self._engine.run(lambda: self._require_idle(in_flight))
-        metrics = await self.train_apart(samples, **options)
+        metrics = await self.train_apart(samples, options)
         return {**metrics, **await self.publish_update(in_flight=in_flight)}
 
-    async def train_apart(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
+    async def train_apart(
+        self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
+    ) -> Mapping[str, float]:
         """See `SeparatePolicy.train_apart`. Raises as `train`."""
         metrics, names = await self._call("train", list(samples), options)
         self._unpublished = list(dict.fromkeys([*self._unpublished, *names]))

@@ -28,7 +28,6 @@ from transformers import DynamicCache, PreTrainedModel
 from agentlightning.errors import ConfigError
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model, ones
 from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, Row, TokenTable
-from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -124,31 +123,6 @@ def divide(prices: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def prices_of(
-    forward: Forward,
-    samples: Sequence[TrainingSample],
-    *,
-    token_budget: int,
-    sharing: Sharing = "auto",
-    trains_zero_advantage: bool = False,
-) -> list[float]:
-    """The predicted cost of each tree alone; 0 for one that nothing is learned from."""
-    return [
-        sum(
-            map(
-                forward.cost.price,
-                forward.plan(
-                    [sample],
-                    token_budget=token_budget,
-                    sharing=sharing,
-                    trains_zero_advantage=trains_zero_advantage,
-                ),
-            )
-        )
-        for sample in samples
-    ]
-
-
 IDLE_TOKENS = (0, 0)
 
 
@@ -214,7 +188,8 @@ class ShardedForward(Forward):
     ) -> dict[str, list[tuple[FloatArray, ...]]]:
         """See `Forward.score`: the columns of all trees, on every rank."""
         samples = [TrainingSample(tree, weights=ones(tree)) for tree in trees]
-        prices = prices_of(self, samples, token_budget=token_budget, trains_zero_advantage=True)
+        plans = [self.plan([each], token_budget=token_budget, trains_zero_advantage=True) for each in samples]
+        prices = [sum(map(self.cost.price, plan)) for plan in plans]
         parts = divide([price or 1.0 for price in prices], self.ranks.count)
         own = parts[self.ranks.rank]
         found = super().score([trees[i] for i in own], what, value_head=value_head, token_budget=token_budget)

@@ -28,8 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.cache_argument import cache_argument
 from agentlightning.models.refusal import FORWARD_ERRORS
+from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
-from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, token_table
+from agentlightning.policy.update.micro_batch import FloatArray, Line, MicroBatch, Row, join_rows, token_table
 from agentlightning.policy.update.output_head import (
     HeadTraits,
     OutputHead,
@@ -38,7 +39,7 @@ from agentlightning.policy.update.output_head import (
     token_logprobs,
     tokenwise_last_mlp,
 )
-from agentlightning.policy.update.packing import CostModel, Sharing, plan
+from agentlightning.policy.update.packing import CostModel, plan
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -126,6 +127,8 @@ def _cache_index(layer: nn.Module) -> int | None:
 LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
+GRADIENT_CPU = 40.0
+"""Multiply-adds that take as long as adding to the gradient of one weight, once for each backward pass."""
 COPY = 16.0
 """Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
 
@@ -184,29 +187,35 @@ class Forward:
         """`shares` and `joins` of the traits, by comparing with rows of their own: a model may count positions from
         another number, or take masks of its own kind only."""
         if not can_share(self.model):
-            return False, can_mask(self.model)
+            return False, False
         each = [number % self.head.vocabulary for number in (3, 5, 4, 6, 7, 4, 8, 8, 6, 3)]
         prefix, rows = each[:4], [each[4:7], each[7:]]
         tensor = partial(torch.tensor, device=self.model.device)
-        later_33 = torch.ones(3, 3, device=self.model.device).triu(1)
-        apart_66 = torch.block_diag(*[1 - later_33] * 2) == 0
-        mask_67 = nn.functional.pad(apart_66.float() * torch.finfo(self.dtype).min, (4, 0)).to(self.dtype)
-        joined = {"attention_mask": mask_67[None, None], "position_ids": tensor([[4, 5, 6, 4, 5, 6]])}
         whole = self.model(input_ids=tensor([prefix + row for row in rows]), use_cache=False).logits[:, 4:]
+        spread = whole.amax() - whole.amin()
 
-        def agrees(ids: list[list[int]], families: Sequence[int], **inputs: Tensor) -> bool:
-            cache = DynamicCache(config=self.model.config)
-            cached = {self.cache_argument: cache, "use_cache": True}
+        def agrees(find: Callable[[], Tensor]) -> bool:
             try:
-                self.model(input_ids=tensor([prefix]), **cached)
-                _expand_to_rows(cache, families)
-                found = self.model(input_ids=tensor(ids), **cached, **inputs).logits.view_as(whole)
+                found = find().view_as(whole)
             except (*FORWARD_ERRORS, PolicyError):
                 return False
-            spread = whole.amax() - whole.amin()
             return bool((found - whole).abs().amax() <= spread * (3e-4 if self.dtype == torch.float32 else 0.1))
 
-        return agrees(rows, [2]), can_mask(self.model) and agrees([rows[0] + rows[1]], [1], **joined)
+        def shared() -> Tensor:
+            cache = DynamicCache(config=self.model.config)
+            cached = {self.cache_argument: cache, "use_cache": True}
+            self.model(input_ids=tensor([prefix]), **cached)
+            _expand_to_rows(cache, [2])
+            return self.model(input_ids=tensor(rows), **cached).logits
+
+        def joined() -> Tensor:
+            nothing = np.zeros(0, np.int64)
+            (line,) = join_rows([Row((*prefix, *row, 0), nothing, nothing) for row in rows], 10)
+            inputs = self._line_inputs([line], 10)
+            logits_T = self.model(input_ids=tensor([line.token_ids]), use_cache=False, **inputs).logits[0]
+            return torch.stack([logits_T[torch.from_numpy(index[4:])] for index in line.index])
+
+        return agrees(shared), can_mask(self.model) and agrees(joined)
 
     def plan(
         self,
@@ -240,11 +249,11 @@ class Forward:
 
     def states(self, batch: MicroBatch) -> States:
         """Run the body of the model."""
-        shared, lines = batch.shared_length, batch.lines
+        shared = batch.shared_length
         where = batch.predictions()
         prefix, cache = self._prefix(batch, where.prefix) if shared else (None, None)
-        ids = [[token for row in line for token in row.token_ids[shared:-1]] for line in lines]
-        masked = self._line_inputs(batch) if batch.joined else {}
+        ids = [line.token_ids for line in batch.lines] or [row.token_ids[shared:-1] for row in batch.rows]
+        masked = self._line_inputs(batch.lines, batch.width) if batch.lines else {}
         states = self._states(self._padded(ids, batch.width), where.rows, cache, **masked)
         if prefix is None or not (len(where.prefix) or self.always_uses_prefix):
             return states
@@ -323,26 +332,22 @@ class Forward:
         ids_GT = self._padded([batch.rows[b].token_ids[: batch.shared_length] for b in firsts], batch.shared_length)
         cache = DynamicCache(config=self.model.config)
         states = self._states(ids_GT, positions, cache)
-        if not batch.joined:
-            _expand_to_rows(cache, batch.families)
+        _expand_to_rows(cache, batch.families)
         return states, cache
 
-    def _line_inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """The positions [B, T] of the tokens of joined rows, and a mask [B, 1, T, shared + T] that is added to their
-        attention scores: each sees the shared part and what is before it in its own row. Padding is a row of its own,
-        as every token must see one."""
-        shared, width = batch.shared_length, batch.width
-        numbers, positions = np.full((2, len(batch.lines), width), -1, np.int64)
-        for line, number_T, position_T in zip(batch.lines, numbers, positions, strict=True):
-            lengths = [row.length - shared for row in line]
-            number_T[: sum(lengths)] = np.repeat(np.arange(len(line)), lengths)
-            position_T[: sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
-        number_BT = self.tensor(numbers)
-        later_TT = torch.ones(width, width, dtype=torch.bool, device=self.model.device).triu_(1)
-        hidden_BTT = later_TT | (number_BT[:, :, None] != number_BT[:, None, :])
-        mask_BTK = torch.zeros(*hidden_BTT.shape[:2], shared + width, dtype=self.dtype, device=self.model.device)
-        mask_BTK[:, :, shared:].masked_fill_(hidden_BTT, torch.finfo(self.dtype).min)
-        return {"attention_mask": mask_BTK[:, None], "position_ids": self.tensor(shared + positions)}
+    def _line_inputs(self, lines: Sequence[Line], width: int) -> dict[str, Tensor]:
+        """The positions [L, T] of the tokens of lines, and a mask [L, 1, T, T] that is added to their attention scores:
+        each token sees its own path. Padding sees itself, as every token must see one."""
+        positions_LT = np.zeros((len(lines), width), np.int64)
+        visible_LTT = np.repeat(np.eye(width, dtype=bool)[None], len(lines), 0)
+        for positions_T, visible_TT, line in zip(positions_LT, visible_LTT, lines, strict=True):
+            for index, begin in zip(line.index, line.begins, strict=True):
+                positions_T[index] = np.arange(len(index))
+                visible_TT[np.ix_(index[begin:], index)] = np.tri(len(index) - begin, len(index), begin, bool)
+        hidden_LTT = self.tensor(~visible_LTT)
+        mask_LTT = torch.zeros(hidden_LTT.shape, dtype=self.dtype, device=self.model.device)
+        mask_LTT.masked_fill_(hidden_LTT, torch.finfo(self.dtype).min)
+        return {"attention_mask": mask_LTT[:, None], "position_ids": self.tensor(positions_LT)}
 
     def _states(
         self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
@@ -351,11 +356,15 @@ class Forward:
         does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
         whole = not self.head.separable
-        at_positions = head_at_positions(self.model, self.tensor(positions), self.last_mlp, hidden, logits=whole)
+        distinct, which = np.unique(
+            positions, return_inverse=True
+        )  # One token may predict the first of several answers.
+        at_positions = head_at_positions(self.model, self.tensor(distinct), self.last_mlp, hidden, logits=whole)
         with at_positions, recomputed(self.recomputed_layers):
             cached = {self.cache_argument: cache, "use_cache": cache is not None}
             output = self.model(input_ids=ids_BT, **cached, **inputs)
-        return States(hidden[0], output.logits[0] if whole else None)
+        which_N = self.tensor(which)
+        return States(hidden[0].index_select(0, which_N), output.logits[0].index_select(0, which_N) if whole else None)
 
     def _padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
@@ -390,10 +399,11 @@ def cost_model(model: PreTrainedModel) -> CostModel:
     body = max(1, sum(p.numel() for p in model.parameters()) - sum(embeddings.values()))
     layers, hidden = config.num_hidden_layers, config.hidden_size
     launch = LAUNCH_CPU if model.device.type == "cpu" else LAUNCH_ACCELERATOR
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if model.device.type == "cpu" else 0
     return CostModel(
         pair=2 * layers * hidden / body,
         copy=COPY * layers * hidden / body,
-        launch=launch * layers / body,
+        launch=(launch * layers + GRADIENT_CPU * trained) / body,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.base import Columns, ScoreColumn
+from agentlightning.policy.base import Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -64,7 +64,7 @@ class Learner:
         self,
         name: str | None,
         samples: Sequence[TrainingSample],
-        options: Mapping[str, Any],
+        options: UpdateOptions,
         changed: Callable[[str | None], None],
     ) -> dict[str, float]:
         """`Updater.step` of the weights of a name. Calls `changed` with it once they have changed, also where a later
@@ -73,7 +73,7 @@ class Learner:
         steps = updater.optimizer.steps
         try:
             with self._weights.use(name):
-                metrics = updater.step(samples, **options)
+                metrics = updater.step(samples, options)
         except BaseException:
             updater.zero_grad()  # The next step must not start from these gradients.
             if updater.optimizer.steps > steps:

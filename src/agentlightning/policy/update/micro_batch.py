@@ -7,7 +7,7 @@ Shapes: S sampled tokens of all samples of a batch, N trained tokens of a micro-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -150,35 +150,72 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """Rows of one tree that are computed as one: their common tokens once, each seen by what is below it alone."""
+
+    rows: tuple[Row, ...]
+    token_ids: tuple[int, ...]
+    index: tuple[IntArray, ...]
+    """For each row, where its tokens stand in the line."""
+    begins: tuple[int, ...]
+    """For each row, how many of its tokens stand there for an earlier row."""
+
+
+def join_rows(rows: Iterable[Row], limit: int) -> list[Line]:
+    """The rows in lines of at most `limit` tokens; a longer row has one for itself."""
+    lines: list[list[tuple[Row, int]]] = []
+    length, before = 0, ()
+    for row in sorted(rows, key=lambda row: row.token_ids[:-1]):
+        own = row.token_ids[:-1]
+        common = next(
+            (i for i, (a, b) in enumerate(zip(own, before, strict=False)) if a != b), min(len(own), len(before))
+        )
+        if not lines or length + len(own) - common > limit:
+            lines.append([])
+            length = common = 0
+        lines[-1].append((row, common))
+        length, before = length + len(own) - common, own
+    return [_line(each) for each in lines]
+
+
+def _line(rows: Sequence[tuple[Row, int]]) -> Line:
+    token_ids: list[int] = []
+    index: list[IntArray] = []
+    for row, common in rows:
+        own = np.arange(len(token_ids), len(token_ids) + row.length - common)
+        index.append(np.concatenate([index[-1][:common], own]) if index else own)
+        token_ids += row.token_ids[common:-1]
+    return Line(tuple(row for row, _ in rows), tuple(token_ids), tuple(index), tuple(common for _, common in rows))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Rows computed in one forward and backward pass. The targets of a call are all in it."""
 
     rows: tuple[Row, ...]
     table: TokenTable
     shared_length: int = 0
-    """How many tokens of each row are computed once per family and shared; 0: none."""
+    """How many tokens of each row are computed once per family, in a pass before; 0: none."""
     families: tuple[int, ...] = ()
     """Where `shared_length` > 0: how many consecutive rows share each prefix."""
-    joined: bool = False
-    """Whether the rows of each family are computed as one, one behind the other and blind to one another."""
-
-    @property
-    def lines(self) -> list[tuple[Row, ...]]:
-        """The rows that are computed as one."""
-        if not self.joined:
-            return [(row,) for row in self.rows]
-        ends = np.cumsum(self.families).tolist()
-        return [self.rows[end - count : end] for end, count in zip(ends, self.families, strict=True)]
+    lines: tuple[Line, ...] = ()
+    """What the rows are joined to; empty: each is computed by itself."""
 
     @property
     def width(self) -> int:
-        """Length of the padded lines, without the shared part."""
-        return max(sum(row.length - self.shared_length for row in line) for line in self.lines)
+        """Length of the padded rows, without the shared part, or lines."""
+        lengths = [len(line.token_ids) for line in self.lines] or [row.length for row in self.rows]
+        return max(lengths) - self.shared_length
 
     @property
     def tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.families) * self.shared_length + len(self.lines) * self.width
+        return len(self.families) * self.shared_length + len(self.lines or self.rows) * self.width
+
+    @property
+    def shared_prefixes(self) -> int:
+        """How many prefixes of several rows are computed once."""
+        return len(self.families) + sum(len(line.rows) > 1 for line in self.lines)
 
     @property
     def places(self) -> IntArray:
@@ -192,25 +229,25 @@ class MicroBatch:
 
     def predictions(self) -> Predictions:
         """The positions that predict the targets: one token before each, in the shared prefix or in its row."""
-        shared = self.shared_length
+        shared, width, none = self.shared_length, self.width, np.empty(0, np.int64)
+        if self.lines:
+            found = [
+                number * width + index[row.targets - 1]
+                for number, line in enumerate(self.lines)
+                for row, index in zip(line.rows, line.index, strict=True)
+            ]
+            inside = np.concatenate(found)
+            return Predictions(none, inside, np.arange(len(inside)))
         owners = [family for family, count in enumerate(self.families) for _ in range(count)] or [0] * len(self.rows)
         counts = [len(row.targets) for row in self.rows]
         before = np.concatenate([row.targets for row in self.rows]) - 1
         early = before < shared
         prefix = np.repeat(np.array(owners, np.int64) * shared, counts) + before
-        inside = np.repeat(self._begins(), counts) + before - shared
+        inside = np.repeat(np.arange(len(self.rows)) * width, counts) + before - shared
         order = np.empty(len(before), np.int64)
         split = int(early.sum())
         order[early], order[~early] = np.arange(split), np.arange(split, len(before))
         return Predictions(prefix[early], inside[~early], order)
-
-    def _begins(self) -> IntArray:
-        """For each row, where it begins in the flattened [lines, width]."""
-        begins: list[IntArray] = []
-        for number, line in enumerate(self.lines):
-            lengths = np.array([row.length - self.shared_length for row in line], np.int64)
-            begins.append(number * self.width + np.cumsum(lengths) - lengths)
-        return np.concatenate(begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,6 +257,6 @@ class Predictions:
     prefix: IntArray
     """Flat positions in [families, shared_length]."""
     rows: IntArray
-    """Flat positions in [lines, width]."""
+    """Flat positions in [rows or lines, width]."""
     order: IntArray
     """For each target, rows by rows, its place in `prefix` followed by `rows`."""

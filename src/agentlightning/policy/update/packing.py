@@ -5,29 +5,41 @@ has the same gradient; plans differ in cost only. Three ways to compute a tree:
 
 - *rows*: one row for each call. What a trainer without trees does; here for tests and benchmarks.
 - *merged*: one row for each leaf path. Calls that are prefixes of one another become one row.
-- *shared*: the path down to one node of the tree is computed once and its keys and values are used by every row
-  through that node. Rows of different lengths are joined to one line where that is cheaper than padding: then each
-  attends to the shared part and to itself.
+- *shared*: the path down to one node of the tree is computed once, in a pass before, and its keys and values are used
+  by every row through that node.
+- *joined*: all rows one behind the other in a line, every common token once; a mask lets each token see its own path
+  alone. One pass, whatever the shape of the tree, with attention computed between all tokens of the line.
 
 Tokens behind the last trained one of a path are not computed. A worked example: a group of two answers to one prompt
 `a b c`, sampled `X Y` and `Z`, is two merged rows, `a b c X` -> X Y and `a b c` -> Z (the last token is a target and
 never an input), 7 tokens; or shared, with a shared length of 2: a prefix `a b` and rows `c X`, `c`, 5 tokens (6 with
-padding). The last prefix token stays in the rows, because the first answer token is predicted there.
+padding), the last prefix token in the rows, because the first answer token is predicted there; or joined, one line
+`a b c X`, 4 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TypeVar
 
 import numpy as np
 
 from agentlightning.errors import PolicyError
-from agentlightning.policy.update.micro_batch import NOT_SAMPLED, IntArray, MicroBatch, Row, TokenTable, token_table
+from agentlightning.policy.base import Sharing
+from agentlightning.policy.update.micro_batch import (
+    NOT_SAMPLED,
+    IntArray,
+    Line,
+    MicroBatch,
+    Row,
+    TokenTable,
+    join_rows,
+    token_table,
+)
 from agentlightning.trajectory import TokenTree, TrainingSample
 
-Sharing = Literal["auto", "rows", "merged", "shared"]
+T = TypeVar("T")
 
 TRAINED = "trained"
 """A column that is 1 for each token that counts in a loss. Samples without it: those with a weight and an advantage."""
@@ -40,7 +52,7 @@ class CostModel:
         rows     B W (1 + pair W / 2) + launch                    B rows of width W, causal attention
         shared   G C (1 + pair C / 2) + launch                    G prefixes of C tokens
                  + B W (1 + pair (C + W)) + B C copy + launch     B rows of W tokens after them, dense mask
-        joined   the same with one line of W tokens for each prefix, and no copy
+        joined   L W (1 + pair W) + launch                        L lines of W tokens, dense mask
 
     Forward and backward scale alike, so only ratios matter.
     """
@@ -50,7 +62,7 @@ class CostModel:
     copy: float = 0.02
     """Copying one prefix token's keys and values to one row."""
     launch: float = 50.0
-    """Fixed time of a pass, whatever its size."""
+    """Fixed time of a pass, whatever its size: its kernels, and adding the gradient of every weight."""
 
     def rows(self, count: int, width: int) -> float:
         return count * width * (1 + self.pair * width / 2) + self.launch
@@ -59,16 +71,18 @@ class CostModel:
         branches = count * width * (1 + self.pair * (shared_length + width))
         return self.rows(families, shared_length) + branches + count * shared_length * self.copy + self.launch
 
-    def joined(self, families: int, shared_length: int, width: int) -> float:
-        lines = families * width * (1 + self.pair * (shared_length + width))
-        return self.rows(families, shared_length) + lines + self.launch
+    def joined(self, lines: int, width: int) -> float:
+        return lines * width * (1 + self.pair * width) + self.launch
 
     def price(self, batch: MicroBatch) -> float:
-        if batch.joined:
-            return self.joined(len(batch.families), batch.shared_length, batch.width)
+        if batch.lines:
+            return self.joined(len(batch.lines), batch.width)
         if batch.shared_length:
             return self.shared(len(batch.families), batch.shared_length, len(batch.rows), batch.width)
         return self.rows(len(batch.rows), batch.width)
+
+
+CPU_COST = CostModel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,43 +96,58 @@ class PrefixFamily:
     def width(self) -> int:
         return max(row.length for row in self.rows) - self.shared_length
 
-    @property
-    def joined_width(self) -> int:
-        """Of its rows, one behind the other."""
-        return sum(row.length - self.shared_length for row in self.rows)
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the rows of a tree are computed."""
+
+    rows: Sequence[Row] = ()
+    family: PrefixFamily | None = None
+    lines: Sequence[Line] = ()
+
+    def price(self, cost: CostModel) -> float:
+        """In passes of its own."""
+        total = sum(cost.rows(1, row.length) - cost.launch for row in self.rows) + cost.launch * bool(self.rows)
+        if self.family is not None:
+            total += cost.shared(1, self.family.shared_length, len(self.family.rows), self.family.width)
+        joined = sum(cost.joined(1, len(line.token_ids)) - cost.launch for line in self.lines)
+        return total + joined + cost.launch * bool(self.lines)
 
 
 def plan(
     samples: Iterable[TrainingSample],
     *,
     token_budget: int,
-    cost: CostModel | None = None,
+    cost: CostModel = CPU_COST,
     sharing: Sharing = "auto",
     trains_zero_advantage: bool = False,
     join: bool = True,
 ) -> list[MicroBatch]:
     """Divide samples into micro-batches of at most `token_budget` computed tokens; a longer single row goes alone.
 
-    "auto" takes the cheapest by `cost` of three plans: nothing shared; shared where that is cheaper for a tree alone;
-    shared where it is cheaper once several trees share a launch. A call is trained if one of its tokens has a weight
+    "auto" takes the cheapest by `cost` of four plans: nothing shared; everything joined; for each tree what is cheapest
+    alone, and what is cheapest once several trees share a launch. A call is trained if one of its tokens has a weight
     and, unless `trains_zero_advantage`, an advantage; all of its tokens are then targets. Without `join` no rows are
-    joined, for models that take no mask. Raises PolicyError for a
-    trained token without a prompt.
+    joined, for models that take no mask. Raises PolicyError for a trained token without a prompt.
     """
-    cost, samples = cost or CostModel(), list(samples)
-    packer = _Packer(token_table(samples), token_budget, cost, join)
+    samples = list(samples)
+    packer = _Packer(token_table(samples), token_budget, cost)
     trees = [
-        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows", join=join)
+        _Paths(sample, packer.table, number, trains_zero_advantage, by_call=sharing == "rows")
         for number, sample in enumerate(samples)
     ]
+    merged = [Choice(tree.rows) for tree in trees]
     if sharing in ("rows", "merged"):
-        return packer.pack_rows([row for tree in trees for row in tree.rows])
+        return packer.pack(merged)
+    joined = [[Choice(lines=join_rows(tree.rows, token_budget))] if join else [] for tree in trees]
+    shared = [[*own, *tree.families()] or [whole] for own, tree, whole in zip(joined, trees, merged, strict=True)]
     if sharing == "shared":
-        return packer.pack([tree.best_family(cost, force=True) for tree in trees])
-    choices: list[list[tuple[PrefixFamily | None, list[Row]]]] = [[(None, tree.rows) for tree in trees]]
-    choices += [[tree.best_family(each, force=False) for tree in trees] for each in (cost, replace(cost, launch=0.0))]
-    plans = [packer.pack(choice) for choice in choices]
-    return min(plans, key=lambda batches: sum(cost.price(batch) for batch in batches))
+        return packer.pack([min(each, key=lambda choice: choice.price(cost)) for each in shared])
+    plans = [merged, [own[0] for own in joined if own]] if join else [merged]
+    for alone in (cost, replace(cost, launch=0.0)):
+        options = [[whole, *each] for whole, each in zip(merged, shared, strict=True)]
+        plans.append([min(each, key=lambda choice: choice.price(alone)) for each in options])
+    return min(map(packer.pack, plans), key=lambda batches: sum(map(cost.price, batches)))
 
 
 class _Paths:
@@ -131,9 +160,8 @@ class _Paths:
         number: int,
         trains_zero_advantage: bool,
         by_call: bool,
-        join: bool,
     ) -> None:
-        self._tree, self._join = sample.tree, join
+        self._tree = sample.tree
         self._starts = table.starts[number]
         self._depths = _depths(sample.tree)
         self._calls = _trained_calls(sample, table.calls[number], trains_zero_advantage)
@@ -172,23 +200,14 @@ class _Paths:
             raise PolicyError(f"the first token of call {self._tree.nodes[path[0]].call} has no prompt before it")
         return Row(tuple(tokens[: joined[-1] + 1]), joined, np.concatenate(places))
 
-    def best_family(self, cost: CostModel, force: bool) -> tuple[PrefixFamily | None, list[Row]]:
-        """The cheapest way to share the prefix of one node, and the other rows; (None, all rows) if none is cheaper."""
-        best: tuple[float, PrefixFamily | None, list[Row]] = (_rows_cost(self.rows, cost), None, self.rows)
-        if force:
-            best = (float("inf"), None, self.rows)
+    def families(self) -> list[Choice]:
+        """The prefix of one node shared, for each node that has several rows below it."""
+        choices: list[Choice] = []
         for shared_length, members in self._candidates():
             inside = tuple(row for i, row in enumerate(self.rows) if i in members)
             outside = [row for i, row in enumerate(self.rows) if i not in members]
-            family = PrefixFamily(inside, shared_length)
-            price = self._family_cost(family, cost) + _rows_cost(outside, cost)
-            if price < best[0]:
-                best = (price, family, outside)
-        return best[1], best[2]
-
-    def _family_cost(self, family: PrefixFamily, cost: CostModel) -> float:
-        padded = cost.shared(1, family.shared_length, len(family.rows), family.width)
-        return min(padded, cost.joined(1, family.shared_length, family.joined_width)) if self._join else padded
+            choices.append(Choice(outside, PrefixFamily(inside, shared_length)))
+        return choices
 
     def _candidates(self) -> list[tuple[int, frozenset[int]]]:
         """(shared length, indices of rows) for each set of at least two rows, at the deepest node common to them."""
@@ -230,43 +249,41 @@ def _trained_calls(sample: TrainingSample, calls: IntArray, trains_zero_advantag
     return [own for call, own in nodes.items() if call in trained]
 
 
-def _rows_cost(rows: Sequence[Row], cost: CostModel) -> float:
-    if not rows:
-        return 0.0
-    return sum(cost.rows(1, row.length) - cost.launch for row in rows) + cost.launch
-
-
 class _Packer:
     """Puts rows of one table into micro-batches."""
 
-    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel, join: bool) -> None:
+    def __init__(self, table: TokenTable, token_budget: int, cost: CostModel) -> None:
         self.table = table
-        self._join = join
         self._token_budget = token_budget
         self._cost = cost
 
-    def pack(self, trees: Sequence[tuple[PrefixFamily | None, list[Row]]]) -> list[MicroBatch]:
+    def pack(self, choices: Sequence[Choice]) -> list[MicroBatch]:
         families: list[PrefixFamily] = []
         plain: list[Row] = []
-        for family, rest in trees:
-            parts, whole = self._divide(family) if family else ([], [])
+        for choice in choices:
+            parts, whole = self._divide(choice.family) if choice.family else ([], [])
             families += parts
-            plain += [*rest, *whole]
-        return [*self._pack_families(families), *self.pack_rows(plain)]
+            plain += [*choice.rows, *whole]
+        rows = [MicroBatch(tuple(each), self.table) for each in self._by_length(plain, lambda row: row.length)]
+        lines = self._by_length([line for each in choices for line in each.lines], lambda line: len(line.token_ids))
+        joined = [
+            MicroBatch(tuple(row for line in each for row in line.rows), self.table, lines=tuple(each))
+            for each in lines
+        ]
+        return [*self._pack_families(families), *joined, *rows]
 
-    def pack_rows(self, rows: list[Row]) -> list[MicroBatch]:
-        """Rows by length, a new batch where the budget ends or padding has cost as much as another pass would."""
-        batches: list[MicroBatch] = []
-        current: list[Row] = []
+    def _by_length(self, parts: Iterable[T], length: Callable[[T], int]) -> list[list[T]]:
+        """Parts by length, a new batch where the budget ends or padding has cost as much as another pass would."""
+        batches: list[list[T]] = []
         wasted = 0
-        for row in sorted(rows, key=lambda row: row.length, reverse=True):
-            width = current[0].length if current else row.length
-            wasted += width - row.length
-            if current and ((len(current) + 1) * width > self._token_budget or wasted > self._cost.launch):
-                batches.append(MicroBatch(tuple(current), self.table))
-                current, wasted = [], 0
-            current.append(row)
-        return [*batches, MicroBatch(tuple(current), self.table)] if current else batches
+        for part in sorted(parts, key=length, reverse=True):
+            width = length(batches[-1][0]) if batches else 0
+            wasted += width - length(part)
+            if not batches or (len(batches[-1]) + 1) * width > self._token_budget or wasted > self._cost.launch:
+                batches.append([])
+                wasted = 0
+            batches[-1].append(part)
+        return batches
 
     def _divide(self, family: PrefixFamily) -> tuple[list[PrefixFamily], list[Row]]:
         """Families within the budget, each of which computes the prefix; rows that fit none have no prefix."""
@@ -282,19 +299,13 @@ class _Packer:
         """Join families while one pass over both is cheaper than two, at the length of the shortest prefix."""
         batches: list[MicroBatch] = []
         for family in sorted(families, key=lambda each: (each.shared_length, each.width), reverse=True):
-            alone = self._cheapest(MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),)))
+            alone = MicroBatch(family.rows, self.table, family.shared_length, (len(family.rows),))
             if batches:
                 last = batches[-1]
                 both = replace(alone, rows=last.rows + alone.rows, families=last.families + alone.families)
-                both = self._cheapest(both)
                 cheaper = self._cost.price(both) <= self._cost.price(last) + self._cost.price(alone)
                 if both.tokens <= self._token_budget and cheaper:
                     batches[-1] = both
                     continue
             batches.append(alone)
         return batches
-
-    def _cheapest(self, batch: MicroBatch) -> MicroBatch:
-        """With the rows of each family joined or not."""
-        ways = [replace(batch, joined=joined) for joined in ((False, True) if self._join else (False,))]
-        return min(ways, key=self._cost.price)

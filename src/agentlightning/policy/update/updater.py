@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import mismatch as mismatches
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
@@ -28,6 +29,7 @@ from agentlightning.policy.losses import (
     TokenLoss,
     clamped_log_ratio,
     token_losses,
+    value_of,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -35,11 +37,13 @@ from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
-from agentlightning.policy.update.packing import Sharing
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
 
 logger = logging.getLogger(__name__)
+
+TOKEN_BUDGET = 8192
+"""Tokens of one forward pass, where neither the update nor a configuration says otherwise."""
 
 
 @dataclass(slots=True)
@@ -89,23 +93,10 @@ class Updater:
     def step(
         self,
         samples: Sequence[TrainingSample],
-        *,
-        loss: LossSetting = "ppo",
-        token_budget: int = 8192,
-        sharing: Sharing = "auto",
-        minibatches: int = 1,
-        mismatch: MismatchSetting | None = None,
-        lr_factor: float = 1.0,
-        average: float | None = None,
+        options: UpdateOptions = UPDATE,
     ) -> dict[str, float]:
         """Train on all samples once.
 
-        `loss` is one or several, which add up. `token_budget` bounds the tokens of one forward pass, padding included.
-        `minibatches` divides the batch by samples into that many optimiser steps, each over its share of the whole.
-        `mismatch` corrects the weights of losses against `proximal_logprobs` for what lies between these and the
-        sampled ones; None: truncated importance sampling of tokens, where samples have the column.
-        `lr_factor` multiplies all learning rates.
-        With `average`, a moving average of the weights follows them at this rate (`weight_average`).
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
         grad_norm and lr (means over steps), mismatch_kl (approx_kl of sampler and trainer, before the first step), and
         counts: tokens_trained, tokens_computed (padding included), micro_batches, optimizer_steps, skipped_steps (a
@@ -115,24 +106,22 @@ class Updater:
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
         """
-        if minibatches < 1 or token_budget < 1:
-            raise ConfigError(f"minibatches={minibatches} and token_budget={token_budget} must be at least 1")
         for optimizer in (self.optimizer, self.value_optimizer):
             if optimizer is not None:
-                optimizer.lr_factor = lr_factor
-        losses = token_losses(loss)
+                optimizer.lr_factor = options.lr_factor
+        losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
-        if average is not None:
-            self._average_at(average)
+        if options.average is not None:
+            self._average_at(options.average)
         samples = streams.for_losses(samples, losses)
-        within = _corrections_within(samples, losses, mismatch)
-        samples, corrections = (samples, {}) if within else _corrected(samples, losses, mismatch)
+        within = _corrections_within(samples, losses, options.mismatch)
+        samples, corrections = (samples, {}) if within else _corrected(samples, losses, options.mismatch)
         totals = dict.fromkeys(COUNTS, 0.0)
 
         def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
-            return self._gradient(part, losses, within, token_budget=token_budget, sharing=sharing)
+            return self._gradient(part, losses, within, options)
 
-        for index, part in enumerate(_split_minibatches(samples, minibatches)):
+        for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
             sums = self._step(streams.normalized(part, losses), losses, gradient)
             corrections |= _mismatch(sums) if index == 0 and not within and not has_proximal(samples) else {}
             _add(totals, sums)
@@ -213,13 +202,15 @@ class Updater:
         part: Sequence[TrainingSample],
         losses: Sequence[TokenLoss],
         within: Sequence[Correction],
-        *,
-        token_budget: int,
-        sharing: Sharing,
+        options: UpdateOptions,
     ) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
-        batches = self.forward.plan(part, token_budget=token_budget, sharing=sharing)
+        batches = self._plan(part, options)
         return self.accumulate(batches, losses, within) if batches else {}
+
+    def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
+        budget = options.token_budget or TOKEN_BUDGET
+        return self.forward.plan(part, token_budget=budget, sharing=options.sharing)
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo", within: Sequence[Correction] = ()
@@ -246,7 +237,7 @@ class Updater:
                 value.loss.backward()
                 _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
-                _add(totals, {"shared_prefixes": len(batch.families)})
+                _add(totals, {"shared_prefixes": batch.shared_prefixes})
                 if at_temperature and batch.kept is not None:
                     _add(totals, _kept_metrics(batch.kept))
         return totals
@@ -426,7 +417,7 @@ def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[Loss
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
-        value = loss(own)
+        value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
         sums |= named

@@ -7,7 +7,7 @@
 | `prompt_template` | the first PromptTemplate resource |
 | `resources` | all resources, by name |
 | `rollout` | the `AttemptedRollout` |
-| `base_url`, `api_key`, `model` | URL of this attempt's model calls, its key, the name of the model |
+| `base_url`, `api_key`, `model` | URL of this attempt's model calls, the key for it, the name of the model |
 | the name of a resource | that resource |
 | a key of a dict task | that value |
 | the first positional parameter, whatever its name | the task |
@@ -118,6 +118,7 @@ def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[
         fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
     elif isinstance(resource, ProxyLLM):
         fields["endpoint"] = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+        fields["api_key"] = resource.api_key or environment["AGL_KEY"]  # the URL of such a proxy holds no key
     else:
         return resource
     return AttemptLLM(**fields)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
 import pickle
 import re
@@ -23,6 +22,7 @@ from typing import Any, Final
 from agentlightning.errors import AgentError, AgentLightningError
 from agentlightning.runner.agents.arguments import Signature
 from agentlightning.runner.agents.spec import Pickled, Reference, resolve
+from agentlightning.util.plugins import load_file
 
 # -- import advice ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,14 @@ def _on_new_instance(kind: type[Any], method: Callable[..., Any]) -> Callable[..
     return function
 
 
-FRAMEWORK_MODULES = ("agentlightning.runner", "importlib", "concurrent.", "asyncio.", "threading")
+FRAMEWORK_MODULES = (
+    "agentlightning.runner",
+    "agentlightning.util.plugins",
+    "importlib",
+    "concurrent.",
+    "asyncio.",
+    "threading",
+)
 """Modules whose frames are removed from the tracebacks of users' errors."""
 
 
@@ -172,27 +179,10 @@ def _import_file(spec: Reference, role: str) -> ModuleType:
     path = Path(spec.module).resolve()
     if not path.is_file():
         raise AgentError(f"{role} {spec}: file not found: {path}{_suggest_file(path.name, path.parent)}")
-    name = path.stem
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
-        name = f"agentlightning_{role}_{path.stem}"
-    if name in sys.modules:
-        return sys.modules[name]
-    return _execute(name, path, spec, role)
-
-
-def _execute(name: str, path: Path, spec: Reference, role: str) -> ModuleType:
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise AgentError(f"{role} {spec}: {path} cannot be read as Python")
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # modules beside it are importable, as for a script
     try:
-        found.loader.exec_module(module)
+        return load_file(path, f"agentlightning_{role}")
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        del sys.modules[name]
         raise AgentError(_import_failure(spec, role, error)) from error
-    return module
 
 
 def _is_missing_part_of(module: str, missing: str) -> bool:

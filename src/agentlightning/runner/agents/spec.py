@@ -17,14 +17,19 @@ from typing import Any
 import cloudpickle
 from msgspec import Struct
 
-from agentlightning.errors import AgentError
+from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
-from agentlightning.task import ENVIRONMENTS
+from agentlightning.util.plugins import Registry
 
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
 _FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
 _MAIN_GUARD = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
+
+
+REWARDS = Registry(
+    "rewards", "reward function", known={"reasoning_gym": "agentlightning.integrations.reasoning_gym:score"}
+)
 
 
 class Reference(Struct, frozen=True, tag=True):
@@ -103,8 +108,10 @@ def function_spec(function: Callable[..., Any] | str, role: str = "reward") -> R
     """The specification of a plain function, such as a reward function. Raises AgentError."""
     if not isinstance(function, str):
         return _spec_of_object(function, role)
-    named = ENVIRONMENTS.get(function)
-    reference = _reference(named.reward if named is not None and named.reward is not None else function)
+    try:
+        reference = _reference(REWARDS.reference(function))
+    except ConfigError as error:
+        raise AgentError(f"{role} {function!r} cannot be used: {error}") from error
     if reference is None:
         raise AgentError(f"{role} {function!r} is neither `module:function` nor `path/to/file.py:function`")
     return reference

@@ -225,7 +225,9 @@ class Host:
                 variables = attempt_environ.task_variables(invocation.task, self._setup.fields)
                 if isinstance(self._setup.agent, AgentClass):
                     variables |= task_variable(invocation.task)
-                with attempt_environ.overlay({**variables, **_shared_environment(job)}):
+                # A command overrides these by the attempt's own (`command.py`).
+                shared = in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
+                with attempt_environ.overlay({**variables, **shared}):
                     output = await self._run(invocation)
                 invocation.check_process()
                 if self._setup.reward is not None:
@@ -316,12 +318,6 @@ def without_hidden_fields(task: Any, hidden: Sequence[str]) -> Any:
     if not hidden or not isinstance(task, Mapping):
         return task
     return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
-
-
-def _shared_environment(job: Job) -> Mapping[str, str]:
-    """Environment of an agent that shares this process with other attempts. Commands get their own (`command.py`)."""
-    worker_id = job.rollout.attempt.worker_id or ""
-    return in_process_environment(job.environment, worker_id)
 
 
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

@@ -6,6 +6,7 @@ learns and for how long may change.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,18 @@ from typing import Any, Final, cast
 import orjson
 from pydantic import BaseModel
 
-from agentlightning.config import TrainConfig
+from agentlightning.algorithms.base import ALGORITHMS
+from agentlightning.config import HOOKS, TRACKERS, TrainConfig
+from agentlightning.credit.base import RULES
+from agentlightning.engine.servers.config import ENGINES
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
+from agentlightning.policy.config import BACKENDS
+from agentlightning.policy.losses import LOSSES
+from agentlightning.runner.agents.spec import REWARDS
 from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
 from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.plugins import Registry, file_of
 from agentlightning.util.settings import NONE, SECRETS, load_settings
 
 # -- tasks -----------------------------------------------------------------------------------------------------------
@@ -290,6 +298,54 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(stage, f"{prefix}.{place}")
     else:
         yield prefix, value
+
+
+# -- extensions ------------------------------------------------------------------------------------------------------
+
+# The classes of others that settings name, by the settings: state.json has the file of each, and what was in it.
+
+SEAMS: Final[Mapping[str, Registry]] = {
+    "algorithm": ALGORITHMS,
+    "algorithm.credit": RULES,
+    "algorithm.loss": LOSSES,
+    "policy.engine": ENGINES,
+    "policy.kind": BACKENDS,
+    "reward": REWARDS,
+    "group_reward": REWARDS,
+    "runner.hooks": HOOKS,
+    "tracking.trackers": TRACKERS,
+}
+
+
+def extensions_of(config: TrainConfig) -> dict[str, dict[str, str]]:
+    """By the setting, the name, the file and the digest of that file of each class of others. The file of the agent may
+    change, and what else is in it."""
+    found: dict[str, dict[str, str]] = {}
+    for setting, value in _leaves(config.model_dump(mode="json")):
+        registry = SEAMS.get(STAGE.sub("algorithm.", setting).removesuffix(".type"))
+        for each in cast("list[Any]", value if isinstance(value, list) else [value]) if registry is not None else ():
+            name = each.get("type") if isinstance(each, dict) else each
+            if name is None or registry is None or registry.get(name) is not None:
+                continue
+            file = file_of(registry.reference(name))
+            if file is not None and Path(file).is_file() and file != file_of(config.agent or ""):
+                digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                found[f"{setting}={name}"] = {"file": file, "sha256": digest}
+    return found
+
+
+def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named: Sequence[str]) -> None:
+    """Raises ResumeError for a class of others whose file has changed since the run began, unless a change names it."""
+    now = extensions_of(config)
+    for each, record in state.extensions.items():
+        setting, _, name = each.partition("=")
+        chosen = any(f"{setting}.".startswith(f"{text.partition('=')[0].strip()}.") for text in named)
+        if each in now and now[each]["sha256"] != record["sha256"] and not chosen:
+            raise ResumeError(
+                f"{name} of {setting} has changed since the run began: {now[each]['file']}; put back what it was, or go"
+                f" on with what it is: --resume {run_dir} {setting}={name}"
+            )
+    state.extensions = now
 
 
 def check_objects(run_dir: Path, state: RunState, store: object | None, reward: object | None) -> None:

@@ -73,6 +73,8 @@ class RunState:
     """`module:Class` of the algorithm object that the run was given. None: it is made from the settings."""
     objects: list[str] = field(default_factory=list[str])
     """Which of agent, reward and store were live objects, which no setting names."""
+    extensions: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    """The classes of others that settings name, as `SETTING=NAME`: the file of each, and its digest."""
     step: int = 0
     """Finished steps of the algorithm."""
     rollouts: int = 0

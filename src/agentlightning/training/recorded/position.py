@@ -21,7 +21,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.algorithms import make_algorithm
-from agentlightning.algorithms.base import Algorithm, class_name, class_path
+from agentlightning.algorithms.base import Algorithm, class_name
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.preference import DPO, DPOConfig
 from agentlightning.algorithms.recorded.method import forget_all_but
@@ -31,6 +31,7 @@ from agentlightning.errors import ResumeError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.training.persistence.run_dir import OFFLINE_FILE, write_atomically
+from agentlightning.util.plugins import reference_to
 from agentlightning.util.settings import settings_from
 
 BEST: Final = "best"
@@ -113,7 +114,7 @@ def learned_by(run_dir: Path) -> str | None:
     if not (run_dir / OFFLINE_FILE).exists():
         return None
     name = read_position(run_dir).algorithm
-    return next((made.name for made in (DPO, SFTAlgorithm) if class_path(made) == name), None)
+    return next((made.name for made in (DPO, SFTAlgorithm) if reference_to(made) == name), None)
 
 
 # -- what a run is made of --------------------------------------------------------------------------------------------
@@ -155,9 +156,9 @@ def restored_algorithm(
         return given
     if lost := [name for name in position.objects if name in (*SOURCES, "algorithm")]:
         raise ResumeError(f"{run_dir} was started with {', '.join(lost)} given as objects in memory; {way_out}")
-    if position.algorithm == class_path(DPO):
+    if position.algorithm == reference_to(DPO):
         return DPO(settings_from(DPOConfig, position.settings), data=position.sources.get("data"))
-    if position.algorithm == class_path(SFTAlgorithm):
+    if position.algorithm == reference_to(SFTAlgorithm):
         sources = {name: _source(each, store) for name, each in position.sources.items()}
         return SFTAlgorithm(config=settings_from(SFTConfig, position.settings), **sources)
     made = _from_settings(config, position)

@@ -17,7 +17,7 @@ from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, Rejection
 from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import UPDATE, Policy, UpdateOptions
 from agentlightning.resources import NamedResources
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.recorded.position import BEST
@@ -174,8 +174,8 @@ class RecordedTraining:
         """None: every session comes again by itself."""
         return ()
 
-    async def update(self, samples: Sequence[TrainingSample], **options: Any) -> Mapping[str, float]:
-        return await self.learner.update(samples, **options)
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+        return await self.learner.update(samples, options)
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
         raise ConfigError("recorded sessions come with no agent to evaluate; give eval_agent and held_out_dataset")
@@ -225,8 +225,8 @@ class RecordedLoop:
         self.validation_losses = run.validation_losses
         self.best_directory: Path | None = run.run_dir / BEST
 
-    async def update(self, sample: TrainingSample, **options: Any) -> Mapping[str, float]:
-        return await self.policy.train([sample], **options)
+    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
+        return await self.policy.train([sample], options)
 
     async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
         await self.run.finish(metrics)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import orjson
 
@@ -59,31 +60,28 @@ COLUMNS = ("mode", "task", "conversation", "output", "reward", "rollout_id")
 """Of a table of transcripts."""
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One experiment tracker. Made and called in one thread."""
 
-    package: ClassVar[str]
-    """The module that it needs."""
+    package: ClassVar[str] = ""
+    """The module that it needs, which the extra of its name installs; empty: none."""
 
+    @abstractmethod
     def start(self, run: TrackedRun) -> str:
         """Begin, or continue `run.tracker_run`. Returns what names the tracker's own run."""
-        ...
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step."""
-        ...
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
         """Sample rollouts of a validation."""
-        ...
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
         """What came of the run; `curve`: a PNG."""
-        ...
 
     def close(self, *, finished: bool) -> None:
         """The run ends, `finished` or to be continued."""
-        ...
 
 
 def rows_of(transcripts: Sequence[Transcript]) -> list[list[Any]]:
@@ -116,7 +114,7 @@ def markdown_table(transcripts: Sequence[Transcript]) -> str:
 # TensorBoard: event files in `RUN/tensorboard`. Written with the package `tensorboard` alone, without torch.
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Scalars of each step; transcripts, settings and result as text; the curve as an image."""
 
     package: ClassVar[str] = "tensorboard"
@@ -190,7 +188,7 @@ def _as_block(value: Mapping[str, Any]) -> str:
 # Weights & Biases: offline below `RUN/wandb` unless the settings or WANDB_MODE say otherwise.
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of W&B with the id of the first start: resumed, it is the same one."""
 
     package: ClassVar[str] = "wandb"
@@ -242,7 +240,7 @@ MOST_TEXT: Final = 500
 """Characters of a parameter."""
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run of MLflow; transcripts, result and curve are its artefacts."""
 
     package: ClassVar[str] = "mlflow"
@@ -293,7 +291,7 @@ class MlflowTracker:
 # Trackio: local, in the folder that TRACKIO_DIR names; `trackio show` displays it.
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """A run of Trackio under the name of the run."""
 
     package: ClassVar[str] = "trackio"
@@ -331,11 +329,3 @@ class TrackioTracker:
 
     def close(self, *, finished: bool) -> None:
         self._run.finish()
-
-
-TRACKERS: Final[Mapping[str, type[Tracker]]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "trackio": TrackioTracker,
-}

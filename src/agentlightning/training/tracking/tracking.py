@@ -18,13 +18,13 @@ from typing import Any, Final, cast
 
 import orjson
 
-from agentlightning.config import TrackingConfig, TrainConfig
+from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.persistence.run_dir import write_atomically
 from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.trackers import TRACKERS, TrackedRun, Tracker, Transcript
+from agentlightning.training.tracking.trackers import TrackedRun, Tracker, Transcript
 from agentlightning.util.json_values import dumps
 from agentlightning.util.settings import SECRETS
 
@@ -101,13 +101,14 @@ Call = Callable[[Tracker], object]
 def check_installed(config: TrackingConfig) -> None:
     """Raises MissingExtraError for a tracker whose package is not installed."""
     for name in config.trackers:
-        if find_spec(name) is None:
-            raise MissingExtraError(name, name)
+        package = TRACKERS.find(name).package
+        if package and find_spec(package) is None:
+            raise MissingExtraError(package, name)
 
 
 def load_tracker(name: str) -> Tracker:
     """A tracker by its name."""
-    return TRACKERS[name]()
+    return TRACKERS.find(name)()
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import torch
 from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
@@ -36,7 +37,7 @@ def test_the_average_is_its_formula_and_is_used_within_only(dtype: torch.dtype) 
     assert torch.equal(start, values(updater)), "without an average the weights themselves"
     expected = torch.cat([m.detach().flatten() for m in updater.optimizer.masters])
     for _ in range(3):
-        updater.step(pair(), average=0.05)
+        updater.step(pair(), UpdateOptions(average=0.05))
         now = torch.cat([m.detach().flatten() for m in updater.optimizer.masters])
         expected = 0.95 * expected + 0.05 * now
     own = values(updater)
@@ -48,10 +49,10 @@ def test_the_average_is_its_formula_and_is_used_within_only(dtype: torch.dtype) 
 
 def test_a_resumed_updater_has_the_same_average() -> None:
     one = Updater(tiny_model(), OptimizerConfig(lr=1e-2))
-    one.step(pair(), average=0.05)
+    one.step(pair(), UpdateOptions(average=0.05))
     other = Updater(copy.deepcopy(one.model), OptimizerConfig(lr=1e-2))
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     for updater in (one, other):
-        updater.step(pair(), average=0.05)
+        updater.step(pair(), UpdateOptions(average=0.05))
     with one.average_in_use(), other.average_in_use():
         assert torch.equal(values(one), values(other))
