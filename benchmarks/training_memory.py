@@ -61,6 +61,7 @@ def measure(tokens: int, dtype: Any, rank: int, checkpointing: bool) -> dict[str
     from real_ours import samples
 
     from agentlightning.models.resolve import resolve_model
+    from agentlightning.policy.base import UpdateOptions
     from agentlightning.policy.local import LocalPolicy
     from agentlightning.policy.local_config import LocalPolicyConfig
     from agentlightning.policy.lora_config import Lora
@@ -76,8 +77,8 @@ def measure(tokens: int, dtype: Any, rank: int, checkpointing: bool) -> dict[str
 
     async def update() -> dict[str, float]:
         policy = LocalPolicy.open(config)
-        await policy.train(first, token_budget=2 * tokens)
-        metrics = await policy.train(batch, token_budget=2 * tokens)
+        await policy.train(first, UpdateOptions(token_budget=2 * tokens))
+        metrics = await policy.train(batch, UpdateOptions(token_budget=2 * tokens))
         await policy.close()
         return dict(metrics)
 

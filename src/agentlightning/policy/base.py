@@ -24,7 +24,7 @@ Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 class UpdateOptions:
     """How an update trains on its samples. Raises ConfigError for impossible ones.
 
-    >>> UpdateOptions(loss="cispo", minibatches=2).token_budget is None
+    >>> agl.UpdateOptions(loss="cispo", minibatches=2).token_budget is None
     True
     """
 

@@ -145,6 +145,11 @@ class JoinedGateways:
     def _join_request(self) -> JoinRequest:
         policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
         assert isinstance(policy.chat, HFChatFormat)
+        if ":" in policy.kind:
+            raise ConfigError(
+                f"policy.engine={policy.kind!r}: gateways that join know engines by name alone; announce yours as an "
+                "entry point agentlightning.engines, there too"
+            )
         return JoinRequest(
             run_id=self._run_id,
             protocol=PROTOCOL,

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -480,3 +482,16 @@ async def test_the_gate_opens_whatever_ends_the_resume(
     assert answer.status_code == 200
     assert (await trainer.pause())["paused"], "the next update is held as any"
     assert not (await trainer.post("/resume")).json()["paused"]
+
+
+@pytest.mark.parametrize("kind", ["lab_of_a_stranger:Engine", "./lab_of_a_stranger.py:Engine", "no_such_engine"])
+async def test_a_run_cannot_have_a_module_imported_by_the_name_of_its_engine(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "lab_of_a_stranger.py").write_text("class Engine: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    answer = await trainer.join(kind=kind)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert kind in answer.text or "kind" in answer.text
+    assert "lab_of_a_stranger" not in sys.modules

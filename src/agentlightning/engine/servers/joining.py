@@ -85,7 +85,8 @@ class JoinRequest(RunRequest):
     protocol: int
     package: str
     """The run's version of agentlightning."""
-    kind: Literal["vllm", "sglang"]
+    kind: str = Field(pattern=r"^[\w-]+$")
+    """The engine by its name. A gateway imports no module that a request names."""
     urls: tuple[str, ...] = Field(min_length=1)
     """The model servers, which the gateway must reach under these addresses."""
     server_token: str | None = None
