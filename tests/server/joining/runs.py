@@ -39,7 +39,7 @@ def say(word: str) -> float:
         answer = CLIENT.chat.completions.create(model="policy", messages=messages, max_tokens=6)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         messages.append({"role": "user", "content": "again"})
-    number = re.search(r"(\\d+)/attempt/", os.environ["OPENAI_BASE_URL"])
+    number = re.search(r"(\\d+)$", os.environ["AGL_ROLLOUT_ID"])
     return float(int(number.group(1)) % 3)
 """
 
