@@ -1,7 +1,7 @@
 """Trains the agent of `agent.py` to solve word problems, and prints the reward on problems it has not seen.
 
     python train.py                                # generated problems and a new tiny model: a minute on two cores
-    python train.py --model smollm2-135m           # the same problems and a pretrained model: MINUTES minutes
+    python train.py --model smollm2-135m           # the same problems and a pretrained model
     python train.py --calcx train.parquet --model path/to/model
 
 The first two begin with a warm start on demonstrations.

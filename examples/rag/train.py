@@ -1,7 +1,7 @@
 """Trains the agent of `agent.py` to answer multi-hop questions, and prints the reward on questions it has not seen.
 
     python train.py                                # generated questions and a new tiny model: minutes on two cores
-    python train.py --model smollm2-135m           # the same questions and a pretrained model: MINUTES minutes
+    python train.py --model smollm2-135m           # the same questions and a pretrained model
     python train.py --musique train.jsonl --index wiki/ --model path/to/model
 
 The first two begin with a warm start on demonstrations. Without --index the documents are those that come with the
