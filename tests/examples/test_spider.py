@@ -213,7 +213,7 @@ def test_the_small_data_set_has_joins_and_aggregates_and_follows_from_its_seed(t
 def test_demonstrations_are_honest_first_and_have_habits_then(module_of: Load) -> None:
     generate, prompts = module_of("spider", "generate"), module_of("spider", "prompts")
     shown = [[message["content"] for message in each["messages"]] for each in generate.demonstrations(600)]
-    honest, last = shown[: int(generate.CLEAN * 600)], shown[int(generate.CLEAN * 600) :]
+    honest, last = shown[:420], shown[420:]
 
     def guesses(part: list[list[str]]) -> float:
         written = [(schema, query) for agent, schema, query in part if agent == prompts.WRITER]

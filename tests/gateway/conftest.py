@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 from tests.support.tokenizer import tiny_tokenizer
 
-from agentlightning.attempt_address import attempt_key
+from agentlightning.attempt_address import attempt_key, attempt_path
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.gateway.app import Gateway
@@ -68,7 +68,8 @@ class Service:
 
     @property
     def base_url(self):
-        return self.environment["OPENAI_BASE_URL"]
+        """Names the attempt and holds no key, so that what is sent as API key counts."""
+        return f"{self.server.url}{attempt_path(self.rollout_id, self.attempt_id)}/v1"
 
     async def client(self, **options) -> AsyncOpenAI:
         options = {"base_url": self.base_url, "api_key": self.key} | options
@@ -79,7 +80,7 @@ class Service:
         """Anthropic's official client."""
         from anthropic import AsyncAnthropic  # Takes a second to import.
 
-        options = {"base_url": self.environment["ANTHROPIC_BASE_URL"], "api_key": self.key} | options
+        options = {"base_url": self.base_url.removesuffix("/v1"), "api_key": self.key} | options
         http = httpx2.AsyncClient(verify=NO_TLS, timeout=60)
         return await self.exits.enter_async_context(AsyncAnthropic(http_client=http, max_retries=0, **options))
 

@@ -4,6 +4,8 @@ itself are attributed all the same."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -162,3 +164,44 @@ async def test_an_address_in_the_code_gets_a_placeholder_and_own_calls_are_attri
     assert third_party.keys == {PLACEHOLDER}
     assert not [text for text in third_party.sent if "agl-" in text]
     assert "agentlightning" not in "".join(third_party.sent).replace(PLACEHOLDER, "")
+
+
+TRAINED = """
+import os
+
+from openai import OpenAI
+
+SAID = [{"role": "user", "content": "hi"}]
+
+
+def agent(question):
+    OpenAI(base_url=os.environ["THIRD_PARTY"], max_retries=0).chat.completions.create(model="policy", messages=SAID)
+    own = OpenAI(max_retries=0).chat.completions.create(model="policy", messages=SAID, max_tokens=2)
+    return float(len(own.choices[0].message.content or "") % 2)
+"""
+
+
+def test_a_training_run_keeps_the_keys_of_its_attempts_from_third_parties(
+    third_party: ThirdParty, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(TRAINED)
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "{n}"}}\n' for n in range(60)))
+    command = [str(Path(sys.executable).parent / "agl"), "train", "--agent", "agent.py:agent"]
+    command += ["--dataset", "tasks.jsonl", "--model", "tiny", "--run-dir", "run", "algorithm.steps=1"]
+    command += [
+        "algorithm.tasks_per_step=2",
+        "algorithm.group_size=2",
+        "evaluation.every=0",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "THIRD_PARTY": f"{third_party.url}/v1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["sampled_tokens"] > 0, "own calls reach the policy"
+    assert third_party.keys == {PLACEHOLDER}

@@ -103,6 +103,9 @@ def test_a_shared_prefix_is_read_once_for_all_rows() -> None:
         assert logprobs == pytest.approx(by_the_model(model, prompt, sampled), abs=1e-4)
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 products for this processor"
+)
 def test_bfloat16_stays_within_its_rounding() -> None:
     model = make("llama", torch.bfloat16)
     engine = batcher(model)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.models import tiny_model
 
-from agentlightning.policy.fsdp.sharding import divide, prices_of
+from agentlightning.policy.fsdp.sharding import divide
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -37,6 +37,7 @@ def tree(length: int, weight: float = 1.0) -> TrainingSample:
 
 def test_the_price_grows_with_the_tokens_and_is_0_where_nothing_is_trained() -> None:
     forward = Forward(tiny_model())
-    short, long, none = prices_of(forward, [tree(3), tree(60), tree(9, weight=0.0)], token_budget=100)
+    plans = [forward.plan([each]) for each in (tree(3), tree(60), tree(9, weight=0.0))]
+    short, long, none = (sum(map(forward.cost.price, batches)) for batches in plans)
     assert 0 < short < long
     assert none == 0
