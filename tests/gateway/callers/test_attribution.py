@@ -316,11 +316,12 @@ async def test_a_url_of_one_point_o_says_its_mode(store, whose):
 
 async def test_the_agent_and_what_named_the_attempt_are_on_the_span_in_every_dialect(serve):
     service = await serve(lambda messages: "ok")
-    client = await service.client(default_headers={"x-agentlightning-agent": "writer"})
+    named, given = service.environment, {"default_headers": {"x-agentlightning-agent": "writer"}}
+    client = await service.client(base_url=named["OPENAI_BASE_URL"], **given)
     await client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "hi"}])
     await client.completions.create(model="scripted", prompt="hi")
     await client.responses.create(model="scripted", input="hi", instructions="You plan.")
-    anthropic = await service.anthropic(default_headers={"x-agentlightning-agent": "writer"})
+    anthropic = await service.anthropic(base_url=named["ANTHROPIC_BASE_URL"], **given)
     await anthropic.messages.create(model="scripted", max_tokens=9, messages=[{"role": "user", "content": "hi"}])
     spans = await service.spans()
     assert [span.attributes[AGENT_NAME] for span in spans] == ["writer"] * 4
