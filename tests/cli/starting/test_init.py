@@ -21,7 +21,13 @@ pytestmark = pytest.mark.integration
 
 AGL = str(Path(sys.executable).parent / "agl")
 FILES = {"agent.py", "reward.py", "tasks.jsonl", "demonstrations.jsonl", "agl.toml", "README.md"}
-SHORT = ("warm_start.steps=8", "algorithm.steps=1", "evaluation.every=0", "evaluation.held_out_tasks=4")
+SHORT = (
+    "warm_start.steps=8",
+    "algorithm.steps=1",
+    "algorithm.optimizer.warmup_steps=0",
+    "evaluation.every=0",
+    "evaluation.held_out_tasks=4",
+)
 
 
 def init(*arguments: str):
