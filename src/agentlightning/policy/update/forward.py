@@ -128,7 +128,8 @@ LAUNCH_CPU = 1.5e7
 LAUNCH_ACCELERATOR = 1e10
 """What launching the kernels of one layer costs, in multiply-adds the device could have done."""
 GRADIENT_CPU = 40.0
-"""Multiply-adds that take as long as adding to the gradient of one weight, once for each backward pass."""
+"""Multiply-adds that take about as long as adding to the gradient of one weight, once for each backward pass: by the
+bytes that this moves, not fitted to measurements."""
 COPY = 16.0
 """Multiply-adds that take as long as copying one number of a cache to a row, forward and backward."""
 
