@@ -48,6 +48,12 @@ def test_every_setting_has_a_meaning() -> None:
     assert not [name for name, text in rows if not text]
 
 
+def test_parts_of_others_are_in_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = pages()
+    monkeypatch.setitem(LOSSES.found, "other:Loss", type("Loss", (LOSSES["ppo"],), {"__module__": "other"}))
+    assert pages() == own
+
+
 @pytest.mark.parametrize("family", [RULES, LOSSES], ids=["credit", "losses"])
 def test_every_setting_of_a_part_chosen_by_name_has_a_meaning(family: dict[str, type]) -> None:
     rows = {name: list(python_names.field_rows(kind)) for name, kind in family.items()}

@@ -13,6 +13,7 @@ from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
+from agentlightning.util.plugins import is_own
 from agentlightning.util.settings import Chosen
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE, field_rows
@@ -62,7 +63,7 @@ def sections(
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     for each in getattr(annotation, "__metadata__", ()):
         if isinstance(each, Chosen):
-            yield from each.classes()
+            yield from filter(is_own, each.classes())  # not those that a script has named
             return
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
