@@ -14,6 +14,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +27,11 @@ from agentlightning.demo.agent import solve
 from agentlightning.demo.problems import make_tasks, score
 from agentlightning.policy import open as opening
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
-from agentlightning.training.recorded.offline import agent_runs
+from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
+from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.util.progress import Progress
 
 TASKS, SESSIONS = 250, 8
@@ -43,9 +47,24 @@ async def record(model: Path, path: Path, seed: int) -> None:
     store = LightningStore(path.with_suffix(".new"))
     policy = await opening.open_policy(opening.policy_config(PolicyConfig(), str(model), seed=seed))
     try:
-        async with agent_runs(policy, store, solve, score, RUNNER) as runs:
-            tasks = make_tasks("train", TASKS, seed + job.FRESH)
-            found = await runs.record(tasks, SESSIONS)
+        token, secret = credentials()
+        async with AsyncExitStack() as stack:
+            runner = make_runner(RUNNER, store, solve, score, secret)
+            listener = await load_agent(runner, stack, policy=True)
+            engines = {policy.model: policy}
+            serving = serve(store, engines, secret=secret, token=token, listener=listener)
+            server = await stack.enter_async_context(serving)
+            await runner.start(server.url)
+            stack.push_async_callback(runner.stop)
+            sampled = agl.LLM(endpoint=server.url, model=policy.model, sampling_parameters={"temperature": 1.0})
+            resources = await store.add_resources({"llm": sampled})
+            plans = [
+                RolloutPlan(f"session-{index:05d}-{number}", task, f"task-{index:05d}")
+                for index, task in enumerate(make_tasks("train", TASKS, seed + job.FRESH))
+                for number in range(SESSIONS)
+            ]
+            collector = RolloutCollector(TrajectoryReader(store, policy.model), rollout_config(RUNNER))
+            found = await collector.collect(plans, resources_id=resources.resources_id, max_rejected_share=1.0)
             rewards = [each.reward for each in found.trajectories if isinstance(each.reward, float)]
             print(f"seed {seed}: {len(rewards)} sessions, mean reward {sum(rewards) / len(rewards):.3f}", flush=True)
     finally:
@@ -70,7 +89,7 @@ NEEDED: Final = {"lightning_rl": 0.15, "awr": 0.15, "dpo": 0.1, "sft": 0.1}
 """The gain that a seed must reach."""
 
 
-def learn(folder: Path, seed: int, name: str) -> agl.OfflineResult:
+def learn(folder: Path, seed: int, name: str) -> agl.TrainingResult:
     """One algorithm on the sessions of one seed."""
     store = agl.LightningStore(folder / f"sessions-{seed}.db")
     run_dir = folder / f"run-{seed}-{name}"
@@ -86,14 +105,12 @@ def learn(folder: Path, seed: int, name: str) -> agl.OfflineResult:
             reward=score,
             progress=Progress(enabled=False),
         )
-        result = trainer.train(
+        return trainer.train(
             ITERATIONS,
             method="awr" if name == "awr" else "auto",
             eval_agent=solve,
             held_out_dataset=make_tasks("test", HELD_OUT, seed),
         )
-        assert isinstance(result, agl.OfflineResult)
-        return result
     finally:
         asyncio.run(store.close())
 
@@ -116,8 +133,8 @@ def main() -> None:
                 low, high = gain.interval
                 passed[name] += gain.gain >= NEEDED[name] and low > 0
                 print(
-                    f"seed {seed}, {name} ({result.method or 'all'}): {gain.before:.3f} -> {gain.after:.3f},"
-                    f" gain {gain.gain:+.3f} ({low:+.3f} to {high:+.3f}), {result.sessions} sessions,"
+                    f"seed {seed}, {name} ({result.recorded.method or 'all'}): {gain.before:.3f} -> {gain.after:.3f},"
+                    f" gain {gain.gain:+.3f} ({low:+.3f} to {high:+.3f}), {result.recorded.sessions} sessions,"
                     f" {result.seconds:.0f} s",
                     flush=True,
                 )

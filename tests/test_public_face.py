@@ -27,7 +27,6 @@ RECEIVED = {
     "Gain",
     "Learner",
     "NamedResources",
-    "OfflineResult",
     "Policy",
     "RolloutCounts",
     "RolloutSource",

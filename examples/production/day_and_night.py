@@ -140,7 +140,7 @@ def main(folder: Path, sessions: int = 400, golden: int = 150) -> dict[str, Any]
     return {
         "first day": sum(before) / len(before),
         "second day": sum(after) / len(after),
-        "sessions learned from": night_result["sessions"],
+        "sessions learned from": night_result["recorded"]["sessions"],
         "left out": night_result["left_out"],
         "method": night_result["method"],
         "golden questions": night_result["held_out"]["sampled"],

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SAME = 3
 
 
-def learn(options: argparse.Namespace, run_dir: Path) -> agl.OfflineResult:
+def learn(options: argparse.Namespace, run_dir: Path) -> agl.TrainingResult:
     algorithm = agl.LightningRL(tasks_per_step=options.tasks_per_step, group_size=8, optimizer={"lr": options.lr})
     trainer = agl.Trainer(
         agl.TrainConfig(runner={"hide": ["department"]}, evaluation={"modes": ["sampled"]}),

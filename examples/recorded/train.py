@@ -85,7 +85,7 @@ def algorithm(name: str, store: agl.LightningStore) -> Any:
     return agl.DPO(steps=STEPS, tasks_per_step=BATCH, optimizer=optimizer)
 
 
-def main(options: argparse.Namespace) -> agl.OfflineResult:
+def main(options: argparse.Namespace) -> agl.TrainingResult:
     options.directory.mkdir(parents=True, exist_ok=True)
     file = options.directory / f"sessions-{options.seed}.db"
     if not file.exists():
@@ -111,4 +111,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path("runs/recorded"), help="of the sessions and the runs")
     result = main(parser.parse_args())
-    print(f"{result.sessions} sessions, left out: {dict(result.left_out)}; {result.held_out['sampled']}")
+    learned = result.recorded
+    print(f"{learned.sessions} sessions, left out: {dict(learned.left_out)}; {result.held_out['sampled']}")

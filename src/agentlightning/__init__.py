@@ -11,7 +11,7 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     settings), Stage (one of them), StageResult (what it gained), Cost (tokens and money), APO (prompt optimisation),
     APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
-    (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), OfflineResult
+    (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), RecordedResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
     of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
     its rollouts come from),
@@ -202,8 +202,7 @@ if TYPE_CHECKING:
     from agentlightning.trainer import Trainer
     from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
     from agentlightning.training.governance.audit import AuditRecord, read_audit
-    from agentlightning.training.recorded.result import OfflineResult
-    from agentlightning.training.report.result import Cost, StageResult, TrainingResult
+    from agentlightning.training.report.result import Cost, RecordedResult, StageResult, TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
     from agentlightning.util.progress import Progress, RolloutCounts
@@ -275,8 +274,7 @@ _NAMES = {
     "trainer": "Trainer",
     "training.governance.audit": "AuditRecord read_audit",
     "training.dry_run": "DryRun DryRunCheck DryRunRollout",
-    "training.recorded.result": "OfflineResult",
-    "training.report.result": "Cost TrainingResult StageResult",
+    "training.report.result": "Cost RecordedResult TrainingResult StageResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
     "util.kept_sets": "KeptSets",
     "util.progress": "Progress RolloutCounts",
@@ -352,7 +350,6 @@ __all__ = [
     "Node",
     "NotFoundError",
     "NullTest",
-    "OfflineResult",
     "OptimizerConfig",
     "OtelTracer",
     "PPOLoss",
@@ -368,6 +365,7 @@ __all__ = [
     "Queue",
     "RankError",
     "RankingJudge",
+    "RecordedResult",
     "RecordingStatus",
     "Rejection",
     "RemoteReward",

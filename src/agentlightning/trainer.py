@@ -12,6 +12,7 @@ algorithm that learns no weights is run without a policy, and without torch.
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -28,7 +29,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.requirements import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
@@ -69,11 +70,16 @@ from agentlightning.training.persistence.run_changes import (
     settings_of_run,
     write_tasks,
 )
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
-from agentlightning.training.recorded.job import check_live, is_offline, offline_job
-from agentlightning.training.recorded.offline import learn_offline
-from agentlightning.training.recorded.plan import OfflineOptions, with_options
-from agentlightning.training.recorded.result import OfflineResult
+from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
+from agentlightning.training.recorded import (
+    NothingArrived,
+    Recorded,
+    RecordedOptions,
+    check_live,
+    open_recorded,
+    resumed_options,
+    with_options,
+)
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
 from agentlightning.training.run import RunAccount, TrainingRun
@@ -82,7 +88,6 @@ from agentlightning.training.trainer_settings import (
     algorithm_of_run,
     algorithm_to_record,
     check_algorithm,
-    check_tracking,
     split_prompts,
     trained_agents,
     with_absolute_paths,
@@ -285,7 +290,7 @@ class Trainer:
         follow: bool = False,
         follow_timeout: float | None = None,
         eval_agent: Any | None = None,
-    ) -> OfflineResult | TrainingResult:
+    ) -> TrainingResult:
         """Learn from the sessions recorded in the store; with an `agent`, from new rollouts, as `fit` does.
 
         num_iterations: updates (default: the algorithm's steps). target_agent (alias: target): a regular expression for
@@ -301,7 +306,7 @@ class Trainer:
         """
         if target is not None and target_agent not in (None, target):
             raise ConfigError(f"target_agent={target_agent!r} and target={target!r} are two names of one setting")
-        options = OfflineOptions(
+        options = RecordedOptions(
             num_iterations,
             target_agent if target_agent is not None else target,
             method,
@@ -311,20 +316,22 @@ class Trainer:
             eval_agent,
             held_out_dataset,
         )
-        offline = is_offline(self.run_dir) if self._resumed_from else agent is None and self.config.agent is None
-        if offline and agent is not None:
+        recorded = agent is None and self.config.agent is None
+        if self._resumed_from is not None:
+            recorded = read_state(self.run_dir).recorded is not None
+        if recorded and agent is not None:
             raise ConfigError(f"{self.run_dir} learns from recorded data, without an agent; leave it out")
-        if offline:
+        if recorded:
             if train_dataset is not None or val_dataset is not None:
                 raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
-            return run_sync(self._train_offline(options))
+            return run_sync(self._train_recorded(options))
         self._for_rollouts(options)
         return self.fit(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset)
 
-    def _for_rollouts(self, options: OfflineOptions) -> None:
+    def _for_rollouts(self, options: RecordedOptions) -> None:
         """Put the options of `train` into the settings of a run with an agent."""
         given = {name: getattr(options, name) for name in ("method", "follow", "follow_timeout", "eval_agent")}
-        defaults = OfflineOptions()
+        defaults = RecordedOptions()
         if extra := [name for name, value in given.items() if value != getattr(defaults, name)]:
             raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
         if self.algorithm is None:
@@ -332,26 +339,61 @@ class Trainer:
         self.algorithm = with_options(self.algorithm, options)
         self.config = with_arguments(self.config, self.algorithm, None, None, None)
 
-    async def _train_offline(self, options: OfflineOptions) -> OfflineResult:
+    async def _train_recorded(self, options: RecordedOptions) -> TrainingResult:
         require_training()
-        check_tracking(self.config)
-        self.config = with_absolute_paths(self.config)
-        job = offline_job(
-            self.config,
-            self.algorithm,
-            self.store,
-            options,
-            self.run_dir,
-            self.progress,
-            trained=self._trained,
-            reward=self.reward,
-            resumes=self._resumed_from is not None and self._trained is None,
-        )
+        resumes = self._resumed_from is not None and self._trained is None
+        if not resumes:
+            self.config = with_absolute_paths(self.config)
         with self.progress:
-            async with job as opened:
-                result = await learn_offline(opened)
+            run_dir, state = self._open_recorded(resumes)
+            try:
+                async with AsyncExitStack() as stack:
+                    with self._set_up(run_dir, state):
+                        tasks = Tasks([])
+                        if state.recorded is not None:
+                            tasks = read_tasks(run_dir) if run_dir.data("held_out").exists() else tasks
+                            options = resumed_options(options, state.recorded.options, tasks.held_out or None)
+                        elif options.held_out_dataset is not None:
+                            tasks.held_out = load_dataset(options.held_out_dataset)
+                        config, recorded = await open_recorded(
+                            self.config,
+                            self.algorithm,
+                            self.store,
+                            options,
+                            run_dir,
+                            state,
+                            self.reward,
+                            self.progress,
+                            stack,
+                        )
+                        if not resumes:
+                            write_tasks(run_dir, tasks)
+                            self._write_config(run_dir)
+                        algorithm, agent = recorded.plan.algorithm, options.eval_agent
+                        if agent is not None:
+                            check_runners(config, None, agent, self.reward)
+                            agent = with_hooks(agent, self.hooks, config.runner.hooks)
+                        wired = self._wired(agent, algorithm, run_dir, state, tasks, config, recorded)
+                        runner, run = await stack.enter_async_context(wired)
+                        run_dir.write_state(state)
+                    result = await run_beside(runner, self._fit(algorithm, run))
+            finally:
+                run_dir.close()
         self._trained = result.checkpoint
         return result
+
+    def _open_recorded(self, resumes: bool) -> tuple[RunDir, RunState]:
+        """The directory of a run on recorded data: new, resumed, or one whose result a further run begins with."""
+        if self._trained is None and not resumes:
+            return RunDir.create(self.run_dir), RunState(f"r{secrets.token_hex(4)}")
+        run_dir = RunDir.open(self.run_dir)
+        if resumes:
+            return run_dir, run_dir.read_state()
+        for earlier in (run_dir.start, run_dir.reference):
+            shutil.rmtree(earlier, ignore_errors=True)
+        settings = {"model": str(self._trained)}
+        self.config = self.config.model_copy(update={"policy": self.config.policy.model_copy(update=settings)})
+        return run_dir, RunState(f"r{secrets.token_hex(4)}", step=len(run_dir.read_metrics()))
 
     def _name_objects(self, agent: Any) -> None:
         """Treat an agent or a reward that is given as a name as a setting."""
@@ -382,7 +424,7 @@ class Trainer:
             yield
         except Exception:
             warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
-            if self._resumed_from is None and not warmed_up:
+            if self._resumed_from is None and self._trained is None and not warmed_up:
                 run_dir.discard()
             raise
         if self._resumed_from is not None and (changes := changed_settings(self._resumed_from, self.config)):
@@ -411,6 +453,12 @@ class Trainer:
             run_dir = RunDir.open(self.run_dir)
             try:
                 state = run_dir.read_state()
+                if state.recorded is not None:
+                    raise ResumeError(
+                        f"{self.run_dir} learns from recorded data, without an agent; continue it with Trainer.resume("
+                        f"{str(self.run_dir)!r}).train(), `agl sft --resume {self.run_dir}` or `agl dpo --resume"
+                        f" {self.run_dir}`"
+                    )
                 check_extensions(self.run_dir, state, self.config, self._named)
                 return run_dir, state, read_tasks(run_dir)
             except BaseException:
@@ -436,7 +484,8 @@ class Trainer:
         random = run.learner is not None and has_random_weights(self.config)
         random = random and algorithm.objective == "reinforcement"
         run.account.warn(starting_warnings(random_weights=random, shared=measurements.tasks.shared()))
-        self.progress.phase("measuring the starting policy", measurements.rollouts)
+        if measurements.rollouts:
+            self.progress.phase("measuring the starting policy", measurements.rollouts)
         at_start = state.measures_start(measurements.config.modes)
         before = await measurements.measure_start()
         if at_start:
@@ -450,12 +499,24 @@ class Trainer:
             await run.learner.publish()
         await run.begin()
         with calls_of(type(algorithm), "algorithm"):
-            await algorithm.run(run)
+            await self._learn(algorithm, run)
         await run.judge()
         await run.load_best()
-        self.progress.phase("measuring the trained policy", measurements.rollouts)
+        if measurements.rollouts:
+            self.progress.phase("measuring the trained policy", measurements.rollouts)
         after = await measurements.measure_trained()
         return await write_report(run, before, after)
+
+    async def _learn(self, algorithm: Algorithm[Any], run: TrainingRun) -> None:
+        try:
+            outcome = await algorithm.run(run)
+        except NothingArrived as ended:
+            assert run.recorded is not None
+            run.recorded.say(f"training ended: {ended}")
+            await run.checkpoint()
+        else:
+            if run.recorded is not None:
+                run.recorded.finish(outcome)
 
     async def _load_checkpoint(self, run: TrainingRun) -> None:
         """Continue from the last checkpoint once the starting policy is measured."""
@@ -467,31 +528,42 @@ class Trainer:
 
     @asynccontextmanager
     async def _wired(
-        self, agent: Any, algorithm: Algorithm[Any], run_dir: RunDir, state: RunState, tasks: Tasks
+        self,
+        agent: Any,
+        algorithm: Algorithm[Any],
+        run_dir: RunDir,
+        state: RunState,
+        tasks: Tasks,
+        config: TrainConfig | None = None,
+        recorded: Recorded | None = None,
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
-        config, since = self.config, time.monotonic()
+        """The run and its runner: of `agent`, which in a run on `recorded` data only measures, and may be missing. Such
+        a run keeps rollouts in a store of its own."""
+        config, since = config or self.config, time.monotonic()
+        given_store = self.store if recorded is None else None
         if not algorithm.learns_weights:
             config = with_own_providers(config, self.progress.note)
         if algorithm.selects_result:
             check_disjoint(tasks)
-        token, secret = credentials(self.store)
+        token, secret = credentials(given_store)
         async with AsyncExitStack() as stack:
-            store = await open_store(self.store, run_dir, stack)
+            store = await open_store(given_store, run_dir, stack)
             self.progress.phase("loading the agent and the model")
-            queue = queue_of(config.runner, self.store, state.run_id)
+            queue = queue_of(config.runner, given_store, state.run_id)
             options: Any = {"policy": algorithm.learns_weights, "queue": queue, "log": run_dir.path / "agent.log"}
-            runner = make_run_runner(config, store, agent, self.reward, secret, **options)
+            runs_agent = recorded is None or agent is not None
+            runner = make_run_runner(config, store, agent, self.reward, secret, **options) if runs_agent else None
             place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
             listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
             if algorithm.learns_weights:
                 await make_starting_policy(config, run_dir, tasks, self.progress)
-                check = partial(check_free, config, self.store, state.run_id)
+                check = partial(check_free, config, given_store, state.run_id)
                 policy = await open_for_training(config, algorithm, run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
             data = dashboard_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)
             pages = dashboard_routes(data, token)
-            joined = await join_gateways(config, policy, self.store, state.run_id, self.progress.note, stack)
+            joined = await join_gateways(config, policy, given_store, state.run_id, self.progress.note, stack)
             own = None if joined else policy
             serving = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             server = await stack.enter_async_context(serving)
@@ -501,14 +573,14 @@ class Trainer:
             await start_reporting(config, account, stack)
             url = joined_url(config) or config.run.public_url or server.url
             await collector.move(state.run_id, url)
-            if runner is None:
-                waiting = report_missing_runners(self.store or store, state.run_id, self.progress.note)
+            if runner is None and runs_agent:
+                waiting = report_missing_runners(given_store or store, state.run_id, self.progress.note)
                 stack.enter_context(in_background(waiting))
-            else:
+            elif runner is not None:
                 await account.collector.recover(state.run_id, "the process that ran it ended")
                 await runner.start(joined_url(config) or server.url)
                 stack.push_async_callback(runner.stop)
             parts = tasks, policy, server, self.initial_resources
-            run = make_training_run(config, algorithm, account, *parts, url, joined)
+            run = make_training_run(config, algorithm, account, *parts, url, joined, recorded)
             run.target_agent = trained_agents(agent)
             yield runner, run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,6 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.mismatch import GeometricMask, Truncation
 from agentlightning.training.learner import PolicyLearner
-from agentlightning.training.recorded.run import nobody_samples
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -198,7 +198,7 @@ async def test_the_age_of_a_token_is_counted_in_updates_across_resumes(
     resumes: Any, now: int, ages: dict[int, int]
 ) -> None:
     trained_with = FakeTraining([])
-    learner = PolicyLearner(SimpleNamespace(policy_version=now), nobody_samples, 100, resumes=resumes)  # type: ignore[arg-type]
+    learner = PolicyLearner(SimpleNamespace(policy_version=now), nullcontext, 100, resumes=resumes)  # type: ignore[arg-type]
     trained_with.learner = learner  # type: ignore[assignment]
     group = [replace_version(rollout(f"r{version}", 0.0), version) for version in ages]
     columns = await scores(trained_with, [token_tree(group)], "interpolation", Models())  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ found = {}
 for name in train.LR:
     options = argparse.Namespace(algorithm=name, model=str(model), seed=0, directory=folder / "runs")
     result = train.main(options)
-    found[name] = {"method": result.method, "sessions": result.sessions, "tasks": result.held_out["sampled"].tasks}
+    own, tasks = result.recorded, result.held_out["sampled"].tasks
+    found[name] = {"method": own.method, "sessions": own.sessions, "tasks": tasks}
 print(json.dumps(found))
 """
 

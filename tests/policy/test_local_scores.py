@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +21,12 @@ from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.training.recorded.run import RecordedTraining, learner_of
+from agentlightning.training.learner import PolicyLearner
+from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.run import TrainingRun
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 PARAMS = SamplingParams(max_tokens=6)
-PARTS: dict[str, Any] = {"rollouts": None, "total_steps": 1, "start": None, "progress": None}
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +85,13 @@ async def test_with_adapters_the_model_below_is_what_a_run_started_from(
 ) -> None:
     config = LocalPolicyConfig(model=checkpoint, device="cpu", optimizer=OptimizerConfig(lr=1e-2), **settings)
     policy = LocalPolicy.open(config)
-    run = RecordedTraining(**{**PARTS, "learner": learner_of(policy, 100), "run_dir": tmp_path})
-    reference = await run.starting_weights()
-    assert (policy.starts_at_base, reference) == (expected, None if expected else tmp_path / "start")
-    assert (tmp_path / "start").exists() == (not expected), "no copy of the weights is written"
+    learner = PolicyLearner(policy, nullcontext, 100)  # type: ignore[arg-type]
+    directory = SimpleNamespace(start=tmp_path / "start", reference=tmp_path / "reference")
+    account = SimpleNamespace(run_dir=directory)
+    run: Any = SimpleNamespace(account=account, state=RunState("r"), _learner=lambda: learner)
+    reference = await TrainingRun.starting_weights(run)
+    assert (policy.starts_at_base, reference) == (expected, None if expected else directory.reference)
+    assert directory.reference.exists() == (not expected), "no copy of the weights is written"
     if "shared" in config.agents.values() and config.lora is not None:
         assert policy.adapters["shared"].r == 3, "policy.lora is that of the shared agents"
     sample = await policy.sample(prompt(policy), PARAMS)

@@ -63,7 +63,7 @@ class Algorithm(ABC, Generic[C]):
     selects_result: bool = False
     """Whether it chooses its result on the validation tasks itself. The run then validates at no step and measures the
     held-out tasks in one mode, no task may be in two splits, and `total_steps` is a bound that it may stay below."""
-    objective: ClassVar[Objective] = "reinforcement"
+    objective: Objective = "reinforcement"
     """What the default learning rate is chosen for."""
 
     def __init__(self, config: C | None = None, **settings: Any) -> None:

@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import mkdtemp
+from typing import Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
-from agentlightning.algorithms.recorded.method import Validated, Validation
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
 from agentlightning.chat.base import ChatFormat
@@ -240,11 +242,24 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         examples, left_out = await asyncio.to_thread(into, found.training)
         held_back, unmeasured = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
         left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
-        validation = Validation([token_tree([each]) for each in held_back], learner)
-        losses: list[float] = []
-        tokens = 0
-        async with validation:
-            await validation.measure(learner.first_step)
+        trees = [tree for each in held_back if (tree := token_tree([each])).num_sampled]
+        losses, validation_losses, tokens = list[float](), dict[int, float](), 0
+
+        async def validate(step: int) -> Mapping[str, float]:
+            if not trees or not (step % self.config.validate_every == 0 or step == steps):
+                return {}
+            scores = await learner.logprobs(trees)
+            total = sum(float(each.sum()) for tree in scores for each in tree)
+            validation_losses[step] = -total / sum(tree.num_sampled for tree in trees)
+            return {"validation_loss": validation_losses[step]}
+
+        async def keep(step: int) -> None:
+            if step in validation_losses:
+                await learner.keep_best(step, -validation_losses[step])
+
+        async with learner:
+            await validate(learner.first_step)
+            await keep(learner.first_step)
             for step, batch in enumerate(batches(len(examples), steps, self.config), 1):
                 if step <= learner.first_step:
                     continue
@@ -254,12 +269,12 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
                 )
                 losses.append(metrics["loss"])
                 tokens += int(sum(map(len, sample.weights)))
-                if step % self.config.validate_every == 0 or step == steps:
-                    metrics = {**metrics, **await validation.measure(step)}
-                await learner.finish(step, metrics)
+                metrics = {**metrics, **await validate(step)}
+                await learner.finish(metrics)
+                await keep(step)
                 if self.on_step is not None:
                     self.on_step(step, metrics)
-            await validation.restore_best()
+            await learner.restore_best()
         if self.output is not None:
             await learner.save(self.output)
         return SFTResult(
@@ -269,8 +284,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             tuple(losses),
             self.output,
             {**found.left_out, **left_out},
-            dict(validation.losses),
-            validation.best_step,
+            validation_losses,
+            learner.best_step,
             dict(notes),
         )
 
@@ -287,25 +302,38 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         return open_trainable(config, model)
 
 
-async def learn(algorithm: SFTAlgorithm, learner: SupervisedLoop) -> SFTResult:
-    """Do the steps after `learner.first_step`, for a run that keeps the weights itself."""
-    return await algorithm._learn(learner)  # pyright: ignore[reportPrivateUsage]
-
-
-class SupervisedLoop(Validated, Protocol):
-    """The weights that supervised learning trains, and what happens after each step."""
+class SupervisedLoop(Protocol):
+    """The weights that supervised learning trains, and what happens after each step; a context."""
 
     chat: ChatFormat
     context_length: int
     first_step: int
     """The number of steps that are done."""
+    best_step: int | None
+    """The step whose weights `restore_best` returns to. None: nothing was validated, or a run keeps the weights."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
 
     async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
         """One optimiser step, and its metrics."""
         ...
 
-    async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def finish(self, metrics: Mapping[str, float]) -> None:
         """Called after each step, with the validation loss where it was measured."""
+        ...
+
+    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
+        """The log-probability of each sampled token under the present weights."""
+        ...
+
+    async def keep_best(self, step: int, score: float) -> None:
+        """Keep the weights after a step if their score is higher than that of those kept so far."""
+        ...
+
+    async def restore_best(self) -> None:
+        """Return to the weights that were kept."""
         ...
 
     async def save(self, directory: Path) -> None:
@@ -314,55 +342,70 @@ class SupervisedLoop(Validated, Protocol):
 
 
 class _PolicyLoop:
-    """Updates a policy outside a trainer."""
+    """Updates a policy outside a trainer; the best weights are in a temporary directory."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
-        self.keeps_best = True
-        self.best_directory: Path | None = None
-        self.validation_losses: dict[int, float] = {}
+        self.best_step: int | None = None
+        self._last, self._best_score = 0, -math.inf
+        self._folder = Path()
+
+    async def __aenter__(self) -> Self:
+        self._folder = Path(mkdtemp(prefix="agl-best-"))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
+        self._last += 1
         return await self.policy.train([sample], options)
 
-    async def finish(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    async def finish(self, metrics: Mapping[str, float]) -> None: ...
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await self.policy.score(trees, {"logprobs"}))["logprobs"]
 
-    async def keep(self, directory: Path) -> None:
-        await self.policy.save(directory, training_state=True)
+    async def keep_best(self, step: int, score: float) -> None:
+        if score > self._best_score:
+            self._best_score, self.best_step = score, step
+            await self.policy.save(self._folder / "best", training_state=True)
 
-    async def restore(self, directory: Path) -> None:
-        await self.policy.load(directory)
+    async def restore_best(self) -> None:
+        if self.best_step not in (None, self._last):
+            await self.policy.load(self._folder / "best")
 
     async def save(self, directory: Path) -> None:
         await self.policy.save(directory)
 
 
 class _TrainingLoop:
-    """Updates the policy of a trainer's run, one step for each batch. The trainer keeps the best checkpoint."""
+    """Updates the policy of a trainer's run, one step for each batch. The run keeps the best weights."""
 
     def __init__(self, training: Training) -> None:
+        self.best_step: int | None = None
         self.training = training
         self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
-        self.keeps_best = False
-        self.best_directory: Path | None = None
-        self.validation_losses: dict[int, float] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
 
     async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
         return await self.training.update([sample], options)
 
-    async def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def finish(self, metrics: Mapping[str, float]) -> None:
         await self.training.finish_step(Collected(()), metrics)
 
     async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
         return (await learner_of(self.training).score(trees, {"logprobs"}))["logprobs"]
 
-    async def keep(self, directory: Path) -> None: ...
+    async def keep_best(self, step: int, score: float) -> None:
+        await self.training.keep_best(score)
 
-    async def restore(self, directory: Path) -> None: ...
+    async def restore_best(self) -> None: ...
 
     async def save(self, directory: Path) -> None:
         await self.training.save(directory)

@@ -293,6 +293,11 @@ class Training(Protocol):
         each, decoded greedily."""
         ...
 
+    async def keep_best(self, score: float) -> None:
+        """Keep the present weights as the result of the run if `score` is higher than of those kept so far. A run that
+        has validation tasks goes by their reward instead."""
+        ...
+
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
         """Finish the step: write `metrics`, validate and write a checkpoint when due, go to the next step. `metrics`
         may hold any numbers; `training.health.step_record.StepRecord` lists those that the run's warnings use."""

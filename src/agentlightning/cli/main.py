@@ -12,7 +12,7 @@ import typer
 from agentlightning.cli import credit, demo, doctor, evaluate, model, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.output import Output, errors_reported
-from agentlightning.cli.recorded import learn
+from agentlightning.cli import learn
 from agentlightning.cli.starting import init
 from agentlightning.cli.viewing import dashboard, report, status
 from agentlightning.errors import ConfigError

@@ -90,12 +90,12 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
     """How to resume the run, if there is one to resume."""
     if run_dir is None:
         return ""
-    if advice := _offline_advice(run_dir):
-        return advice
     try:
-        orjson.loads((run_dir / "state.json").read_bytes())
+        state = orjson.loads((run_dir / "state.json").read_bytes())
     except (OSError, ValueError):
         return ""
+    if state.get("recorded"):
+        return _recorded_advice(run_dir)
     causes = _causes(run_dir)
     other = " (with --agent or --reward for another one)" if agent_failed else ""
     return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
@@ -115,11 +115,9 @@ def _causes(run_dir: Path) -> str:
     return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""
 
 
-def _offline_advice(run_dir: Path) -> str:
+def _recorded_advice(run_dir: Path) -> str:
     """The same for a run on recorded data."""
-    if not (run_dir / "offline.json").exists():
-        return ""
-    from agentlightning.training.recorded.position import learned_by
+    from agentlightning.training.recorded import learned_by
 
     verb = learned_by(run_dir)
     way = f"agl {verb} --resume {run_dir}" if verb else f"Trainer.resume({str(run_dir)!r}).train()"

@@ -44,6 +44,7 @@ from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.recorded import Recorded
 from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.group_rewards import GroupRewardSource
@@ -135,28 +136,35 @@ def make_training_run(
     resources: NamedResources,
     url: str,
     joined: JoinedGateways | None = None,
+    recorded: Recorded | None = None,
 ) -> TrainingRun:
     """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its calls
-    go to `url`: the gateway of `server`, or one that was joined."""
+    go to `url`: the gateway of `server`, or one that was joined. It learns from what was `recorded`, else from
+    rollouts."""
     state, collector = account.state, account.collector
     max_calls = config.runner.max_calls
     publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
-    stream = make_source(config, account, tasks, publisher, learner, algorithm)
-    source: RolloutSource = stream
-    if config.group_reward is not None:
-        judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
-        source = GroupRewardSource(source, judge, collector.store)
-    audit = AuditLog(account.run_dir, state, collector.store, algorithm.name)
     watch = make_watch(config, algorithm, state, collector)
+    source: RolloutSource
+    if recorded is not None:
+        source, stop_at = recorded, None
+    else:
+        stream = make_source(config, account, tasks, publisher, learner, algorithm)
+        source, stop_at = stream, stream.stop_at
+        if config.group_reward is not None:
+            judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
+            source = GroupRewardSource(source, judge, collector.store)
+        source = CountedSource(source, account, watch)
+    audit = AuditLog(account.run_dir, state, collector.store, algorithm.name)
     checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
     checkpoints.restore_algorithm(state.checkpoint)
     return TrainingRun(
         config=config.run,
         account=account,
-        rollouts=CountedSource(source, account, watch),
+        rollouts=source,
         learner=learner,
         measurements=Measurements(
             collector,
@@ -172,12 +180,13 @@ def make_training_run(
         ),
         checkpoints=checkpoints,
         recovery=Recovery(config.run, state, checkpoints),
-        total_steps=algorithm.total_steps,
+        total_steps=state.first_step + algorithm.total_steps if recorded else algorithm.total_steps,
+        recorded=recorded,
         start_prompts=prompts_in(resources),
         audit=audit,
         watch=watch,
         gate=make_gate(config, algorithm, tasks, collector, checkpoints, audit),
-        stop_rollouts_at=stream.stop_at,
+        stop_rollouts_at=stop_at or (lambda step: None),
         uses_providers=bool(config.gateway.providers),
         gateways=None if joined is None else joined.report,
     )

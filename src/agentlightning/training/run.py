@@ -36,6 +36,7 @@ from agentlightning.training.measurements import TEMPERATURES, Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState, StageRecord
 from agentlightning.training.persistence.token_ratios import record_ratios
+from agentlightning.training.recorded import Recorded
 from agentlightning.training.report.reward_curve import LiveCurve
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.trials import run_trials
@@ -80,7 +81,7 @@ def check_order(stage: Stage, records: Sequence[StageRecord], warn: Callable[[st
 def updated_before(state: RunState) -> bool:
     """Whether the weights may have been updated: a step was done by something that learns them."""
     if not state.stages:
-        return state.step > 0
+        return state.stage_step > 0
     learning = next((each for each in state.stages if each["learns_weights"]), None)
     return learning is not None and state.step > learning["first_step"]
 
@@ -229,6 +230,8 @@ class TrainingRun:
     """No rollouts are started for this step or later ones."""
     uses_providers: bool = False
     """Whether agents may call models of others, at their prices."""
+    recorded: Recorded | None = None
+    """What it learns from in place of rollouts."""
     gateways: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
     """What the gateways that the run has joined did for it; None: its own process answers calls."""
     _evaluations: int = 0
@@ -274,6 +277,8 @@ class TrainingRun:
     async def recall(
         self, groups: Mapping[str, str], *, tasks: Mapping[str, Any], max_age: int, check: Check | None = None
     ) -> tuple[Trajectory, ...]:
+        if self.recorded is not None:  # Every session comes again by itself.
+            return ()
         found = await self.account.collector.reader.read_remaining(groups, check, tasks)
         learner, resumes = self._learner(), self.state.resumes
         ages = (age(each, learner.policy_version, resumes, learner.versions) for each in found)
@@ -332,7 +337,12 @@ class TrainingRun:
     def warn(self, name: str, text: str) -> None:
         self.account.warn({name: text})
 
+    def _check_agent(self) -> None:
+        if self.recorded is not None and not self.measurements.config.modes:
+            raise ConfigError("recorded sessions come with no agent to run; give eval_agent and held_out_dataset")
+
     async def try_resources(self, resources: NamedResources, tasks: Mapping[str, Any]) -> list[RolloutReport]:
+        self._check_agent()
         label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.measurements.config.modes[0]]}
         resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
@@ -345,6 +355,7 @@ class TrainingRun:
         self.checkpoints.publisher.publish(resources)
 
     async def evaluate(self, tasks: Sequence[Any] | None = None) -> Evaluation:
+        self._check_agent()
         label = f"evaluation-{self.state.step + 1:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
         chosen = self.measurements.validation if tasks is None else tasks
@@ -354,13 +365,16 @@ class TrainingRun:
         state = self.state
         state.step += 1
         self._evaluations = 0
-        line = step_line(state, collected, await self._batch_metrics(collected) | dict(metrics))
+        line: dict[str, Any] = {"step": state.step, **metrics}
+        if self.recorded is None:
+            line = step_line(state, collected, await self._batch_metrics(collected) | dict(metrics))
         if self.watch is not None:
             line |= self.watch.finish_step()
         if self.measurements.validation_is_due(self.total_steps):
             line |= await self._validate()
         self._write_audit(collected, line)
-        reaction = await self.recovery.react(self.account.judge(line))
+        # What signs mean assumes rollouts of the present weights.
+        reaction = await self.recovery.react(self.account.judge(line) if self.recorded is None else [])
         decision = None
         if reaction is not None:
             line |= reaction.metrics(state)
@@ -464,12 +478,21 @@ class TrainingRun:
         if self.state.best_checkpoint is not None and self.state.best_step != self.state.step:
             await self.checkpoints.rollback(self.state.best_checkpoint, self.state.best_version)
 
+    async def keep_best(self, score: float) -> None:
+        state = self.state
+        if not self.measurements.tasks.validation and (state.best_score is None or score > state.best_score):
+            state.best_score = score
+            await self._keep_best()
+
+    async def _keep_best(self) -> None:
+        self.state.best_step = self.state.step
+        self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
+        self.state.best_version = None if self.learner is None else self.learner.policy_version
+
     async def _validate(self) -> dict[str, float]:
         results = await self.measurements.validate()
         if self.measurements.is_best(results):
-            self.state.best_step = self.state.step
-            self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
-            self.state.best_version = None if self.learner is None else self.learner.policy_version
+            await self._keep_best()
         await self._track_validation(results)
         return {
             **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},

@@ -142,12 +142,3 @@ def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | N
         raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
     found = model if model is not None else own
     return found if isinstance(found, str | Path) else None
-
-
-def check_tracking(config: TrainConfig) -> None:
-    """Raises ConfigError for trackers in a run on recorded data, which reports to none."""
-    if config.tracking.trackers:
-        raise ConfigError(
-            f"tracking.trackers={list(config.tracking.trackers)}: a run on recorded data reports to its directory"
-            " alone; leave them out"
-        )

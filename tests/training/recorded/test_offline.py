@@ -42,8 +42,8 @@ def trainer(store: Any, tiny: Path, tmp_path: Path, **settings: Any) -> agl.Trai
     return agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=Path(mkdtemp(dir=tmp_path)) / "run")
 
 
-def offline(result: Any) -> agl.OfflineResult:
-    assert isinstance(result, agl.OfflineResult)
+def offline(result: agl.TrainingResult) -> Any:
+    assert isinstance(result.recorded, agl.RecordedResult)
     return result
 
 
@@ -53,7 +53,7 @@ def test_each_method_makes_rewarded_answers_more_probable(
 ) -> None:
     fill(store, tokens=True)
     result = offline(trainer(store, tiny, tmp_path).train(10, method=method))
-    assert (result.method, result.steps) == (method, 10)
+    assert (result.recorded.method, result.steps) == (method, 10)
     assert preference(result.checkpoint, chat) > preference(tiny, chat) + 0.1
 
 
@@ -62,8 +62,8 @@ def test_the_method_follows_from_what_was_recorded_and_is_said_with_counts(
 ) -> None:
     fill(store, tokens=True)
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert result.method == "importance"
-    assert result.notes[0] == (
+    assert result.recorded.method == "importance"
+    assert result.recorded.notes[0] == (
         "LightningRL learns by importance-weighted policy gradient: 12 sessions of 3 tasks, 12 of them with"
         " log-probabilities, 6 with a reward of 0.5 or more"
     )
@@ -72,7 +72,7 @@ def test_the_method_follows_from_what_was_recorded_and_is_said_with_counts(
 def test_text_alone_is_learned_by_regression(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert (result.method, result.rendered_calls, result.foreign_calls) == ("awr", 12, 0)
+    assert (result.recorded.method, result.recorded.rendered_calls, result.recorded.foreign_calls) == ("awr", 12, 0)
 
 
 def test_supervised_learning_without_a_dataset_imitates_the_successes_of_the_store(
@@ -81,7 +81,11 @@ def test_supervised_learning_without_a_dataset_imitates_the_successes_of_the_sto
     fill(store)
     algorithm = agl.SFTAlgorithm(steps=8, optimizer=FAST)
     result = offline(trainer(store, tiny, tmp_path, algorithm=algorithm).train())
-    assert (result.algorithm, result.steps, result.sessions) == ("sft", 8, 3)  # one of equal answers to a task
+    assert (result.recorded.algorithm, result.steps, result.recorded.sessions) == (
+        "sft",
+        8,
+        3,
+    )  # one of equal answers to a task
     assert preference(result.checkpoint, chat) > preference(tiny, chat) + 0.1
 
 
@@ -89,7 +93,7 @@ def test_equal_rewards_leave_the_successes_to_imitate(store: Any, add: Any, tiny
     for _ in range(4):
         asyncio.run(add(store, "question", "yes", 1.0))
     result = offline(trainer(store, tiny, tmp_path).train(2))
-    assert (result.method, result.sessions) == ("rejection", 4)
+    assert (result.recorded.method, result.recorded.sessions) == ("rejection", 4)
 
 
 def test_tokens_of_another_tokenizer_are_rendered_anew_and_counted(
@@ -97,8 +101,8 @@ def test_tokens_of_another_tokenizer_are_rendered_anew_and_counted(
 ) -> None:
     fill(store, tokens=True, shift=7)
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert (result.method, result.foreign_calls) == ("awr", 12)
-    assert any("another tokenizer" in note for note in result.notes)
+    assert (result.recorded.method, result.recorded.foreign_calls) == ("awr", 12)
+    assert any("another tokenizer" in note for note in result.recorded.notes)
 
 
 def test_sessions_without_log_probabilities_are_counted_where_most_have_them(
@@ -108,7 +112,7 @@ def test_sessions_without_log_probabilities_are_counted_where_most_have_them(
     asyncio.run(add(store, "question 0", "yes", 1.0))
     asyncio.run(add(store, "question 0", "yes", 1.0, tokens=True, temperature=0.0))
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert (result.method, result.left_out) == ("importance", {"no_logprobs": 2})
+    assert (result.recorded.method, result.recorded.left_out) == ("importance", {"no_logprobs": 2})
 
 
 def test_the_snippet_of_the_readme_runs_without_any_setting(fill: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -124,7 +128,7 @@ def test_the_snippet_of_the_readme_runs_without_any_setting(fill: Any, tmp_path:
 def test_a_store_given_to_the_algorithm_is_used(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     algorithm = agl.LightningRL(store=store, optimizer=FAST)
-    assert offline(trainer(None, tiny, tmp_path, algorithm=algorithm).train(1)).sessions == 12
+    assert offline(trainer(None, tiny, tmp_path, algorithm=algorithm).train(1)).recorded.sessions == 12
 
 
 @pytest.mark.parametrize("name", ["target_agent", "target"])
@@ -135,7 +139,7 @@ def test_only_the_calls_of_the_target_agent_carry_loss(
     for reward, answer in ((1.0, "apples"), (0.0, "coins")) * 2:
         asyncio.run(add(store, "question 9", answer, reward, agent="critic"))
     result = offline(trainer(store, tiny, tmp_path).train(2, **{name: "writer"}))
-    assert result.left_out == {"no_target_calls": 4}
+    assert result.recorded.left_out == {"no_target_calls": 4}
     with pytest.raises(DatasetError, match=r"called 'editor'; there are 'critic', 'writer'"):
         trainer(store, tiny, tmp_path).train(2, **{name: "editor"})
     with pytest.raises(ConfigError, match="two names of one setting"):
@@ -155,15 +159,15 @@ def test_sessions_of_single_tasks_share_a_baseline(store: Any, add: Any, tiny: P
     for number in range(6):
         asyncio.run(add(store, f"question {number}", "yes" if number % 2 else "no", float(number % 2)))
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert result.counts["tokens_trained"] > 0
-    assert "6 tasks have one session each; their baseline is the mean of such sessions" in result.notes
+    assert result.recorded.counts["tokens_trained"] > 0
+    assert "6 tasks have one session each; their baseline is the mean of such sessions" in result.recorded.notes
 
 
 def test_measured_rollouts_are_never_learned_from(store: Any, fill: Any, add: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     asyncio.run(add(store, "question 0", "yes", 1.0, mode="test"))
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert (result.sessions, result.left_out) == (12, {"modes_val_and_test": 1})
+    assert (result.recorded.sessions, result.recorded.left_out) == (12, {"modes_val_and_test": 1})
 
 
 def test_missing_and_unusable_rewards_are_counted(store: Any, fill: Any, add: Any, tiny: Path, tmp_path: Path) -> None:
@@ -171,8 +175,8 @@ def test_missing_and_unusable_rewards_are_counted(store: Any, fill: Any, add: An
     asyncio.run(add(store, "question 0", "yes"))
     asyncio.run(add(store, "question 0", "yes", 1e15))
     result = offline(trainer(store, tiny, tmp_path).train(1))
-    assert result.sessions == 12
-    assert result.left_out == {"bad_reward": 1, "missing_reward": 1}
+    assert result.recorded.sessions == 12
+    assert result.recorded.left_out == {"bad_reward": 1, "missing_reward": 1}
 
 
 def test_what_cannot_be_learned_from_is_said_with_the_way_out(store: Any, add: Any, tiny: Path, tmp_path: Path) -> None:
@@ -225,8 +229,8 @@ def test_following_learns_from_each_session_once_as_they_arrive(
     learning.algorithm = agl.LightningRL(tasks_per_step=1, group_size=4, optimizer=FAST)
     result = offline(learning.train(5, follow=True, follow_timeout=4.0))
     thread.join()
-    assert (result.method, result.steps) == ("importance", 2)
-    assert any("no session arrived" in note for note in result.notes)
+    assert (result.recorded.method, result.steps) == ("importance", 2)
+    assert any("no session arrived" in note for note in result.recorded.notes)
 
 
 @pytest.mark.slow

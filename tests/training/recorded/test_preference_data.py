@@ -32,8 +32,8 @@ def test_pairs_of_a_file_move_the_model_towards_what_was_chosen(tiny: Path, tmp_
     result: Any = agl.Trainer(algorithm=agl.DPO(data=path, optimizer=FAST), model=tiny, run_dir=tmp_path / "run").train(
         6
     )
-    assert (result.algorithm, result.steps, result.sessions) == ("dpo", 6, 2)
-    assert result.counts["pairs"] == 12
+    assert (result.recorded.algorithm, result.steps, result.recorded.sessions) == ("dpo", 6, 2)
+    assert result.recorded.counts["pairs"] == 12
     assert result.metrics["accuracy"] == 1.0
     assert result.metrics["margin"] > 0.1
 
@@ -103,8 +103,8 @@ def test_pairs_that_cannot_be_learned_from_are_counted_and_named(tiny: Path, tmp
         return agl.Trainer(algorithm=algorithm, model=tiny, run_dir=tmp_path / name).train(1)
 
     result = learned(path, "run")
-    assert (result.sessions, result.left_out) == (1, {"too_long": 1})
-    assert any("pairs.jsonl, line 2 is left out (too long)" in note for note in result.notes)
+    assert (result.recorded.sessions, result.recorded.left_out) == (1, {"too_long": 1})
+    assert any("pairs.jsonl, line 2 is left out (too long)" in note for note in result.recorded.notes)
     with pytest.raises(DatasetError, match=r"none of 1 preference pairs.*line 1: no answer is of an agent 'writer'"):
         learned(written(tmp_path / "one.jsonl", PAIR), "writer", target_agent="writer")
     assert not (tmp_path / "writer").exists(), "a run that never began is left"

@@ -37,10 +37,10 @@ def preference(directory: Any, chat: HFChatFormat) -> float:
     return found[0] / sum(found)
 
 
-def learned(store: Any, algorithm: Any, tiny: Path, tmp_path: Path, steps: int | None = 8) -> agl.OfflineResult:
+def learned(store: Any, algorithm: Any, tiny: Path, tmp_path: Path, steps: int | None = 8) -> agl.TrainingResult:
     run_dir = Path(mkdtemp(dir=tmp_path)) / "run"
     result = agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=run_dir).train(steps)
-    assert isinstance(result, agl.OfflineResult)
+    assert isinstance(result, agl.TrainingResult)
     return result
 
 
@@ -58,8 +58,8 @@ def test_every_preference_loss_prefers_what_was_rewarded(
     fill(store)
     result = learned(store, agl.DPO(loss=loss, pairs=pairs, optimizer=FAST), tiny, tmp_path)
     assert preference(result.checkpoint, chat) > preference(tiny, chat) + 0.1
-    assert result.metrics["accuracy"] == 1.0
-    assert result.counts["pairs"] > 0
+    assert result.recorded.metrics["accuracy"] == 1.0
+    assert result.recorded.counts["pairs"] > 0
 
 
 def test_the_margin_is_zero_where_the_policy_is_the_reference(
@@ -67,8 +67,8 @@ def test_the_margin_is_zero_where_the_policy_is_the_reference(
 ) -> None:
     fill(store)
     result = learned(store, agl.DPO(optimizer=FAST), tiny, tmp_path, steps=1)
-    assert result.metrics["margin"] == pytest.approx(0.0, abs=1e-4)
-    assert result.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert result.recorded.metrics["margin"] == pytest.approx(0.0, abs=1e-4)
+    assert result.recorded.metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -78,12 +78,14 @@ def test_another_reference_moves_the_margin(
     fill(store)
     other = learned(store, agl.DPO(optimizer=FAST), tiny, tmp_path).checkpoint.rename(tmp_path / "other")
     result = learned(store, agl.DPO(optimizer=FAST, reference=str(other)), tiny, tmp_path, steps=1)
-    assert result.metrics["margin"] < -0.5
+    assert result.recorded.metrics["margin"] < -0.5
 
 
 def test_only_the_target_agent_is_compared(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store, agent="writer")
-    assert learned(store, agl.DPO(target_agent="writer", optimizer=FAST), tiny, tmp_path, 1).counts["pairs"] == 12
+    assert (
+        learned(store, agl.DPO(target_agent="writer", optimizer=FAST), tiny, tmp_path, 1).recorded.counts["pairs"] == 12
+    )
     with pytest.raises(DatasetError, match="there are 'writer'"):
         learned(store, agl.DPO(target_agent="editor"), tiny, tmp_path, 1)
 
@@ -101,7 +103,7 @@ def test_data_without_preferences_is_refused_with_what_is_missing(
         DatasetError, match=r"of 2 tasks with 3 sessions, 1 have one.*several sessions of the same task"
     ):
         learned(store, agl.DPO(), tiny, tmp_path)
-    assert learned(store, agl.DPO(loss="kto"), tiny, tmp_path, 1).counts["pairs"] == 3
+    assert learned(store, agl.DPO(loss="kto"), tiny, tmp_path, 1).recorded.counts["pairs"] == 3
 
 
 def test_a_loss_that_compares_nothing_is_refused() -> None:
@@ -251,7 +253,7 @@ def test_agl_dpo_learns_from_a_store(store: Any, fill: Any, tiny: Path, tmp_path
     done = CliRunner().invoke(build(), [*words, "--run-dir", str(tmp_path / "cli"), "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert (result["algorithm"], result["steps"], result["sessions"]) == ("dpo", 2, 12)
+    assert (result["recorded"]["algorithm"], result["steps"], result["recorded"]["sessions"]) == ("dpo", 2, 12)
     assert Path(result["checkpoint"]).is_dir()
 
 
@@ -293,7 +295,7 @@ def test_agl_sft_learns_from_a_file_into_an_adapter_and_makes_no_store(
     words = ["sft", "steps=1", "--model", str(tiny), "--dataset", str(path), "--run-dir", str(tmp_path / "cli")]
     done = CliRunner().invoke(build(), [*words, "lora.r=2", "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["sessions"] == 2
+    assert json.loads(done.stdout)["recorded"]["sessions"] == 2
     assert list((tmp_path / "cli" / "checkpoint").rglob("adapter_config.json"))
     assert not (tmp_path / ".agentlightning").exists()
     assert "give --dataset FILE or --store STORE" in CliRunner().invoke(build(), words[:4]).output

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.training.recorded.run import RecordedTraining
+from agentlightning.training.persistence.run_dir import read_state
+from agentlightning.training.run import RunAccount
 
 pytestmark = pytest.mark.integration
 
@@ -33,15 +36,16 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ends the run within the next step after this many, when its metrics are written and its checkpoint is not."""
 
     def after(steps: int) -> None:
-        count = RecordedTraining._count
+        add_step = RunAccount.add_step
 
-        def counted(run: RecordedTraining, metrics: Any) -> None:
-            count(run, metrics)
-            if run.step > steps:
-                monkeypatch.setattr(RecordedTraining, "_count", count)
+        def added(account: RunAccount, line: Any) -> Any:
+            record = add_step(account, line)
+            if account.state.step > steps:
+                monkeypatch.setattr(RunAccount, "add_step", add_step)
                 raise Killed
+            return record
 
-        monkeypatch.setattr(RecordedTraining, "_count", counted)
+        monkeypatch.setattr(RunAccount, "add_step", added)
 
     return after
 
@@ -65,7 +69,7 @@ def algorithm_of(kind: str, folder: Path) -> Any:
     return agl.LightningRL(steps=STEPS, tasks_per_step=2, group_size=2, optimizer=FAST)
 
 
-def weights(result: agl.OfflineResult) -> dict[str, torch.Tensor]:
+def weights(result: agl.TrainingResult) -> dict[str, torch.Tensor]:
     return load_file(result.checkpoint / "model.safetensors")
 
 
@@ -100,9 +104,9 @@ def test_an_interrupted_run_ends_with_the_weights_of_one_that_was_not(
     assert timeless == [
         {name: value for name, value in line.items() if "seconds" not in name} for line in lines(tmp_path / "whole")
     ]
-    for name in ("counts", "left_out", "notes", "sessions", "method"):
-        assert getattr(resumed, name) == getattr(whole, name)
-    assert [entry.name for entry in (tmp_path / "cut" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
+    assert replace(resumed.recorded, metrics={}) == replace(whole.recorded, metrics={})
+    assert resumed.best_step == whole.best_step
+    assert f"step-{STEPS:06d}" in {entry.name for entry in (tmp_path / "cut" / "checkpoints").iterdir()}
 
 
 def test_a_finished_run_goes_on_with_more_steps(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
@@ -156,10 +160,10 @@ def test_what_a_resumed_run_cannot_bring_back_is_named(
         agl.Trainer.resume(run_dir, algorithm=sft).fit(print)
     with pytest.raises(ConfigError, match="target_agent: a resumed run keeps this"):
         agl.Trainer.resume(run_dir, algorithm=sft).train(target_agent="writer")
-    with pytest.raises(ConfigError, match=r"already holds a run on recorded data; continue it"):
+    with pytest.raises(ConfigError, match=r"already holds a run; continue it"):
         agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
     result: Any = agl.Trainer.resume(run_dir, algorithm=sft).train()
-    assert (result.steps, result.sessions) == (2, 1)
+    assert (result.steps, result.recorded.sessions) == (2, 1)
 
 
 def test_sessions_that_are_gone_are_counted(
@@ -173,11 +177,10 @@ def test_sessions_that_are_gone_are_counted(
     other = agl.LightningStore(tmp_path / "other.db")
     fill(other, 1)
     agl.Trainer.resume(tmp_path / "run", store=store).train()
-    position = json.loads((tmp_path / "run" / "offline.json").read_text())
-    assert (position["step"], len(position["rollouts"])) == (1, 12)
-    (tmp_path / "run" / "offline.json").write_text(
-        json.dumps({**position, "rollouts": [*position["rollouts"], "ro-9"]})
-    )
+    state = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (state["step"], len(state["recorded"]["rollouts"])) == (1, 12)
+    state["recorded"]["rollouts"].append("ro-9")
+    (tmp_path / "run" / "state.json").write_text(json.dumps(state))
     agl.Trainer.resume(tmp_path / "run", store=store).train(2)
     assert "1 sessions of this run are no longer in the store" in capfd.readouterr().err
 
@@ -196,8 +199,8 @@ def test_an_interrupted_run_that_follows_learns_from_no_session_twice(
         )
     resumed: Any = agl.Trainer.resume(tmp_path / "run").train()
     assert resumed.steps == 4, "8 sessions, two at a time"
-    position = json.loads((tmp_path / "run" / "offline.json").read_text())
-    assert len(position["source"]["learned"]) == len(set(position["source"]["learned"])) == 8
+    learned = json.loads((tmp_path / "run" / "state.json").read_text())["recorded"]["source"]["learned"]
+    assert len(learned) == len(set(learned)) == 8
 
 
 def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
@@ -218,3 +221,82 @@ def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tm
     assert "--model is missing" in missing.output
     nothing = CliRunner().invoke(build(), ["dpo", "--resume", str(tmp_path / "none")])
     assert "holds no run" in nothing.output
+
+
+def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    """It had offline.json in place of state.json."""
+    fill(store)
+    run_dir = tmp_path / "run"
+    made = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=run_dir)
+    made.train(2)
+    state = json.loads((run_dir / "state.json").read_text())
+    old = {name: each for name, each in state["recorded"].items() if name not in ("first_step", "sessions")}
+    old |= {"model": str(tiny), "checkpoint_every": 20, "first_line": 0, "algorithm_state": {}, "metrics": {}}
+    old |= {"before": {}, "validation_losses": {"0": 3.0, "2": 2.0}, "counts": {}, "version": 1}
+    old |= {name: state[name] for name in ("objects", "step", "checkpoint", "seconds")}
+    (run_dir / "offline.json").write_text(json.dumps(old))
+    (run_dir / "state.json").unlink()
+    found = read_state(run_dir)
+    assert (found.step, found.best_checkpoint, found.best_score) == (2, "best/step-000002", -2.0)
+    shutil.copytree(run_dir / str(found.checkpoint), run_dir / "best" / "step-000002")
+    resumed: Any = agl.Trainer.resume(run_dir).train(4)
+    assert ([line["step"] for line in lines(run_dir)], resumed.recorded.sessions) == ([1, 2, 3, 4], 12)
+    kept = load_file(run_dir / "best" / "step-000002" / "model.safetensors")
+    assert resumed.best_step == 2
+    assert all(torch.equal(kept[name], each) for name, each in weights(resumed).items()), "of the lowest loss"
+    assert not (run_dir / "offline.json").exists()
+
+
+def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
+) -> None:
+    fill(store)
+    kill(1)
+    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    algorithm, run_dir = algorithm_of("rl", tmp_path), tmp_path / "run"
+    made = agl.Trainer(config, store=store, algorithm=algorithm, model=tiny, run_dir=run_dir)
+    with pytest.raises(Killed):
+        made.train(3, held_out_dataset=[{"reward": 0.5}], eval_agent="tests.support.agents:reward_of_task")
+    before = json.loads((run_dir / "state.json").read_text())["evaluations"]
+    assert before == {"before-greedy": [0.5], "before-sampled": [0.5]}
+    resumed: Any = agl.Trainer.resume(run_dir).train()
+    assert (resumed.steps, resumed.held_out["greedy"].before) == (3, 0.5)
+
+
+TRACKER = """
+from agentlightning.training.tracking.trackers import Tracker
+
+class Steps(Tracker):
+    def start(self, run):
+        self.path = run.run_dir / "steps"
+        return str(self.path)
+
+    def log(self, step, metrics):
+        with self.path.open("a") as file:
+            file.write(str(step))
+"""
+
+
+def test_what_shows_any_run_shows_one_on_recorded_data(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store)
+    run_dir, tracker = tmp_path / "run", tmp_path / "kept_steps.py"
+    tracker.write_text(TRACKER)
+    config = agl.TrainConfig(tracking={"trackers": (f"{tracker}:Steps",)})
+    made = agl.Trainer(config, store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=run_dir)
+    made.train(2)
+    assert (run_dir / "steps").read_text() == "12"
+    assert json.loads((run_dir / "report.json").read_text())["recorded"]["sessions"] == 12
+    shown = CliRunner().invoke(build(), ["status", str(run_dir)])
+    assert (shown.exit_code, "2" in shown.output) == (0, True), shown.output
+    assert CliRunner().invoke(build(), ["doctor", str(run_dir)]).exit_code == 0
+
+
+@pytest.mark.parametrize("section", ["guard", "gate", "group_reward", "run"])
+def test_settings_for_rollouts_are_refused(section: str, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store, 1)
+    given: Any = {"guard": {}, "gate": {"tasks": "none.jsonl"}, "group_reward": "a:b"}
+    given["run"] = {"gateways": ["http://127.0.0.1:1"]}
+    config = agl.TrainConfig(**{section: given[section]})
+    with pytest.raises(ConfigError, match=f"{section}.*for rollouts of an agent"):
+        agl.Trainer(config, store=store, model=tiny, run_dir=tmp_path / "run").train(1)
+    assert not (tmp_path / "run").exists()

@@ -66,11 +66,11 @@ def test_so_are_those_of_named_dimensions_and_of_several_sessions(tmp_path: Path
     assert chosen(store, threshold=2.0, reward_weights=weights) == []
 
 
-def learned(store: Any, tiny: Path, tmp_path: Path, steps: int = 12, **options: Any) -> agl.OfflineResult:
+def learned(store: Any, tiny: Path, tmp_path: Path, steps: int = 12, **options: Any) -> agl.TrainingResult:
     algorithm = options.pop("algorithm", None) or agl.LightningRL(tasks_per_step=3, optimizer=OptimizerConfig(lr=3e-3))
     made = agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=Path(mkdtemp(dir=tmp_path)) / "run")
     result = made.train(steps, **options)
-    assert isinstance(result, agl.OfflineResult)
+    assert isinstance(result, agl.TrainingResult)
     return result
 
 
@@ -94,22 +94,29 @@ def test_an_answer_that_earned_nothing_is_not_taught(
     store = agl.LightningStore(tmp_path / "sessions.db")
     say(store, ("first", "apples"), 0.0, ("second", "coins"), 0.2, ("third", "yes"), 1.0)
     result = learned(store, tiny, tmp_path, algorithm=algorithm)
-    assert result.sessions == 1
+    assert result.recorded.sessions == 1
     gains = [
         gain(tiny, result.checkpoint, chat, *call)
         for call in (("first", "apples"), ("second", "coins"), ("third", "yes"))
     ]
     assert gains[2] > max(1.0, gains[0] + 1.0, gains[1] + 1.0)
     if algorithm is None:
-        assert result.method == "rejection"
-        assert "1 sessions hold several rewards; each belongs to the calls since the one before it" in result.notes
+        assert result.recorded.method == "rejection"
+        assert (
+            "1 sessions hold several rewards; each belongs to the calls since the one before it"
+            in result.recorded.notes
+        )
 
 
 def test_where_only_an_early_part_earned_something_it_is_taught(tiny: Path, tmp_path: Path) -> None:
     store = agl.LightningStore(tmp_path / "sessions.db")
     say(store, ("first", "yes"), 1.0, ("second", "no"), 0.0, ("third", "perhaps"))
     result = learned(store, tiny, tmp_path, 1)
-    assert (result.method, result.sessions, result.left_out) == ("rejection", 1, {"missing_reward": 1})
+    assert (result.recorded.method, result.recorded.sessions, result.recorded.left_out) == (
+        "rejection",
+        1,
+        {"missing_reward": 1},
+    )
 
 
 def test_regression_weighs_independent_parts_and_keeps_a_conversation_whole(tiny: Path, tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_regression_weighs_independent_parts_and_keeps_a_conversation_whole(tiny
     longer = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]
     say(store, ("a", "x"), 0.5, (longer, "y"), 1.0, task="conversation")
     result = learned(store, tiny, tmp_path, 1)
-    assert (result.method, result.sessions) == ("awr", 5)
+    assert (result.recorded.method, result.recorded.sessions) == ("awr", 5)
 
 
 def test_preferences_compare_the_parts_that_answer_the_same_prompt(
@@ -130,12 +137,12 @@ def test_preferences_compare_the_parts_that_answer_the_same_prompt(
     say(store, ("first", "yes"), 1.0, ("second", "apples"), 0.0)
     say(store, ("first", "no"), 0.0, ("second", "coins"), 1.0)
     result = learned(store, tiny, tmp_path, algorithm=agl.DPO(optimizer=OptimizerConfig(lr=3e-3)))
-    assert result.counts["pairs"] == 2 * 12, "each prompt once a step"
+    assert result.recorded.counts["pairs"] == 2 * 12, "each prompt once a step"
     pairs = [("first", "yes", "no"), ("second", "coins", "apples")]
     for prompt, good, bad in pairs:
         moved = [gain(tiny, result.checkpoint, chat, prompt, answer) for answer in (good, bad)]
         assert moved[0] > moved[1] + 1.0
-    assert "2 sessions hold several rewards; each belongs to the calls since the one before it" in result.notes
+    assert "2 sessions hold several rewards; each belongs to the calls since the one before it" in result.recorded.notes
 
 
 @pytest.mark.parametrize(
@@ -149,7 +156,7 @@ def test_every_pair_is_of_one_prompt(tiny: Path, tmp_path: Path, sessions: Any, 
     store = agl.LightningStore(tmp_path / "sessions.db")
     for turns in sessions:
         say(store, *turns)
-    assert learned(store, tiny, tmp_path, 1, algorithm=agl.DPO()).counts["pairs"] == pairs
+    assert learned(store, tiny, tmp_path, 1, algorithm=agl.DPO()).recorded.counts["pairs"] == pairs
 
 
 def test_a_conversation_is_preferred_as_a_whole(tiny: Path, tmp_path: Path) -> None:
@@ -162,4 +169,4 @@ def test_a_conversation_is_preferred_as_a_whole(tiny: Path, tmp_path: Path) -> N
         ]
         say(store, ("a", answer), 0.5, (longer, answer), float(answer == "x"), task="conversation")
     result = learned(store, tiny, tmp_path, 1, algorithm=agl.DPO())
-    assert (result.sessions, result.counts["pairs"]) == (2, 1)
+    assert (result.recorded.sessions, result.recorded.counts["pairs"]) == (2, 1)

@@ -38,11 +38,13 @@ def print_result(result: TrainingResult, console: Console) -> None:
                 f"  stage {number}, {stage.name}, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
                 f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f})"
             )
-    failed = f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
-    if result.rejected_rollouts:
-        failed += f", left out: {describe_reasons(result.rejected_rollouts)}"
+    learned, left_out = f"{result.rollouts} rollouts", result.rejected_rollouts
+    if (own := result.recorded) is not None:
+        learned, left_out = f"{own.algorithm} on {own.sessions} sessions", own.left_out
+    learned += f", {result.failed_rollouts} failed" if result.failed_rollouts else ""
+    learned += f", left out: {describe_reasons(left_out)}" if left_out else ""
     console.print(
-        f"{result.steps} steps, {result.rollouts} rollouts{failed}, {result.seconds:.1f} s"
+        f"{result.steps} steps, {learned}, {result.seconds:.1f} s"
         + (f"; {result.rollbacks} rollbacks" if result.rollbacks else "")
         + (f"; best checkpoint from step {result.best_step}" if result.best_step else "")
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,7 @@ from agentlightning.util.file_lock import lock_file
 
 ALGORITHM_FILE: Final = "algorithm.json"
 """In a checkpoint: `Algorithm.state_dict`, unless it is empty, and the revision of the run that it belongs to."""
-STATE_VERSION = 1
-OFFLINE_FILE: Final = "offline.json"
-"""In place of state.json: the position of a run on recorded data (`training.recorded.position`)."""
+STATE_VERSION = 2
 
 
 class KeptCheckpoint(TypedDict):
@@ -62,6 +61,38 @@ class StageRecord(TypedDict):
     learns_weights: bool
     settings: str
     """Tells its settings from others."""
+
+
+@dataclass(slots=True)
+class RecordedData:
+    """What a run on recorded data learns from, and how far it is in it."""
+
+    algorithm: str
+    """`module:Class`."""
+    settings: dict[str, Any]
+    """Of the algorithm, where the trainer's settings do not hold them."""
+    given: list[str]
+    """The settings of the algorithm that were set: its own loss stays where one was, even if it is the default."""
+    sources: dict[str, Any]
+    """What the algorithm learns from, where it is a file or a query of the store."""
+    options: dict[str, Any]
+    """Those of `Trainer.train`."""
+    store: str | None = None
+    """The file of the store. None: it has none, or nothing is read from it."""
+    rollouts: list[str] | None = None
+    """The sessions that the store held when the run began. None: the run follows the store, or reads none."""
+    method: str | None = None
+    first_step: int = 0
+    """Steps of an earlier call of `train` in the same directory."""
+    source: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The position in the data."""
+    rejected: dict[str, str] = field(default_factory=dict[str, str])
+    """Sessions that could not be used, with the reason."""
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
+    """Sessions that were not chosen, by reason."""
+    sessions: int = 0
+    """What was learned from, where the algorithm read the sessions itself."""
+    notes: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
@@ -138,6 +169,8 @@ class RunState:
     """The number of resumes with another agent, reward or reward weights."""
     seconds: float = 0.0
     """Time spent on the run so far, without interruptions."""
+    recorded: RecordedData | None = None
+    """None: an agent runs."""
     version: int = STATE_VERSION
 
     @property
@@ -147,8 +180,10 @@ class RunState:
 
     @property
     def first_step(self) -> int:
-        """The finished steps of earlier stages."""
-        return self.stages[-1]["first_step"] if self.stages else 0
+        """The finished steps of earlier stages, or of an earlier run on recorded data in the directory."""
+        if self.stages:
+            return self.stages[-1]["first_step"]
+        return self.recorded.first_step if self.recorded is not None else 0
 
     @property
     def stage_step(self) -> int:
@@ -224,13 +259,42 @@ def read_state(run_dir: Path) -> RunState:
     read."""
     path = run_dir / "state.json"
     try:
-        state = RunState(**orjson.loads(path.read_bytes()))
+        table = _of_version_1(run_dir) if (run_dir / OFFLINE_FILE).exists() else orjson.loads(path.read_bytes())
+        if table.get("recorded") is not None:
+            table["recorded"] = RecordedData(**table["recorded"])
+        state = RunState(**table)
         _check_types(state)
-    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+    except (OSError, AttributeError, KeyError, ValueError, TypeError) as error:
         raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
-    if state.version != STATE_VERSION:
+    if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
+    state.version = STATE_VERSION
     return state
+
+
+OFFLINE_FILE: Final = "offline.json"
+"""In place of state.json in version 1: the position of a run on recorded data."""
+
+
+def _of_version_1(run_dir: Path) -> dict[str, Any]:
+    """The state of a run on recorded data, as `offline.json` holds it."""
+    old = orjson.loads((run_dir / OFFLINE_FILE).read_bytes())
+    kept = ("algorithm", "settings", "given", "sources", "options", "store", "rollouts", "method", "source")
+    losses = {int(step): loss for step, loss in old["validation_losses"].items()}
+    best = min(losses, key=lambda step: (losses[step], step)) if losses else None
+    return {
+        "run_id": f"r{secrets.token_hex(4)}",
+        "objects": old["objects"],
+        "step": old["first_line"] + old["step"],
+        "checkpoint": old["checkpoint"],
+        "evaluations": {f"before-{mode}": rewards for mode, rewards in old["before"].items()},
+        "best_step": None if best is None else old["first_line"] + best,
+        "best_score": None if best is None else -losses[best],
+        "best_checkpoint": None if best is None else f"best/step-{best:06d}",
+        "seconds": old["seconds"],
+        "recorded": {name: old[name] for name in (*kept, "rejected", "left_out", "notes")}
+        | {"first_step": old["first_line"]},
+    }
 
 
 def _check_types(state: RunState) -> None:
@@ -241,6 +305,10 @@ def _check_types(state: RunState) -> None:
         kinds |= {others[kind] for kind in kinds & others.keys()}
         if ("None" if value is None else type(value).__name__) not in kinds:
             raise TypeError(f"{each.name}={value!r:.80} is no {each.type}")
+
+
+def holds_run(run_dir: Path) -> bool:
+    return (run_dir / "state.json").exists() or (run_dir / OFFLINE_FILE).exists()
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -266,12 +334,7 @@ class RunDir:
     @classmethod
     def create(cls, path: Path) -> RunDir:
         """A new run. Raises ConfigError where one is already, or nothing can be written."""
-        if (path / OFFLINE_FILE).exists():
-            raise ConfigError(
-                f"{path} already holds a run on recorded data; continue it with Trainer.resume({str(path)!r}).train(),"
-                f" or --resume {path}, or use another --run-dir"
-            )
-        if (path / "state.json").exists():
+        if holds_run(path):
             raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run-dir")
         made = [each for each in (path, *path.parents) if not each.exists()]
         with _writable(path):
@@ -280,15 +343,10 @@ class RunDir:
             return cls(path, _lock(path), earlier, made)
 
     @classmethod
-    def open(cls, path: Path, state: str = "state.json") -> RunDir:
-        """An existing run, whose position is in the file `state`. Raises ResumeError where there is none."""
-        if state != OFFLINE_FILE and (path / OFFLINE_FILE).exists():
-            raise ResumeError(
-                f"{path} learns from recorded data, without an agent; continue it with Trainer.resume({str(path)!r})"
-                f".train(), `agl sft --resume {path}` or `agl dpo --resume {path}`"
-            )
-        if not (path / state).exists():
-            raise ResumeError(f"{path} holds no run to resume: {path / state} does not exist")
+    def open(cls, path: Path) -> RunDir:
+        """An existing run. Raises ResumeError where there is none."""
+        if not holds_run(path):
+            raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
         with _writable(path):
             run_dir = cls(path, _lock(path))
             for folder in (path, path / "checkpoints"):
@@ -334,6 +392,7 @@ class RunDir:
 
     def write_state(self, state: RunState) -> None:
         write_atomically(self.path / "state.json", orjson.dumps(state, option=orjson.OPT_INDENT_2))
+        (self.path / OFFLINE_FILE).unlink(missing_ok=True)
 
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
         """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""

@@ -201,6 +201,33 @@ def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedResult:
+    """What a run on recorded data learned from, and what it could not use.
+
+    >>> agl.RecordedResult("lightning_rl", method="awr", sessions=12).left_out
+    {}
+    """
+
+    algorithm: str
+    method: str | None = None
+    """How rollouts of another policy were learned from: importance, awr or rejection; None for other algorithms."""
+    sessions: int = 0
+    """Sessions that were learned from."""
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sessions that were not, by reason."""
+    rendered_calls: int = 0
+    """Model calls whose text was put into the model's tokens, because theirs were not recorded."""
+    foreign_calls: int = 0
+    """Among those, calls that were recorded in tokens of another tokenizer."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the last step."""
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What steps skipped and trained, summed over all of them: groups_without_spread, tokens_trained ..."""
+    notes: tuple[str, ...] = ()
+    """What was said while it ran."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingResult:
     """What improved, by how much, at what cost, and where the trained model is."""
 
@@ -244,6 +271,8 @@ class TrainingResult:
 
     tracker_failures: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of calls that failed, by experiment tracker; empty where all went well."""
+    recorded: RecordedResult | None = None
+    """What was learned from, in a run on recorded data. None: from rollouts of an agent."""
     gateways: Mapping[str, Any] | None = None
     """What the gateways of `run.gateways` did since the run was last started: `urls`, `joins`, `calls`, `tokens`,
     `failed`, `held` (calls that waited for an update), `updates` and `held_seconds`, summed. None: the trainer's own
@@ -305,6 +334,7 @@ class TrainingResult:
             "stages": [each.as_json() for each in self.stages],
             "cost": self.cost.as_json(),
             "tracker_failures": dict(self.tracker_failures),
+            "recorded": None if self.recorded is None else asdict(self.recorded),
             "gateways": None if self.gateways is None else dict(self.gateways),
         }
 

@@ -57,6 +57,7 @@ async def write_report(
         prompts=prompts_in(run.resources),
         stages=stage_results(state, lines, list(gains)),
         cost=cost,
+        recorded=None if run.recorded is None else run.recorded.result(lines),
         gateways=None if run.gateways is None else await run.gateways(),
     )
     if run.account.tracking is not None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from agentlightning.cli.opening import weights_of
 from agentlightning.cli.options import Json, Model, Reward, RewardWeights
@@ -18,7 +16,6 @@ from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
-    from agentlightning.training.recorded.result import OfflineResult
     from agentlightning.training.report.result import TrainingResult
 
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
@@ -175,7 +172,7 @@ def _open(store: str | None) -> LightningStore | None:
 
 def _train(
     algorithm: Any, model: str | None, store: LightningStore | None, options: _Options, output: Output
-) -> OfflineResult:
+) -> TrainingResult:
     from agentlightning.config import RunConfig, TrainConfig
     from agentlightning.errors import ConfigError
     from agentlightning.trainer import Trainer
@@ -195,7 +192,7 @@ def _train(
         reward=options.reward,
         progress=Progress(console=output.console),
     )
-    return _learned(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out))
+    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
 
 
 def _resumed(
@@ -205,45 +202,25 @@ def _resumed(
     options: _Options,
     store: LightningStore | None,
     output: Output,
-) -> OfflineResult:
+) -> TrainingResult:
     """Continue a run of this verb. Raises ConfigError for arguments that a run keeps."""
     from agentlightning.errors import ConfigError
     from agentlightning.trainer import Trainer
-    from agentlightning.training.recorded.position import learned_by
+    from agentlightning.training.persistence.run_dir import holds_run
+    from agentlightning.training.recorded import learned_by
     from agentlightning.util.progress import Progress
 
     if kept := [name for name, value in given.items() if value]:
         raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-    made = learned_by(run_dir)
+    made = learned_by(run_dir) if holds_run(run_dir) else None
     if made not in (None, verb):
         raise ConfigError(f"{run_dir} is a run of `agl {made}`; continue it with  agl {made} --resume {run_dir}")
     progress = Progress(console=output.console)
     trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=progress)
-    return _learned(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out))
+    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
 
 
-def _learned(result: OfflineResult | TrainingResult) -> OfflineResult:
-    from agentlightning.training.recorded.result import OfflineResult
+def _finish(result: TrainingResult, output: Output) -> None:
+    from agentlightning.cli.formatting.training_report import print_result
 
-    assert isinstance(result, OfflineResult)
-    return result
-
-
-def _finish(result: OfflineResult, output: Output) -> None:
-    output.finish(result.as_json(), lambda console: show(result, console))
-
-
-def show(result: OfflineResult, console: Console) -> None:
-    """The result for a person."""
-    console.print(f"{result.algorithm}: {result.steps} steps on {result.sessions} sessions, {result.seconds:.0f} s")
-    for reason, count in result.left_out.items():
-        console.print(f"left out: {count} {reason.replace('_', ' ')}")
-    if result.held_out:
-        table = Table("held-out reward", "before", "after", "gain", box=None)
-        for mode, gain in result.held_out.items():
-            low, high = gain.interval
-            table.add_row(
-                mode, f"{gain.before:.3f}", f"{gain.after:.3f}", f"{gain.gain:+.3f} ({low:+.3f} to {high:+.3f})"
-            )
-        console.print(table)
-    console.print(f"model: {result.checkpoint}", markup=False)
+    output.finish(result.as_json(), lambda console: print_result(result, console))

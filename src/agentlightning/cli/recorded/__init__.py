@@ -1,1 +1,0 @@
-"""The verbs that learn from recorded data."""
