@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli import credit, demo, doctor, evaluate, model, rescore, run, runner, serve, store, train
+from agentlightning.cli import credit, demo, doctor, evaluate, learn, model, rescore, run, runner, serve, store, train
 from agentlightning.cli.exporting import export
 from agentlightning.cli.output import Output, errors_reported
-from agentlightning.cli import learn
 from agentlightning.cli.starting import init
 from agentlightning.cli.viewing import dashboard, report, status
 from agentlightning.errors import ConfigError

@@ -90,6 +90,7 @@ def test_the_report_of_a_run_has_these_fields() -> None:
             "provider_calls_without_price": 1,
         },
         "tracker_failures": {},
+        "recorded": None,
         "gateways": None,
     }
     assert result.best_prompt.template == "Be kind.\nSay {word}."
