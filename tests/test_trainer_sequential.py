@@ -582,7 +582,8 @@ def test_stages_are_written_to_toml_and_read_back_exactly(tmp_path: Path) -> Non
     ("override", "named"),
     [
         ("algorithm.stages=[]", "there is no stage"),
-        ('algorithm.stages=[{type="sequential"}]', "algorithm.stages.0 .*has no type 'sequential'"),
+        ('algorithm.stages=[{type="sequential"}]', "algorithm.stages.0.stages is required"),
+        ('algorithm.stages=[{type="other"}]', "there is no algorithm 'other'"),
         ('algorithm.stages=[{type="apo", stepz=3}]', "unknown setting algorithm.stages.0.stepz"),
         ("algorithm.rounds=0", "algorithm.rounds = 0"),
     ],

@@ -84,10 +84,10 @@ def test_a_detached_critic_leaves_the_gradient_and_the_step_of_the_policy_as_the
     for _ in range(3):
         critic = with_critic.step([sample()], UpdateOptions(loss=["ppo", "value"]))
         plain = without.step([sample()], UpdateOptions(loss=["ppo"]))
-        assert critic["grad_norm"] == plain["grad_norm"], "the norm by which it is clipped, too"
+        assert critic["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6), "by which it is clipped"
         assert critic["value_grad_norm"] > 0
     for mine, theirs in zip(with_critic.model.parameters(), without.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)  # A step is 1e-3; sums round by their order.
 
 
 def test_a_critic_that_trains_the_body_changes_its_gradient() -> None:
