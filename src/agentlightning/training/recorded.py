@@ -181,7 +181,7 @@ class Plan:
     rendered: int = 0
     foreign: int = 0
     sessions: int = 0
-    """What was learned from, where it is not the trajectories. 0: these."""
+    """What is learned from. 0: the algorithm counts it."""
     notes: tuple[str, ...] = ()
     prepare: Prepare | None = None
     """Puts sessions that arrive later into the same form."""
@@ -625,7 +625,7 @@ class Recorded:
         return RecordedResult(
             algorithm=self.plan.algorithm.name,
             method=self.plan.method,
-            sessions=self.data.sessions or self.plan.sessions,
+            sessions=self.data.sessions,
             left_out=dict(Counter(self.data.rejected.values()).most_common()) | self.data.left_out,
             rendered_calls=self.plan.rendered,
             foreign_calls=self.plan.foreign,
@@ -686,6 +686,7 @@ async def open_recorded(
     batches: Any = SessionSource(
         plan.trajectories, config.run.seed, pools_singles=not isinstance(plan.algorithm, DPO), resumed=data.source
     )
+    data.sessions = plan.sessions or data.sessions
     recorded = Recorded(plan, batches, data, progress)
     recorded.reject([*sessions.rejected, *plan.rejected])
     for note in plan.notes:

@@ -288,6 +288,7 @@ def test_what_shows_any_run_shows_one_on_recorded_data(store: Any, fill: Any, ti
     assert json.loads((run_dir / "report.json").read_text())["recorded"]["sessions"] == 12
     shown = CliRunner().invoke(build(), ["status", str(run_dir)])
     assert (shown.exit_code, "2" in shown.output) == (0, True), shown.output
+    assert "sessions    12" in shown.output
     assert CliRunner().invoke(build(), ["doctor", str(run_dir)]).exit_code == 0
 
 

@@ -66,8 +66,8 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
 
     state, rewards = found.state, [each.reward for each in records if each.reward is not None]
     validated = next((each for each in reversed(records) if each.validation), None)
-    # The settings say nothing of the steps of an algorithm object.
-    total = None if state.algorithm else _total_steps(found.run_dir)
+    # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
+    total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
     per_step = state.seconds / state.step if state.step else None
     left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
     means = {
@@ -89,6 +89,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "validation": dict(validated.validation) if validated else {},
         "validated_at": validated.step if validated else None,
         "tokens_per_second": records[-1].tokens_per_second if records else None,
+        "sessions": None if state.recorded is None else state.recorded.sessions,
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),
@@ -124,7 +125,10 @@ def _print(record: dict[str, Any], rewards: list[float | None], console: Console
     if record["tokens_per_second"]:
         console.print(f"speed       {record['tokens_per_second']:,.0f} tokens/s")
     rejected = sum(record["rejected_rollouts"].values())
-    console.print(f"rollouts    {record['rollouts']}, {record['failed_rollouts']} failed, {rejected} rejected")
+    if record["sessions"] is None:
+        console.print(f"rollouts    {record['rollouts']}, {record['failed_rollouts']} failed, {rejected} rejected")
+    else:
+        console.print(f"sessions    {record['sessions']}")
     for each in record["failures"]:
         console.print(
             f"failed      {each['count']}  {printable(each['cause'])}  {printable(each['example'])}", markup=False

@@ -91,7 +91,7 @@ class RecordedData:
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     """Sessions that were not chosen, by reason."""
     sessions: int = 0
-    """What was learned from, where the algorithm read the sessions itself."""
+    """What was learned from."""
     notes: list[str] = field(default_factory=list[str])
 
 
