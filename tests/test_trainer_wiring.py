@@ -38,6 +38,8 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.air import air_rule
 from agentlightning.trainer import Trainer
+from agentlightning.training import run as run_module
+from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.report import write_report
 from agentlightning.training.report.result import TrainingResult
 
@@ -388,6 +390,26 @@ async def test_a_run_that_a_collapse_has_stopped_continues_from_its_healthy_weig
     assert scripted_weights(resumed.checkpoint)["updates"] == 2
     kept = {path.name for path in (run.directory / "run" / "checkpoints").glob("step-*")}
     assert "step-000000" in kept, "what may be returned to is kept"
+
+
+@pytest.mark.parametrize(("every", "written"), [(None, [1, 5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
+async def test_slow_checkpoints_are_rare_unless_the_settings_say_how_many(
+    every: int | None, written: list[int], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "SLOW_CHECKPOINT", 0.0)
+    monkeypatch.setattr(run_module, "CHECKPOINT_SHARE", 1e9)
+    steps: list[int] = []
+    write = Checkpoints.write
+
+    async def counted(checkpoints: Checkpoints, step: int) -> str:
+        steps.append(step)
+        return await write(checkpoints, step)
+
+    monkeypatch.setattr(Checkpoints, "write", counted)
+    config = TrainConfig(run=RunConfig(checkpoint_every=every), evaluation=EvaluationConfig(every=0))
+    result = await run.fit(config, reinforce(run, 5), **TASKS)
+    assert (result.steps, steps) == (5, written)
+    assert json.loads((run.directory / "run" / "state.json").read_text())["step"] == 5
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,8 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of the data order, the splits and the sampling."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints: the work that a crash can cost. None: 1; on recorded data, where a step costs no
-    rollouts, 20."""
+    """Steps between checkpoints: the work that a crash can cost. None: 1, or where one takes longer than a second to
+    write, as many as keep that to a tenth of the time; on recorded data, where a step costs no rollouts, 20."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """The number of newest checkpoints to keep, beside the best one."""
     max_staleness: int = Field(default=0, ge=0)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.algorithms.agents import without_calls
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
@@ -43,6 +43,11 @@ from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.tracking.tracking import Tracking, validation_transcripts
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.progress import Progress
+
+SLOW_CHECKPOINT: Final = 1.0
+"""Seconds. One that takes less is written after each step ..."""
+CHECKPOINT_SHARE: Final = 9
+"""... and of others so few that training takes nine times as long."""
 
 # -- stages ----------------------------------------------------------------------------------------------------------
 
@@ -236,6 +241,10 @@ class TrainingRun:
     """What the gateways that the run has joined did for it; None: its own process answers calls."""
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
+    _writing: float = 0.0
+    """The most seconds that a checkpoint took."""
+    _written: float = 0.0
+    """When the last one was finished."""
 
     @property
     def state(self) -> RunState:
@@ -386,7 +395,7 @@ class TrainingRun:
             await self._finish_reaction(reaction)
         elif decision is not None:
             await self._finish_decision(decision)
-        elif state.step % (self.config.checkpoint_every or 1) == 0 or state.step == self.total_steps:
+        elif self._checkpoint_is_due():
             await self.checkpoint()
         self.account.progress.update(self.step, **record.progress())
 
@@ -462,11 +471,25 @@ class TrainingRun:
 
     async def checkpoint(self) -> None:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
+        started = time.monotonic()
         self.state.checkpoint = await self.checkpoints.write(self.state.step)
+        self._written = time.monotonic()
+        if self._writing < SLOW_CHECKPOINT <= self._written - started and self.config.checkpoint_every is None:
+            self.note(
+                f"a checkpoint takes {self._written - started:.1f} s to write, so that one is written about every"
+                f" {CHECKPOINT_SHARE * (self._written - started):.0f} s (run.checkpoint_every)"
+            )
+        self._writing = max(self._writing, self._written - started)
         self.state.checkpoint_version = None if self.learner is None else self.learner.policy_version
         self.recovery.keep()
         self.account.write_state()
         self.account.run_dir.prune_checkpoints(self.state, self.config.keep_checkpoints)
+
+    def _checkpoint_is_due(self) -> bool:
+        every, step = self.config.checkpoint_every, self.state.step
+        if every is not None or step == self.total_steps:
+            return step == self.total_steps or step % (every or 1) == 0
+        return self._writing < SLOW_CHECKPOINT or time.monotonic() - self._written >= CHECKPOINT_SHARE * self._writing
 
     async def load_best(self) -> None:
         """Return to the best checkpoint by validation, if that is not the present one. With a gate, that is the

@@ -42,3 +42,9 @@ def test_the_prompt_and_its_diff_stand_in_the_text_and_on_the_page(after: str) -
     assert page.count("<pre>") == (1 if after == before.template else 2)
     changed = after != before.template
     assert ("--- p before" in text, "has changed none" in text) == (changed, not changed)
+
+
+def test_a_page_has_nothing_from_elsewhere() -> None:
+    page = report.as_html("# Report\n\n- ![seen](http://example.com/a.png) and <http://example.com>\n")
+    assert "<img" not in page
+    assert "<a " not in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -585,45 +584,10 @@ _STYLE: Final = (
 
 
 def as_html(markdown: str) -> str:
-    """The Markdown of `markdown_report` as a page: headings, tables, lists, blocks of text."""
-    body: list[str] = []
-    lines = iter(markdown.splitlines())
-    for line in lines:
-        if line.startswith("```"):
-            fence, block = line.removesuffix("text"), list[str]()
-            for inner in lines:
-                if inner == fence:
-                    break
-                block.append(inner)
-            body.append(f"<pre>{html.escape(chr(10).join(block))}</pre>")
-        elif line.startswith("#"):
-            level = len(line) - len(line.lstrip("#"))
-            body.append(f"<h{level}>{_span(line[level:].strip())}</h{level}>")
-        elif line.startswith("|"):
-            body.append(_row(line))
-        elif line.startswith("- "):
-            body.append(f"<li>{_span(line[2:])}</li>")
-        elif line:
-            body.append(f"<p>{_span(line)}</p>")
-    content = "\n".join(body).replace("</tr>\n<tr>", "</tr><tr>")
-    content = content.replace("\n<tr>", "\n<table><tr>").replace("</tr>\n", "</tr></table>\n")
-    if content.endswith("</tr>"):
-        content += "</table>"
+    """The Markdown of `markdown_report` as a page."""
+    from markdown_it import MarkdownIt
+
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    content = reader.disable(["image", "link", "autolink"]).render(markdown)  # Agents wrote a part of it.
     head = f'<meta charset="utf-8"><title>Report of a run</title><style>{_STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>\n{content}\n</body></html>\n"
-
-
-def _row(line: str) -> str:
-    cells = [cell.strip() for cell in line.strip().strip("|").replace("\\|", "\0").split("|")]
-    if all(set(cell) <= {"-"} and cell for cell in cells):
-        return "<tr></tr>"
-    return "<tr>" + "".join(f"<td>{_span(cell.replace(chr(0), '|'))}</td>" for cell in cells) + "</tr>"
-
-
-def _span(text: str) -> str:
-    text = html.escape(text.replace("&lt;", "<"))
-    for mark, tag in (("**", "b"), ("`", "code")):
-        pieces = text.split(mark)
-        if len(pieces) % 2:
-            text = "".join(piece if place % 2 == 0 else f"<{tag}>{piece}</{tag}>" for place, piece in enumerate(pieces))
-    return text
+    return f"<!doctype html><html><head>{head}</head><body>\n{content}</body></html>\n"
