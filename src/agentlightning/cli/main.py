@@ -13,7 +13,7 @@ from agentlightning.cli import credit, demo, doctor, evaluate, learn, model, res
 from agentlightning.cli.exporting import export
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.starting import init
-from agentlightning.cli.viewing import dashboard, report, status
+from agentlightning.cli.viewing import compare, dashboard, report, status
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import load_plugin, plugin_names
 
@@ -27,6 +27,7 @@ VERBS = (
     status,
     doctor,
     report,
+    compare,
     dashboard,
     run,
     serve,

@@ -9,12 +9,13 @@ measurement.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.evaluation.intervals import Interval, mean, paired_test, widened
+from agentlightning.evaluation.intervals import Interval, mean, paired_test, student_quantile, widened
 
 FailedAs = Literal["lowest", "exclude"] | float
 """How a rollout without a reward counts where one number must decide."""
@@ -134,3 +135,54 @@ def known(rewards: Rewards) -> list[float]:
 def task_mean(rewards: Rewards, filler: float) -> float:
     """The mean reward of a task's rollouts, those without one at `filler`."""
     return mean([filler if reward is None else reward for reward in rewards])
+
+
+# -- seeds -----------------------------------------------------------------------------------------------------------
+
+# Training differs from seed to seed by more than tasks do: a configuration is its runs, and the run is the unit.
+
+
+@dataclass(frozen=True, slots=True)
+class SeedMean:
+    """A mean over runs of different seeds."""
+
+    mean: float | None
+    """None: there is no run."""
+    interval: tuple[float, float] | None
+    """Student's interval of the mean, at 95%. None for fewer than two runs."""
+    seeds: int
+    paired: bool = False
+    """Whether it is a difference within pairs of one seed."""
+
+
+def mean_of_seeds(values: Mapping[int, float], *, paired: bool = False) -> SeedMean:
+    """The mean of numbers by seed.
+
+    >>> mean_of_seeds({0: 0.5, 1: 0.5, 2: 0.8}).mean
+    0.6
+    """
+    numbers = list(values.values())
+    if not numbers:
+        return SeedMean(None, None, 0, paired)
+    center, half = math.fsum(numbers) / len(numbers), _half_width([numbers])
+    return SeedMean(center, half and (center - half, center + half), len(numbers), paired)
+
+
+def seed_difference(first: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
+    """other - first: within pairs where both have the same seeds, else of the two means (Welch's interval, with the
+    degrees of freedom of the smaller one, which makes it no shorter)."""
+    if first.keys() == other.keys():
+        return mean_of_seeds({seed: other[seed] - first[seed] for seed in first}, paired=True)
+    before, after = mean_of_seeds(first), mean_of_seeds(other)
+    if before.mean is None or after.mean is None:
+        return SeedMean(None, None, 0)
+    center, half = after.mean - before.mean, _half_width([[*first.values()], [*other.values()]])
+    return SeedMean(center, half and (center - half, center + half), min(before.seeds, after.seeds))
+
+
+def _half_width(samples: Sequence[Sequence[float]]) -> float | None:
+    least = min(map(len, samples))
+    if least < 2:
+        return None
+    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
+    return student_quantile(0.975, least - 1) * error
