@@ -44,7 +44,6 @@ async def test_its_runner_holds_a_lease_so_that_a_killed_run_leaves_nothing_behi
 
 async def test_in_flight_is_refused_at_the_start_where_the_policy_cannot_do_it(monkeypatch, tmp_path):
     class Stubborn:
-        can_update_in_flight = False
         closed = False
 
         async def close(self):

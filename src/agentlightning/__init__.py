@@ -43,7 +43,8 @@ Names of 0.x: algo (a function as an algorithm), FunctionalAlgorithm (what it ma
     Triplet (one model call).
 Data: Rollout, RolloutConfig, EnqueueRolloutRequest, Attempt, AttemptedRollout, Span, SpanEvent, LLM, ProxyLLM,
     PromptTemplate, NamedResources, ResourcesUpdate, Trajectory, Transition, Step, TokenTree, Node, TrainingSample,
-    KeptSets (of top-k and top-p), Policy, UpdateOptions (how it learns from samples), ChatFormat.
+    KeptSets (of top-k and top-p), Policy, Capabilities (what it can do), UpdateOptions (how it learns from samples),
+    ChatFormat.
 Errors, all of them AgentLightningError: AgentLightningError, ConfigError, MissingExtraError, ExtensionError,
     DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
     RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
@@ -148,7 +149,7 @@ if TYPE_CHECKING:
     from agentlightning.evaluation.sequential import NullTest, PairedSequentialTest
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.policy.base import Policy, UpdateOptions
+    from agentlightning.policy.base import Capabilities, Policy, UpdateOptions
     from agentlightning.policy.config import PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.lora_config import Lora
     from agentlightning.policy.losses import NLLLoss, PPOLoss
@@ -240,7 +241,7 @@ _NAMES = {
     "evaluation.sequential": "NullTest PairedSequentialTest",
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
-    "policy.base": "Policy UpdateOptions",
+    "policy.base": "Capabilities Policy UpdateOptions",
     "policy.config": "PolicyConfig TinkerConfig WeightsConfig",
     "policy.losses": "NLLLoss PPOLoss",
     "policy.lora_config": "Lora",
@@ -299,6 +300,7 @@ __all__ = [
     "AuditRecord",
     "BeamSearchConfig",
     "Branching",
+    "Capabilities",
     "ChatFormat",
     "Collected",
     "Comparison",

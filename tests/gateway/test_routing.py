@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.provider_streams import messages_answer
 
-from agentlightning.engine.adapter_view import AdapterView
+from agentlightning.engine.adapter_view import AdapterTable, AdapterView, AgentEngines
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
@@ -253,19 +253,13 @@ async def test_models_and_agents_go_where_the_table_says(serve):
         assert json.loads(provider.seen[0].body)["model"] == "big"
 
 
-class EngineOfAgents(ScriptedEngine):
-    """Answers the writer with an engine of its own."""
+class EngineOfAgents(AgentEngines, ScriptedEngine):
+    """Answers the writer with an adapter."""
+
+    table = AdapterTable(views={"policy:writer": "writer"}, agents={"writer": "policy:writer"})
 
     def __init__(self):
         super().__init__(lambda messages: "own", model="policy")
-        self.views = {"policy:writer": ScriptedEngine(lambda messages: "writer's", model="policy:writer")}
-
-    @property
-    def versions(self):
-        return {name: view.policy_version for name, view in {"policy": self, **self.views}.items()}
-
-    def for_agent(self, agent):
-        return self.views.get(f"policy:{agent}", self)
 
 
 def test_an_agent_is_answered_by_its_own_adapter_whatever_name_it_asks_for():

@@ -90,12 +90,14 @@ async def test_with_adapters_the_model_below_is_what_a_run_started_from(
     account = SimpleNamespace(run_dir=directory)
     run: Any = SimpleNamespace(account=account, state=RunState("r"), _learner=lambda: learner)
     reference = await TrainingRun.starting_weights(run)
-    assert (policy.starts_at_base, reference) == (expected, None if expected else directory.reference)
+    assert (policy.capabilities.starts_at_base, reference) == (expected, None if expected else directory.reference)
     assert directory.reference.exists() == (not expected), "no copy of the weights is written"
     if "shared" in config.agents.values() and config.lora is not None:
-        assert policy.adapters["shared"].r == 3, "policy.lora is that of the shared agents"
+        assert policy.config.adapters["shared"].r == 3, "policy.lora is that of the shared agents"
     sample = await policy.sample(prompt(policy), PARAMS)
-    own = replace(lesson(prompt(policy), sample), adapter=next((n for n in policy.adapters if n != "shared"), None))
+    own = replace(
+        lesson(prompt(policy), sample), adapter=next((n for n in policy.config.adapters if n != "shared"), None)
+    )
     start = (await policy.score([own.tree], {"logprobs"}, adapter=own.adapter))["logprobs"][0][1]
     await policy.train([own])
     now = await policy.score([own.tree], {"logprobs", "ref_logprobs"}, reference=reference, adapter=own.adapter)
@@ -111,8 +113,8 @@ async def test_a_policy_that_opens_saved_adapters_does_not_start_at_the_model_be
     await policy.save(tmp_path / "adapters")
     await policy.close()
     again = LocalPolicy.open(LocalPolicyConfig(model=tmp_path / "adapters", device="cpu"))
-    assert set(again.adapters) == {"shared"}
-    assert not again.starts_at_base
+    assert set(again.config.adapters) == {"shared"}
+    assert not again.capabilities.starts_at_base
     await again.close()
 
 

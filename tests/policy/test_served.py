@@ -21,7 +21,7 @@ from agentlightning.engine.servers.config import ServedModel, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Capabilities, UpdateOptions
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.scripted_engine import ByteChatFormat
@@ -39,7 +39,7 @@ class Learner:
     model = "policy"
     context_length = 512
     vocab_size = None
-    can_update_in_flight = True
+    capabilities = Capabilities(in_flight=True)
 
     def __init__(self, server: ScriptedModelServer) -> None:
         self.chat = Chat()

@@ -18,7 +18,7 @@ import orjson
 
 from agentlightning.chat.base import Message
 from agentlightning.errors import PolicyError
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.testing.scripted_engine import ScriptedEngine
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -40,7 +40,7 @@ class ScriptedPolicy(ScriptedEngine):
     present weights: `load` sets it back to that of the checkpoint, while `policy_version` only grows.
     """
 
-    can_update_in_flight = True
+    capabilities = Capabilities(in_flight=True)
     vocab_size: int | None = None
 
     def __init__(self, script: Callable[[list[Message], int], str], *, model: str = "policy") -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.base import Capabilities, UpdateOptions
 from agentlightning.training.learner import PolicyLearner, staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -53,6 +53,8 @@ class Recorded:
 
 
 class Separate(Recorded):
+    capabilities = Capabilities(separate=True)
+
     async def train_apart(self, samples: Any, options: UpdateOptions) -> dict[str, float]:
         self.events.append("train apart")
         return {"loss": 1.0}

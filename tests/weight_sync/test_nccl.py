@@ -19,6 +19,7 @@ from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProces
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
+from agentlightning.policy.base import Capabilities
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.scripted_engine import ByteChatFormat
 from agentlightning.weight_sync import select
@@ -47,7 +48,7 @@ class Learner:
     model = "policy"
     context_length = 512
     vocab_size = None
-    can_update_in_flight = True
+    capabilities = Capabilities(in_flight=True, lends_weights=True)
     device = "cpu"
 
     def __init__(self, server: ScriptedModelServer) -> None:

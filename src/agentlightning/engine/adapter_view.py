@@ -1,4 +1,4 @@
-"""One adapter of an engine that has several, as an engine of its own.
+"""Engines that answer some agents with weights of their own: adapters over one model.
 
 The adapters of an engine share its queue, batches and updates. What differs is the model name they are requested by,
 the version of their weights, and what samples.
@@ -8,18 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import cast
+
+from pydantic import BaseModel, ConfigDict
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.base import ConstraintKind, Engine, OnTokens, Sample, SamplingParams
 
 
-class AdapterSampler(Engine, Protocol):
-    """An engine with adapters. None stands for the weights below them."""
+class AdapterTable(BaseModel):
+    """Which adapters answer which agents. None as an adapter stands for the weights below them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    own: str | None = None
+    """The adapter of the engine itself."""
+    views: dict[str, str | None] = {}
+    """Model name -> adapter, of what answers single agents."""
+    agents: dict[str, str] = {}
+    """Agent -> model name: the engine's, or one of `views`."""
+    others: str = ""
+    """The model name for all other agents."""
+
+
+class AgentEngines:
+    """The part of an `Engine` that answers some agents with other weights than its own, as its `table` says."""
+
+    model: str
+    table = AdapterTable()
 
     def version_of(self, adapter: str | None) -> int:
-        """The version of an adapter's weights; see `Engine.policy_version`."""
-        ...
+        """The version of an adapter's weights; see `Engine.policy_version`, which is that of the newest."""
+        raise NotImplementedError
 
     async def sample_adapter(
         self,
@@ -30,37 +51,47 @@ class AdapterSampler(Engine, Protocol):
         *,
         affinity: str = "",
     ) -> Sample:
-        """`Engine.sample` from an adapter."""
-        ...
+        """`sample` from an adapter."""
+        raise NotImplementedError
 
-
-@runtime_checkable
-class AgentEngines(Protocol):
-    """An engine that answers some agents with other weights than its own."""
-
-    @property
+    @cached_property
     def views(self) -> Mapping[str, Engine]:
         """The engines of these weights, by the model names that agents may request them by."""
-        ...
+        return {model: AdapterView(self, model, adapter) for model, adapter in self.table.views.items()}
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """The version of the weights behind each of these names, and behind its own. Its `policy_version` is that of
-        the newest."""
-        ...
+        """The version of the weights behind each of these names, and behind its own."""
+        adapters = {self.model: self.table.own, **self.table.views}
+        return {model: self.version_of(adapter) for model, adapter in adapters.items()}
 
     def for_agent(self, agent: str | None) -> Engine:
         """What answers the calls of an agent: this engine, or one of `views`."""
-        ...
+        return self.views.get(self.table.agents.get(agent or "", self.table.others), cast("Engine", self))
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `Engine.sample`."""
+        return await self.sample_adapter(self.table.own, prompt_token_ids, params, on_tokens, affinity=affinity)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
     """An `Engine` that samples from one adapter of another."""
 
-    engine: AdapterSampler
+    agents: AgentEngines
     model: str
     adapter: str | None
+
+    @property
+    def engine(self) -> Engine:
+        return cast("Engine", self.agents)
 
     @property
     def context_length(self) -> int:
@@ -72,7 +103,7 @@ class AdapterView:
 
     @property
     def policy_version(self) -> int:
-        return self.engine.version_of(self.adapter)
+        return self.agents.version_of(self.adapter)
 
     @property
     def supported_params(self) -> frozenset[str]:
@@ -91,4 +122,4 @@ class AdapterView:
         affinity: str = "",
     ) -> Sample:
         """See `Engine.sample`."""
-        return await self.engine.sample_adapter(self.adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
+        return await self.agents.sample_adapter(self.adapter, prompt_token_ids, params, on_tokens, affinity=affinity)

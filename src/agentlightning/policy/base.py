@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias
 
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
+from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
@@ -52,8 +53,35 @@ class UpdateOptions:
 UPDATE: Final = UpdateOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a policy can do beside what every one must. It declares them; what it leaves out it lacks.
+
+    >>> agl.Capabilities(in_flight=True).separate
+    False
+    """
+
+    in_flight: bool = False
+    """Whether `train` and `load` accept `in_flight=True`."""
+    separate: bool = False
+    """Whether it trains other weights than those that sample, so that sampling continues while it trains
+    (`SeparatePolicy`)."""
+    starts_at_base: bool = False
+    """Whether it trains adapters that began with no effect: the model below them, which `score` takes as the reference
+    where none is given, is then the one that it started from."""
+    lends_weights: bool = False
+    """Whether its weights can be read in place (`weight_sync.base.WeightOwner`)."""
+    adapters: Mapping[str, Lora] = field(default_factory=dict[str, Lora])
+    """The adapters that are trained, by name; empty: all weights are."""
+
+
+def capabilities_of(policy: object) -> Capabilities:
+    """What a policy declares."""
+    return getattr(policy, "capabilities", Capabilities())
+
+
 class Policy(Engine, Protocol):
-    """An engine that learns.
+    """An engine that learns. Subclass it to inherit the defaults of the optional members.
 
     Answers in flight when `train` or `load` changes the weights are handled in one of two ways. Without `in_flight`
     there may be none: the caller holds back new calls and lets the running ones finish first
@@ -76,15 +104,9 @@ class Policy(Engine, Protocol):
         return None
 
     @property
-    def starts_at_base(self) -> bool:
-        """Whether it trains adapters that began with no effect: the model below them, which `score` takes as the
-        reference where none is given, is then the one that it started from."""
-        return False
-
-    @property
-    def can_update_in_flight(self) -> bool:
-        """Whether `train` and `load` accept `in_flight=True`."""
-        ...
+    def capabilities(self) -> Capabilities:
+        """What it can do beside the following. Default: nothing."""
+        return Capabilities()
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
@@ -125,9 +147,8 @@ class Policy(Engine, Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
 class SeparatePolicy(Protocol):
-    """A policy that trains other weights than those that sample, so that sampling continues while it trains."""
+    """A policy with `Capabilities.separate`."""
 
     async def train_apart(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE

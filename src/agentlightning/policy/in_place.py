@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import ConfigError
 from agentlightning.models import checkpoint
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
@@ -48,11 +47,13 @@ class InPlacePolicy(LocalPolicy):
         self._given = given
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        if training_state:
-            directory.mkdir(parents=True, exist_ok=True)
-            torch.save({"weights": self._trained(), "updater": self._weights.state_dict()}, directory / "state.pt")
-        else:
+        if not training_state:
             checkpoint.save(directory, self._given, self._tokenizer, None)
+            return
+        named = self._model.named_parameters()
+        trained = {name: value.detach().clone() for name, value in named if value.requires_grad}
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save({"weights": trained, "updater": self._weights.state_dict()}, directory / "state.pt")
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = torch.load(directory / "state.pt", weights_only=True)
@@ -61,15 +62,5 @@ class InPlacePolicy(LocalPolicy):
         with torch.no_grad():
             for name, value in state["weights"].items():
                 own[name].copy_(value)
-        self._updater().load_state_dict(state["updater"]["updater"])
+        self._weights.updaters[None].load_state_dict(state["updater"]["updater"])
         self._set_version(max(self._version, above) + 1, self._weights.updaters)
-
-    def _trained(self) -> Mapping[str, torch.Tensor]:
-        named = self._model.named_parameters()
-        return {name: value.detach().clone() for name, value in named if value.requires_grad}
-
-    def _updater(self) -> Any:
-        try:
-            return self._weights.updaters[None]
-        except KeyError:
-            raise PolicyError("this policy trains no weights of its own") from None

@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import (
     DISTRIBUTION_PARAMS,
     TERMINATION_PARAMS,
     ConstraintKind,
-    Engine,
     OnTokens,
     Sample,
     SamplingParams,
@@ -35,12 +35,11 @@ from agentlightning.models import checkpoint
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.adapters.views import AgentViews
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora, adapters_of
+from agentlightning.policy.lora_config import adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics, trained_weights
+from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -49,7 +48,7 @@ RANK_STATE: Final = "ranks"
 """In the training state of a policy that several processes train (`policy.fsdp`): their counters."""
 
 
-class LocalPolicy:
+class LocalPolicy(AgentEngines):
     """One model on one device. Make it with `LocalPolicy.open`."""
 
     def __init__(
@@ -69,9 +68,9 @@ class LocalPolicy:
         self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
         self._version = 0
         self._reads_adapters = False
-        self._weights: TrainedWeights = weights or trained_weights(model, config)
+        self._weights = weights or TrainedWeights(model, config)
         self._learner = Learner(model, tokenizer, self._weights)
-        self._views = AgentViews(self, config.agents, [name for name in self._weights.updaters if name is not None])
+        self.table = adapter_table(config.name, config.agents, config.adapters)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
             model,
@@ -122,51 +121,21 @@ class LocalPolicy:
         """See `Engine.can_enforce`."""
         return await asyncio.to_thread(self._grammars.can_compile, text, kind)
 
-    @property
-    def views(self) -> Mapping[str, Engine]:
-        """See `AgentEngines.views`."""
-        return self._views.by_model
-
-    @property
-    def versions(self) -> Mapping[str, int]:
-        """See `AgentEngines.versions`."""
-        own = {self.model: self.version_of(self._weights.own)}
-        return own | {model: view.policy_version for model, view in self.views.items()}
-
-    def for_agent(self, agent: str | None) -> Engine:
-        """See `AgentEngines.for_agent`."""
-        return self._views.for_agent(agent)
-
     def version_of(self, adapter: str | None) -> int:
-        """See `AdapterSampler.version_of`."""
+        """See `AgentEngines.version_of`."""
         return self._generator.version_of(adapter)
 
     @property
-    def adapters(self) -> Mapping[str, Lora]:
-        """See `AdapterLearner.adapters`."""
-        return adapters_of(self.config.lora, self.config.agents)
-
-    @property
-    def starts_at_base(self) -> bool:
-        """See `Policy.starts_at_base`."""
-        return bool(self.adapters) and not self._reads_adapters
+    def capabilities(self) -> Capabilities:
+        adapters = self.config.adapters
+        starts_at_base = bool(adapters) and not self._reads_adapters
+        return Capabilities(in_flight=True, lends_weights=True, starts_at_base=starts_at_base, adapters=adapters)
 
     async def save_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterLearner.save_adapter`."""
+        """Write an adapter as a directory in peft's format."""
         adapters = self._weights.adapters
         assert adapters is not None
         await self._engine.run(lambda: write_adapter(directory, adapters.by_name[name], shared_name(self.config.model)))
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `Engine.sample`. Raises ConfigError for invalid params, and PolicyError if the model failed."""
-        return await self.sample_adapter(self._weights.own, prompt_token_ids, params, on_tokens)
 
     async def sample_adapter(
         self,
@@ -177,7 +146,7 @@ class LocalPolicy:
         *,
         affinity: str = "",
     ) -> Sample:
-        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
+        """See `AgentEngines.sample_adapter`. Raises ConfigError for invalid params, PolicyError if the model failed."""
         request = await self._engine.sample(prompt_token_ids, params, on_tokens, adapter)
         assert request.finish_reason is not None
         return Sample(
@@ -202,10 +171,6 @@ class LocalPolicy:
         """Call `use(weights)`, named as in a checkpoint, in the worker thread, where nothing changes them meanwhile.
         Raises PolicyError for whatever it raises."""
         await self._engine.run(lambda: use(checkpoint.named_weights(self._model)))
-
-    @property
-    def can_update_in_flight(self) -> bool:
-        return True
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
@@ -256,14 +221,13 @@ class LocalPolicy:
             self._generator.release_memory()
 
     def _train(self, samples: Sequence[TrainingSample], in_flight: bool, options: UpdateOptions) -> dict[str, float]:
-        by_name = self._learner.by_trained_weights(samples)
-        self._prepare_weight_change(in_flight, by_name)
         version = self._version + 1
-
-        def changed(name: str | None) -> None:
-            self._set_version(version, [name])
-
-        return joint_metrics({name: self._learner.step(name, own, options, changed) for name, own in by_name.items()})
+        return self._learner.update(
+            samples,
+            options,
+            lambda name: self._set_version(version, [name]),
+            lambda names: self._prepare_weight_change(in_flight, names),
+        )
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""

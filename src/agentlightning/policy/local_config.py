@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from agentlightning.policy.fsdp.config import RanksConfig
-from agentlightning.policy.lora_config import AgentSetting, Lora
+from agentlightning.policy.lora_config import AgentSetting, Lora, adapters_of
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.update.value_head_config import ValueHeadSetting
 from agentlightning.util.kept_sets import MAX_SET
@@ -75,3 +75,8 @@ class LocalPolicyConfig(ModelSettings):
     """The processes that train it. None: this process does."""
     objective: Objective = "reinforcement"
     """What it is trained for, which decides the default learning rate."""
+
+    @property
+    def adapters(self) -> dict[str, Lora]:
+        """See `adapters_of`."""
+        return adapters_of(self.lora, self.agents)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.config import ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -74,6 +75,21 @@ def adapters_of(lora: Lora | None, agents: Mapping[str, AgentSetting]) -> dict[s
     if lora is None and agents and shared and set(agents.values()) != {"shared"}:
         lora = Lora()
     return ({} if lora is None else {SHARED: lora}) | own
+
+
+def adapter_table(model: str, agents: Mapping[str, AgentSetting], adapters: Collection[str]) -> AdapterTable:
+    """What answers which agent: `MODEL:AGENT` one with an adapter of its own, and `MODEL:base`, the weights below a
+    common adapter, those that are frozen or not listed."""
+    views: dict[str, str | None] = {f"{model}:{name}": name for name in adapters if name != SHARED}
+    base = f"{model}:{BASE}" if agents and SHARED in adapters else model
+    if base != model:
+        views[base] = None
+
+    def name_of(agent: str, setting: AgentSetting) -> str:
+        return f"{model}:{agent}" if isinstance(setting, Lora) else model if setting == "shared" else base
+
+    names = {agent: name_of(agent, setting) for agent, setting in agents.items()}
+    return AdapterTable(own=SHARED if SHARED in adapters else None, views=views, agents=names, others=base)
 
 
 def check_servable(adapters: Mapping[str, Lora], servers: ServersConfig, kind: str) -> None:

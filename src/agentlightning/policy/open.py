@@ -16,7 +16,7 @@ from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import BACKENDS, PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
-from agentlightning.policy.lora_config import AgentSetting, adapters_of, check_servable
+from agentlightning.policy.lora_config import AgentSetting, check_servable
 from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.plugins import calls_of
@@ -58,19 +58,14 @@ def policy_config(
     steps: int = 1,
     objective: Objective = "reinforcement",
     seed: int = 0,
-    adapters: bool = True,
     agents: Mapping[str, AgentSetting] | None = None,
 ) -> LocalPolicyConfig:
-    """The configuration of a local policy for `steps` optimiser steps. Without `adapters` all weights are trained.
-    Raises MissingExtraError, and ConfigError for adapters that servers cannot take, and for a warmup that is longer."""
+    """The configuration of a local policy for `steps` optimiser steps. Raises MissingExtraError, and ConfigError for
+    adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
-    shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields}
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields} | {"model": path}
     if settings.kind == "fsdp" and settings.engine != "local":
         shared["device"] = "cpu"
-    lora = settings.lora if adapters else None
-    shared |= {"model": path, "lora": lora}
-    if settings.engine != "local":
-        check_servable(adapters_of(lora, agents or {}), settings.servers, settings.engine)
     config = LocalPolicyConfig(
         **shared,
         seed=seed,
@@ -79,6 +74,8 @@ def policy_config(
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
+    if settings.engine != "local":
+        check_servable(config.adapters, settings.servers, settings.engine)
     if settings.kind == "tinker":  # Its server computes.
         return config
     from agentlightning.policy.model_loading import with_resources

@@ -1,33 +1,48 @@
 """A policy that trains in this process and samples from model servers with the same weights.
 
 The local policy trains, saves and loads. After each change its weights are written to a directory that the servers
-read, or sent to them without the disk (`agentlightning.weight_sync`); of adapters, only those that changed
-(`adapters.served`). Then both sample a few tokens, and the update counts only if their log-probabilities agree.
+read, or sent to them without the disk (`agentlightning.weight_sync`); of adapters, whose model the servers hold from
+the start, only those that changed (`engine.servers.joining.AdapterVersions`). Then both sample a few tokens, and the
+update counts only if their log-probabilities agree.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 from zlib import crc32
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.base import ConstraintKind, Engine, OnTokens, Sample, SamplingParams
+from agentlightning.engine.adapter_view import AgentEngines
+from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.engine.servers.joining import AdapterVersions
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.adapters.served import AdapterLearner, ServedAdapters
-from agentlightning.policy.base import UPDATE, Columns, Policy, ScoreColumn, UpdateOptions
-from agentlightning.policy.lora_config import check_servable
+from agentlightning.policy.base import (
+    UPDATE,
+    Capabilities,
+    Columns,
+    Policy,
+    ScoreColumn,
+    UpdateOptions,
+    capabilities_of,
+)
+from agentlightning.policy.lora_config import adapter_table, check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder
 from agentlightning.weight_sync.select import AUTO, DISK, select_transport
+
+if TYPE_CHECKING:
+    from agentlightning.policy.local import LocalPolicy
 
 GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
 PROBE_MESSAGES: Final = ({"role": "user", "content": "What is 2 + 3?"},)
@@ -48,8 +63,7 @@ class PublishedWeights:
 
     @property
     def lend(self) -> LendWeights | None:
-        learner = self._policy.learner
-        return learner.lend if self._policy.transfer != DISK and isinstance(learner, WeightOwner) else None
+        return None if self._policy.transfer == DISK else cast(WeightOwner, self._policy.learner).lend
 
     async def directory(self) -> Path:
         async with self._writing:
@@ -58,7 +72,7 @@ class PublishedWeights:
             return self.path
 
 
-class ServedPolicy:
+class ServedPolicy(AgentEngines):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
     def __init__(
@@ -87,10 +101,12 @@ class ServedPolicy:
         self._generation = 0
         """Number of times the learner's weights changed, or may have changed."""
         self._tolerance = tolerance
-        self.adapters: ServedAdapters | None = None
-        """None: all weights are trained."""
-        if isinstance(learner, AdapterLearner) and learner.adapters:
-            self.adapters = ServedAdapters(self, learner, servers, checkpoints.path)
+        self.adapters: AdapterVersions | None = None
+        """Those that the servers have; None: all weights are trained."""
+        self._names = sorted(capabilities_of(learner).adapters)
+        if self._names:
+            self.table = adapter_table(self.model, self._local.config.agents, self._names)
+            self.adapters = AdapterVersions(servers)
         self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE_MESSAGES))))
 
     @classmethod
@@ -109,11 +125,11 @@ class ServedPolicy:
         checkpoints = CheckpointFolder(
             _own_folder(Path(config.weights), folder) if config.weights else folder / "weights"
         )
-        adapters = learner.adapters if isinstance(learner, AdapterLearner) else {}
+        adapters = capabilities_of(learner).adapters
         check_servable(adapters, config, kind)
         transfer, device = (DISK, "cpu") if adapters else _transfer(learner, config, kind)
-        if isinstance(learner, AdapterLearner) and adapters:
-            base = learner.config.model
+        if adapters:
+            base = cast("LocalPolicy", learner).config.model  # Which never changes.
             first = Path(base if config.urls else await asyncio.to_thread(resolve_model, base))
         else:
             first = await checkpoints.write(learner)
@@ -136,7 +152,7 @@ class ServedPolicy:
             if policy.adapters is not None:
                 await policy._publish_adapters(policy.adapters, first=True)
             else:
-                await policy._publish(PublishedWeights(policy, first))
+                await policy._publish_weights(PublishedWeights(policy, first))
         except BaseException:
             await servers.close()
             raise
@@ -158,38 +174,11 @@ class ServedPolicy:
 
     @property
     def policy_version(self) -> int:
-        return self.adapters.newest if self.adapters else self.servers.policy_version
-
-    @property
-    def views(self) -> Mapping[str, Engine]:
-        """See `AgentEngines.views`."""
-        return self.adapters.by_model if self.adapters else {}
-
-    @property
-    def versions(self) -> Mapping[str, int]:
-        """See `AgentEngines.versions`."""
-        own = self.adapters.own if self.adapters else None
-        return {self.model: self.version_of(own)} | {name: view.policy_version for name, view in self.views.items()}
-
-    def for_agent(self, agent: str | None) -> Engine:
-        """See `AgentEngines.for_agent`."""
-        return self.adapters.views.for_agent(agent) if self.adapters else self
+        return self.servers.policy_version if self.adapters is None else self.adapters.newest
 
     def version_of(self, adapter: str | None) -> int:
-        """See `AdapterSampler.version_of`."""
-        return self.adapters.version_of(adapter) if self.adapters else self.servers.policy_version
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `Engine.sample`. Raises as `ReplicaPool.sample` does."""
-        own = self.adapters.own if self.adapters else None
-        return await self.sample_adapter(own, prompt_token_ids, params, on_tokens, affinity=affinity)
+        """See `AgentEngines.version_of`."""
+        return self.servers.policy_version if self.adapters is None else self.adapters.version_of(adapter)
 
     async def sample_adapter(
         self,
@@ -200,8 +189,8 @@ class ServedPolicy:
         *,
         affinity: str = "",
     ) -> Sample:
-        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
-        if self.adapters is None:
+        """See `AgentEngines.sample_adapter`. Raises as `ReplicaPool.sample` does."""
+        if self.adapters is None or adapter is None:
             return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
         return await self.adapters.sample(adapter, prompt_token_ids, params, on_tokens, affinity)
 
@@ -212,8 +201,8 @@ class ServedPolicy:
     # -- learning --------------------------------------------------------------------------------------------------
 
     @property
-    def can_update_in_flight(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        return Capabilities(in_flight=True, separate=True, starts_at_base=capabilities_of(self.learner).starts_at_base)
 
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
@@ -235,11 +224,6 @@ class ServedPolicy:
         self._require_idle(in_flight)
         metrics = await self.publish()
         return {"server_difference": self.differences[-1], **metrics}
-
-    @property
-    def starts_at_base(self) -> bool:
-        """See `Policy.starts_at_base`."""
-        return bool(getattr(self.learner, "starts_at_base", False))
 
     async def score(
         self,
@@ -270,20 +254,37 @@ class ServedPolicy:
         weights = PublishedWeights(self)
         if self.transfer == DISK:
             await weights.directory()
-        await self._publish(weights)
+        await self._publish_weights(weights)
         return {}
 
-    async def _publish_adapters(self, adapters: ServedAdapters, *, first: bool = False) -> Mapping[str, float]:
-        changed, metrics = await adapters.publish(strict=first)
+    async def _publish_adapters(self, adapters: AdapterVersions, *, first: bool = False) -> Mapping[str, float]:
+        """Each adapter that has changed is written as the peft library writes it, and the servers load it as a new
+        version. `first`: they have none, and the model below is compared, too."""
+        started, size = time.monotonic(), 0
+        versions = {name: self._local.version_of(name) for name in self._names}
+        known = {name: each.version for name, each in adapters.current.items()}
+        changed = [name for name, version in versions.items() if known.get(name) != version]
+        for name in changed:
+            # Agents' names may hold any character; a number cannot collide or leave the folder.
+            folder = self._checkpoints.path.absolute() / f"adapter-{self._names.index(name)}"
+            if name not in known:  # What a run that was killed has left.
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            directory = folder / f"version-{versions[name]:06d}"
+            await self._local.save_adapter(name, directory)
+            size += await asyncio.to_thread(_size_of, directory)
+            await adapters.publish(name, versions[name], directory, strict=first)
+        seconds = time.monotonic() - started
         self.differences.append(0.0)
         for name in [None, *changed] if first else changed:
-            own, samples = await adapters.probe(name, self._probe, GREEDY)
-            self._compare(own, samples, OTHER_MODEL if name is None else OTHER_ADAPTER)
-        return metrics
+            served_name = None if name is None else adapters.current[name].served_name
+            own = await self._local.sample_adapter(name, self._probe, GREEDY)
+            await self._compare(own, served_name, OTHER_MODEL if name is None else OTHER_ADAPTER)
+        return {"adapters_published": len(changed), "publish_bytes": size, "publish_seconds": seconds}
 
-    async def _publish(self, weights: PublishedWeights) -> None:
+    async def _publish_weights(self, weights: PublishedWeights) -> None:
         await self.servers.set_weights(weights, self.learner.policy_version)
-        await self._check_agreement()
+        self.differences.append(0.0)
+        await self._compare(await self.learner.sample(self._probe, GREEDY))
         if not all(replica.up for replica in self.servers.replicas):
             await weights.directory()  # For the replicas that recover: the next step changes the weights.
         if weights.path is not None:
@@ -309,24 +310,24 @@ class ServedPolicy:
                 "continue with in_flight=True"
             )
 
-    async def _check_agreement(self) -> None:
-        own = await self.learner.sample(self._probe, GREEDY)
+    async def _compare(self, own: Sample, served_name: str | None = None, hint: str = "") -> None:
+        """Compare an answer of the learner with those of each server. Raises PolicyError for one that disagrees."""
         up = [replica for replica in self.servers.replicas if replica.up]
-        samples = await asyncio.gather(*(self.servers.sample_from(replica, self._probe, GREEDY) for replica in up))
-        self.differences.append(0.0)
-        self._compare(own, [(each.server.url, sample) for each, sample in zip(up, samples, strict=True)])
-
-    def _compare(self, own: Sample, samples: Sequence[tuple[str, Sample]], hint: str = "") -> None:
-        """Raises PolicyError for a server that disagrees with the learner."""
-        differences = [(url, _difference(own, sample)) for url, sample in samples]
-        self.differences[-1] = max([self.differences[-1], *(difference for _, difference in differences)])
-        for url, difference in differences:
+        sampling = (self.servers.sample_from(each, self._probe, GREEDY, served_name) for each in up)
+        differences = [_difference(own, sample) for sample in await asyncio.gather(*sampling)]
+        self.differences[-1] = max([self.differences[-1], *differences])
+        for replica, difference in zip(up, differences, strict=True):
             if difference > self._tolerance:
                 raise PolicyError(
-                    f"{url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
+                    f"{replica.server.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
                     f"(tolerance {self._tolerance:g}); {hint}give the server the same dtype and no quantization, or "
                     "set a larger tolerance"
                 )
+
+    @property
+    def _local(self) -> LocalPolicy:
+        """The learner of adapters."""
+        return cast("LocalPolicy", self.learner)
 
     async def close(self) -> None:
         """Close the servers and the learner."""
@@ -340,17 +341,17 @@ class ServedPolicy:
 
 def _transfer(learner: Policy, config: ServersConfig, kind: str) -> tuple[str, str]:
     """How weights travel, and the device they travel from. Raises ConfigError if the configured way is impossible."""
-    if config.transfer == DISK or (
-        config.transfer == AUTO and (kind != "vllm" or not isinstance(learner, WeightOwner))
-    ):
+    lends = capabilities_of(learner).lends_weights
+    if config.transfer == DISK or (config.transfer == AUTO and not (kind == "vllm" and lends)):
         return DISK, "cpu"
     if kind != "vllm":
         raise ConfigError(
             f'transfer="{config.transfer}" is for vLLM servers; {kind} servers read weights from the disk'
         )
-    if not isinstance(learner, WeightOwner):
+    if not lends:
         raise ConfigError(f'{type(learner).__name__} does not lend its weights; use transfer="disk"')
-    return select_transport(config.transfer, learner.device, () if config.urls else config.devices), learner.device
+    device = cast(WeightOwner, learner).device
+    return select_transport(config.transfer, device, () if config.urls else config.devices), device
 
 
 def _difference(own: Sample, other: Sample) -> float:
@@ -363,6 +364,10 @@ def _difference(own: Sample, other: Sample) -> float:
         if token != other_token:
             break
     return largest
+
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def _own_folder(shared: Path, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """What a local policy trains: all weights of its model, or adapters over them. Each has its own optimiser.
 
-A policy trains one kind for its whole life. `TrainedWeights` is what it asks of either; the weights of a name are those
-of `TrainingSample.adapter`, and `own` is the name of the policy itself.
+A policy trains one kind for its whole life. The weights of a name are those of `TrainingSample.adapter`, and `own` is
+the name of the policy itself: an adapter, or None for the model's own weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,43 +20,63 @@ from agentlightning.models.lora import AdapterFiles, Adapters, has_adapters, rea
 from agentlightning.models.lora.files import FOLDER, folder_name
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora, adapters_of
+from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora
 from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
+from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
-from agentlightning.policy.update.value_head import ValueHead, open_value_head, reading
+from agentlightning.policy.update.value_head import open_value_head, reading
 
 
-class MakeUpdater(Protocol):
-    def __call__(
+class TrainedWeights:
+    """The weights that a configuration trains."""
+
+    def __init__(
         self,
         model: PreTrainedModel,
-        optimizer: OptimizerConfig | None = None,
-        adapter: nn.Module | None = None,
-        value_head: ValueHead | None = None,
-        *,
-        gradient_checkpointing: bool = False,
-    ) -> Updater:
-        """See `Updater`."""
-        ...
-
-
-class TrainedWeights(Protocol):
-    adapters: Adapters | None
-    """None where all weights are trained."""
-    own: str | None
-    """The name of the policy itself: an adapter, or None for the model's own weights."""
-    updaters: Mapping[str | None, Updater]
-    """By name. A name that is not here does not learn."""
-    value_head: ValueHead | None
-    """The critic of the policy itself."""
+        config: LocalPolicyConfig,
+        make_updater: Callable[..., Updater] | None = Updater,
+        make_forward: Callable[..., Forward] = Forward,
+    ) -> None:
+        """`make_updater`, `make_forward`: called as these classes are; None: other processes train the weights. Raises
+        ConfigError for adapters that the model cannot have, for a critic of several, and where nothing is trained."""
+        shapes = config.adapters
+        self.value_head = config.value_head and open_value_head(model, config.value_head, config.model, config.seed)
+        """The critic of the policy itself."""
+        if shapes and self.value_head is not None and list(shapes) != [SHARED]:
+            raise ConfigError(
+                f"policy.value_head is the critic of one policy, and the adapters {', '.join(sorted(shapes))} are"
+                " trained here: leave it out, or let all agents share one policy"
+            )
+        self._model, self._config, size = model, config, model.num_parameters()
+        self.adapters = Adapters(model) if shapes else None
+        """None where all weights are trained."""
+        self.own: str | None = SHARED if SHARED in shapes else None
+        trained: dict[str | None, tuple[OptimizerConfig, nn.Module | None]] = {}
+        if self.adapters is None:
+            trained[None] = config.optimizer.completed(weights=size, objective=config.objective), None
+        else:
+            for name, lora in shapes.items():
+                adapter = self.adapters.add(
+                    name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed
+                )
+                trained[name] = _optimizer(lora, config, size), adapter
+        self.updaters: Mapping[str | None, Updater] = {}
+        """By name. A name that is not here does not learn."""
+        if make_updater is not None:
+            forward = make_forward(model, gradient_checkpointing=config.gradient_checkpointing)
+            self.updaters = {
+                name: make_updater(model, optimizer, adapter, self.value_head, forward=forward)
+                for name, (optimizer, adapter) in trained.items()
+            }
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
         """Forward passes within use these weights."""
-        ...
+        return nullcontext() if self.adapters is None else self.adapters.use(name)
 
     def changed(self) -> None:
         """The weights have changed."""
-        ...
+        if self.adapters is not None:
+            self.adapters.drop_stacks()
 
     def save(
         self,
@@ -66,190 +86,64 @@ class TrainedWeights(Protocol):
         *beside: checkpoint.Savable,
     ) -> None:
         """See `models.checkpoint.save`."""
-        ...
+        saved: checkpoint.Savable = self._model
+        if self.adapters is not None:
+            by_name = dict(self.adapters.by_name)
+            agents = {agent: _as_json(setting) for agent, setting in self._config.agents.items()}
+            saved = AdapterFiles(shared_name(self._config.model), by_name.pop(SHARED, None), by_name, agents)
+        checkpoint.save(directory, saved, tokenizer, state, self.value_head, *beside)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        ...
+        states = {name: updater.state_dict() for name, updater in self.updaters.items()}
+        return {"updater": states[None]} if self.adapters is None else {"adapters": states}
 
     def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         """What puts the weights in `directory`, and `state`, in place. Raises PolicyError or ConfigError where they do
         not fit, before anything changes."""
-        ...
-
-    def read_weights(self, directory: Path) -> Callable[[], None]:
-        """`read` without the state of the optimisers."""
-        ...
-
-
-class UnadaptedWeights:
-    """The weights of a model without adapters."""
-
-    adapters: Adapters | None = None
-    own: str | None = None
-
-    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None) -> None:
-        self.updaters: Mapping[str | None, Updater] = {}
-        self.value_head = value_head
-        self._model = model
-
-    def use(self, name: str | None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def changed(self) -> None: ...
-
-    def save(
-        self,
-        directory: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        state: Mapping[str, Any] | None,
-        *beside: checkpoint.Savable,
-    ) -> None:
-        checkpoint.save(directory, self._model, tokenizer, state, self.value_head, *beside)
-
-
-class AllWeights(UnadaptedWeights):
-    """All weights of the model."""
-
-    def __init__(self, model: PreTrainedModel, updater: Updater) -> None:
-        super().__init__(model, updater.value_head)
-        self._updater = updater
-        self.updaters: Mapping[str | None, Updater] = {None: updater}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"updater": self._updater.state_dict()}
-
-    def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        if has_adapters(directory):
+        if self.adapters is None and has_adapters(directory):
             raise PolicyError(
                 f"{directory} holds adapters, and all weights are trained here; set policy.lora as it was"
             )
-        load_weights, updater = self.read_weights(directory), state["updater"]
-        self._updater.check_state_dict(updater)
-
-        def load() -> None:
-            load_weights()
-            self._updater.load_state_dict(updater)
-
-        return load
-
-    def read_weights(self, directory: Path) -> Callable[[], None]:
-        load_values = reading(self.value_head, directory)
-        weights = checkpoint.read_weights(directory, self._model)
-
-        def load() -> None:
-            self._model.load_state_dict(weights)
-            load_values()
-
-        return load
-
-
-class AdapterWeights:
-    """Adapters over the model's own weights, which stay as they are."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: LocalPolicyConfig,
-        shapes: Mapping[str, Lora],
-        value_head: ValueHead | None,
-        make_updater: MakeUpdater = Updater,
-    ) -> None:
-        """Raises ConfigError for adapters that the model cannot have, and for a critic of several."""
-        if value_head is not None and list(shapes) != [SHARED]:
-            raise ConfigError(
-                f"policy.value_head is the critic of one policy, and the adapters {', '.join(sorted(shapes))} are"
-                " trained here: leave it out, or let all agents share one policy"
-            )
-        self.value_head = value_head
-        self.adapters: Adapters | None = Adapters(model)
-        self._adapters = self.adapters
-        self._base, self._agents = config.model, config.agents
-        self.own: str | None = SHARED if SHARED in shapes else None
-        self._updaters: dict[str, Updater] = {}
-        weights = model.num_parameters()
-        for name, lora in shapes.items():
-            adapter = self._adapters.add(
-                name, r=lora.r, alpha=lora.scale_numerator, targets=lora.targets, seed=config.seed
-            )
-            optimizer = _optimizer(lora, config, weights)
-            checkpointing = config.gradient_checkpointing
-            self._updaters[name] = make_updater(
-                model, optimizer, adapter, value_head, gradient_checkpointing=checkpointing
-            )
-        self.updaters: Mapping[str | None, Updater] = {**self._updaters}
-
-    def use(self, name: str | None) -> AbstractContextManager[None]:
-        return self._adapters.use(name)
-
-    def changed(self) -> None:
-        self._adapters.drop_stacks()
-
-    def save(
-        self,
-        directory: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        state: Mapping[str, Any] | None,
-        *beside: checkpoint.Savable,
-    ) -> None:
-        by_name = self._adapters.by_name
-        files = AdapterFiles(
-            shared_name(self._base),
-            by_name.get(SHARED),
-            {name: adapter for name, adapter in by_name.items() if name != SHARED},
-            {agent: _as_json(setting) for agent, setting in self._agents.items()},
+        states: Mapping[str | None, Any] = (
+            {None: state["updater"]} if self.adapters is None else state.get("adapters", {})
         )
-        checkpoint.save(directory, files, tokenizer, state, self.value_head, *beside)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"adapters": {name: updater.state_dict() for name, updater in self._updaters.items()}}
-
-    def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        states: Mapping[str, Any] = state.get("adapters", {})
-        if states.keys() != self._updaters.keys():
+        if states.keys() != self.updaters.keys():
             raise PolicyError(
-                f"{directory} holds the adapters {sorted(states) or 'none'}, and {sorted(self._updaters)} are trained "
-                "here; continue with the policy.lora and agents that it was saved with"
+                f"{directory} holds the adapters {sorted(map(str, states)) or 'none'}, and"
+                f" {sorted(map(str, self.updaters))} are trained here; continue with the policy.lora and agents that it"
+                " was saved with"
             )
         load_weights = self.read_weights(directory)
-        for name, updater in self._updaters.items():
+        for name, updater in self.updaters.items():
             updater.check_state_dict(states[name])
 
         def load() -> None:
             load_weights()
-            for name, updater in self._updaters.items():
+            for name, updater in self.updaters.items():
                 updater.load_state_dict(states[name])
 
         return load
 
     def read_weights(self, directory: Path) -> Callable[[], None]:
+        """`read` without the state of the optimisers."""
         load_values = reading(self.value_head, directory)
-        weights = {
+        adapters = {} if self.adapters is None else self.adapters.by_name
+        weights = checkpoint.read_weights(directory, self._model) if self.adapters is None else {}
+        adapted = {
             name: read_weights(directory if name == SHARED else directory / FOLDER / folder_name(name), adapter)
-            for name, adapter in self._adapters.by_name.items()
+            for name, adapter in adapters.items()
         }
 
         def load() -> None:
-            for name, adapter in self._adapters.by_name.items():
-                set_weights(adapter, weights[name])
+            if self.adapters is None:
+                self._model.load_state_dict(weights)
+            for name, adapter in adapters.items():
+                set_weights(adapter, adapted[name])
             load_values()
             self.changed()
 
         return load
-
-
-def trained_weights(
-    model: PreTrainedModel, config: LocalPolicyConfig, make_updater: MakeUpdater = Updater
-) -> AllWeights | AdapterWeights:
-    """What a configuration trains. Raises ConfigError where that is nothing, or impossible."""
-    head = None
-    if config.value_head is not None:
-        head = open_value_head(model, config.value_head, config.model, config.seed)
-    if shapes := adapters_of(config.lora, config.agents):
-        return AdapterWeights(model, config, shapes, head, make_updater)
-    optimizer = config.optimizer.completed(weights=model.num_parameters(), objective=config.objective)
-    checkpointing = config.gradient_checkpointing
-    return AllWeights(model, make_updater(model, optimizer, None, head, gradient_checkpointing=checkpointing))
 
 
 def _optimizer(lora: Lora, config: LocalPolicyConfig, weights: int) -> OptimizerConfig:

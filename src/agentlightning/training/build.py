@@ -19,7 +19,7 @@ from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.open import open_models
 from agentlightning.resources import NamedResources, prompts_in
 from agentlightning.runner.agents.loading import load_object
@@ -260,7 +260,7 @@ def make_learner(
             server.gateway.gates.of(policy).update,
             in_flight=in_flight,
             drain_seconds=drain_seconds,
-            can_go_on=policy.can_update_in_flight,
+            can_go_on=capabilities_of(policy).in_flight,
         )
     published, folder = config.policy.weights, run_dir.path / "weights"
     return PolicyLearner(

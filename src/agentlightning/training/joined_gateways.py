@@ -38,8 +38,7 @@ from agentlightning.engine.servers.joining import (
 from agentlightning.engine.servers.replica import LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.adapters.served import AdapterLearner
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
@@ -131,7 +130,7 @@ class JoinedGateways:
             await asyncio.gather(*map(gateways._join_first, gateways._gateways))
             gateways._policy.servers.on_new_weights = gateways._announce
             if (adapters := gateways._policy.adapters) is not None:
-                adapters.versions.on_new, adapters.versions.used_elsewhere = (
+                adapters.on_new, adapters.used_elsewhere = (
                     gateways._announce_adapter,
                     gateways._in_use,
                 )
@@ -164,8 +163,8 @@ class JoinedGateways:
             crosses_updates=self._crosses_updates,
             label=None if weights is None else weights.label,
             version=0 if weights is None else weights.version,
-            adapters=() if adapters is None else tuple(_served(*each) for each in adapters.versions.current.items()),
-            adapter_routes=None if adapters is None else adapters.routes(),
+            adapters=() if adapters is None else tuple(_served(*each) for each in adapters.current.items()),
+            adapter_routes=None if adapters is None else policy.table,
             structured_output=self._settings.structured_output,
             record_top_logprobs=self._settings.record_top_logprobs,
             lease_seconds=self._lease,
@@ -262,7 +261,7 @@ class JoinedGateways:
                 raise
             gateway.joined = False
         if self._policy.adapters is not None:
-            self._policy.adapters.versions.remove_unused()
+            self._policy.adapters.remove_unused()
 
     async def report(self) -> dict[str, Any]:
         """What the gateways have done for the run."""
@@ -280,7 +279,7 @@ class JoinedGateways:
         await asyncio.gather(*self._renewals, return_exceptions=True)
         self._policy.servers.on_new_weights = None
         if (adapters := self._policy.adapters) is not None:
-            adapters.versions.on_new, adapters.versions.used_elsewhere = None, tuple
+            adapters.on_new, adapters.used_elsewhere = None, tuple
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
                 await gateway.post("/leave", RunRequest(run_id=self._run_id))
@@ -343,7 +342,7 @@ async def check_free(config: TrainConfig, store: LightningStoreBase | None, run_
     if not config.run.gateways:
         return
     urls = config.policy.servers.urls
-    changes_weights = not (isinstance(learner, AdapterLearner) and learner.adapters)
+    changes_weights = not capabilities_of(learner).adapters
     request = CheckRequest(run_id=run_id, urls=urls, changes_weights=changes_weights)
     transport = open_transport()
     try:

@@ -10,11 +10,19 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, cast
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.policy.base import UPDATE, Columns, Policy, ScoreColumn, SeparatePolicy, UpdateOptions
+from agentlightning.policy.base import (
+    UPDATE,
+    Columns,
+    Policy,
+    ScoreColumn,
+    SeparatePolicy,
+    UpdateOptions,
+    capabilities_of,
+)
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
 
 # -- versions --------------------------------------------------------------------------------------------------------
@@ -98,8 +106,8 @@ class PolicyLearner:
 
     @property
     def starts_at_base(self) -> bool:
-        """See `Policy.starts_at_base`. A policy of one's own need not have it."""
-        return bool(getattr(self.policy, "starts_at_base", False))
+        """See `Capabilities.starts_at_base`."""
+        return capabilities_of(self.policy).starts_at_base
 
     @property
     def versions(self) -> Mapping[str, int]:
@@ -123,13 +131,14 @@ class PolicyLearner:
         budget, factor = options.token_budget or self.token_budget, options.lr_factor * self.lr_factor()
         options = replace(options, token_budget=budget, lr_factor=factor)
         metrics: dict[str, float] = {}
-        if isinstance(self.policy, SeparatePolicy):
-            metrics |= await self.policy.train_apart(samples, options)
+        apart = cast(SeparatePolicy, self.policy) if capabilities_of(self.policy).separate else None
+        if apart is not None:
+            metrics |= await apart.train_apart(samples, options)
         requested = time.monotonic()
         async with self.updating() as in_flight:
             own["drain_seconds"] = time.monotonic() - requested
-            if isinstance(self.policy, SeparatePolicy):
-                metrics |= await self.policy.publish_update(in_flight=in_flight)
+            if apart is not None:
+                metrics |= await apart.publish_update(in_flight=in_flight)
             else:
                 metrics |= await self.policy.train(samples, options, in_flight=in_flight)
         return {**metrics, **own, **await self.publish()}

@@ -14,7 +14,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
 from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening
-from agentlightning.policy.base import Policy
+from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.checkpoints import load_weights
@@ -41,13 +41,13 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
     steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
     policy = await opening.open_policy(
         opening.policy_config(
-            config.policy if conversations else config.policy.model_copy(update={"kind": "local"}),  # Only written.
+            # A warm start trains all weights; without one they are only written.
+            config.policy.model_copy(update={"lora": None} | ({} if conversations else {"kind": "local"})),
             model,
             optimizer=warm_start.optimizer,
             steps=max(1, steps),
             objective="supervised",
             seed=config.run.seed,
-            adapters=False,
         )
     )
     try:
@@ -116,7 +116,7 @@ async def open_for_training(
         ),
     )
     try:
-        if config.policy.in_flight and not policy.can_update_in_flight:
+        if config.policy.in_flight and not capabilities_of(policy).in_flight:
             raise ConfigError(f"policy.in_flight = true: {CANNOT_GO_ON}")
         await check(policy)
         if not state.measures_start(config.evaluation.modes):

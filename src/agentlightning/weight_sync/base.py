@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from agentlightning.errors import ConfigError, PolicyError
 
@@ -62,9 +62,8 @@ class WeightSender(Protocol):
         ...
 
 
-@runtime_checkable
 class WeightOwner(Protocol):
-    """A policy whose weights can be read in place."""
+    """A policy whose weights can be read in place (`Capabilities.lends_weights`)."""
 
     @property
     def device(self) -> str:

@@ -1,6 +1,6 @@
 """The gradients of one process and of several over random trees, printed as a line of JSON for each case:
 
-python tests/policy/fsdp/gradients.py RANKS
+python -m tests.policy.fsdp.gradients RANKS
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agentlightning.credit import training_samples
-from agentlightning.policy.fsdp.learner import UpdaterFactory
-from agentlightning.policy.fsdp.sharding import Ranks
+from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.fsdp.learner import ShardedUpdater
+from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.trained_weights import TrainedWeights, trained_weights
+from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -102,9 +103,9 @@ def batch(case: Case) -> list[TrainingSample]:
     return [replace(each, columns={**each.columns, **{name: column(each, name) for name in COLUMNS}}) for each in made]
 
 
-def weights(case: Case, make_updater: Any) -> TrainedWeights:
+def weights(case: Case, *divided: Any) -> TrainedWeights:
     config = LocalPolicyConfig.model_validate({"model": "none", **case.settings})
-    return trained_weights(tiny_model(case.architecture), config, make_updater)
+    return TrainedWeights(tiny_model(case.architecture), config, *divided)
 
 
 def gradient(trained: TrainedWeights, case: Case) -> torch.Tensor:
@@ -116,7 +117,7 @@ def gradient(trained: TrainedWeights, case: Case) -> torch.Tensor:
     budget = 20 + case.seed % 60
     with trained.use(trained.own):
         normalized = streams.normalized(prepared, losses)
-        updater._gradient(normalized, losses, (), token_budget=budget, sharing=case.sharing)
+        updater._gradient(normalized, losses, (), UpdateOptions(token_budget=budget, sharing=case.sharing))
     optimizers = [each for each in (updater.optimizer, updater.value_optimizer) if each is not None]
     found = [p.grad for each in optimizers for p in each.masters if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
@@ -131,7 +132,8 @@ def run(rank: int, count: int, store: Path) -> None:
     for case in cases():
         key = f"{case.architecture} {case.settings}"
         if key not in made:
-            made[key] = weights(case, UpdaterFactory(ranks)), weights(case, Updater)
+            divided = weights(case, ShardedUpdater, partial(ShardedForward, ranks=ranks))
+            made[key] = divided, weights(case)
         several, one = made[key]
         found, expected = gradient(several, case), gradient(one, case)
         apart = float((found - expected).norm() / expected.norm().clamp(min=1e-6))

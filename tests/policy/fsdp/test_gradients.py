@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("gradients.py")
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).with_name("gradients.py")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_gradient_is_that_of_one_process(ranks: int) -> None:
     found = subprocess.run(
-        [sys.executable, str(SCRIPT), str(ranks)],
+        [sys.executable, "-m", "tests.policy.fsdp.gradients", str(ranks)],
+        cwd=ROOT,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -16,8 +15,8 @@ import pytest
 from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.policy.fsdp import group as module
 from agentlightning.policy.fsdp.config import RanksConfig
-from agentlightning.policy.fsdp.group import Member, RankGroup, _Joining, _numbered
-from agentlightning.policy.fsdp.messages import Command, Failure, Hello, Refusal, Reply, code, connect
+from agentlightning.policy.fsdp.group import Member, RankGroup, number
+from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, code, connect
 
 
 def hello(host: str = "a", pid: int = 1, rank: int | None = None) -> Hello:
@@ -30,8 +29,7 @@ class Played:
     def __init__(self) -> None:
         ends = [Pipe() for _ in range(2)]
         self.ranks: list[Connection] = [end for _, end in ends]
-        members = [Member(hello(pid=10 + i), end, i, 2, i) for i, (end, _) in enumerate(ends)]
-        self.group = RankGroup(members, None, None)
+        self.group = RankGroup([Member(hello(pid=10 + i), end, i, 2) for i, (end, _) in enumerate(ends)])
 
     def call(self, *answers: Reply | None) -> Any:
         """`None`: the rank ends instead."""
@@ -44,13 +42,13 @@ class Played:
 
 
 def failed(error: BaseException, changed: bool = False) -> Reply:
-    return Reply(failure=Failure.of(error, changed=changed))
+    return Reply(failure=Failure(type(error).__name__, str(error), changed))
 
 
 def test_the_arguments_go_to_rank_0_and_its_answer_comes_back() -> None:
     played = Played()
     assert played.call(Reply("metrics"), Reply("other")) == "metrics"
-    assert [rank.recv() for rank in played.ranks] == [Command("train", ("samples",)), Command("train")]
+    assert [rank.recv() for rank in played.ranks] == [("train", ("samples",)), ("train", None)]
 
 
 def test_what_all_ranks_refuse_alike_is_raised_and_the_group_goes_on() -> None:
@@ -93,16 +91,32 @@ def test_ranks_that_wait_for_one_that_failed_are_not_waited_for(monkeypatch: pyt
         played.group.call("train")
 
 
-def test_ranks_are_numbered_by_their_launchers_else_by_machine() -> None:
-    def places(*hellos: Hello) -> list[tuple[str, int, int]]:
-        members = _numbered([(each, Pipe()[0]) for each in hellos])
-        assert [member.rank for member in members] == list(range(len(hellos)))
-        return [(member.hello.host, member.hello.pid, member.local_rank) for member in members]
+def test_parts_come_before_the_answer_and_a_model_that_differs_is_named() -> None:
+    played = Played()
+    played.ranks[0].send(("model", "weight", b"1"))
+    parts: list[Any] = []
+    for rank in played.ranks:
+        rank.send(Reply())
+    played.group.call("gather", on_part=lambda *part: parts.append(part))
+    assert parts == [("model", "weight", b"1")]
+    for rank, digest in zip(played.ranks, ("same", "another"), strict=True):
+        rank.send(Reply(digest))
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 .* has loaded another model under here: .*another"):
+        played.group.check("same", "here")
 
-    assert places(hello("b", 1), hello("a", 2), hello("b", 3)) == [("a", 2, 0), ("b", 1, 0), ("b", 3, 1)]
-    assert places(hello("a", 1, 1), hello("a", 2), hello("b", 3, 0)) == [("b", 3, 0), ("a", 1, 0), ("a", 2, 1)]
+
+def test_ranks_are_numbered_by_their_launchers_else_by_machine() -> None:
+    def places(*hellos: Hello) -> list[tuple[str, int]]:
+        members = number([Member(each, Pipe()[0]) for each in hellos])
+        assert [(member.rank, member.count) for member in members] == [(i, len(hellos)) for i in range(len(hellos))]
+        return [(member.hello.host, member.hello.pid) for member in members]
+
+    assert places(hello("b", 1), hello("a", 2), hello("b", 3)) == [("a", 2), ("b", 1), ("b", 3)]
+    assert places(hello("a", 1, 1), hello("a", 2), hello("b", 3, 0)) == [("b", 3), ("a", 1), ("a", 2)]
     with pytest.raises(ConfigError, match=r"process 7 on a is rank 2, and policy.processes=1"):
         places(hello("a", 7, 2))
+    with pytest.raises(ConfigError, match=r"process 2 on a is rank 0, .* each once"):
+        places(hello("a", 1, 0), hello("a", 2, 0))
 
 
 def joining(*play: Callable[[Connection], Any], processes: int = 2, seconds: float = 20) -> Any:
@@ -116,8 +130,10 @@ def joining(*play: Callable[[Connection], Any], processes: int = 2, seconds: flo
             return [each(connect(address, b"secret", 5)) for each in play]
 
         playing = pool.submit(run)
+        group = RankGroup()
         try:
-            return [each.pid for each, _ in _Joining(settings, listener, b"secret", None).run()]
+            group._await(settings, listener, b"secret")
+            return [each.hello.pid for each in group.members]
         finally:
             playing.result()
 
@@ -139,27 +155,15 @@ def test_a_rank_that_its_launcher_has_started_again_takes_its_place() -> None:
     assert joining(ends, stays(2, 1), stays(3, 0)) == [2, 3]
 
 
-def test_a_rank_whose_number_is_taken_or_whose_code_differs_is_told_why() -> None:
-    told: list[Any] = []
+def test_a_rank_whose_code_differs_is_named() -> None:
     kept: list[Connection] = []
 
-    def says(given: Hello) -> Callable[[Connection], None]:
-        def play(connection: Connection) -> None:
-            connection.send(given)
-            kept.append(connection)
+    def differs(connection: Connection) -> None:
+        connection.send(replace(hello(), code={**code(), "torch": "0.1"}))
+        kept.append(connection)
 
-        return play
-
-    # Whichever of the two is heard last is refused.
-    with pytest.raises(ConfigError, match=r"process [12] on a cannot be a rank: there is a rank 0 already"):
-        joining(says(hello(pid=1, rank=0)), says(hello(pid=2, rank=0)))
-    with pytest.raises(ConfigError, match="install the same version on all machines"):
-        joining(says(replace(hello(), code=replace(code(), digest="another"))))
-    for connection in kept:
-        with suppress(EOFError):  # The one that was not refused.
-            told.append(connection.recv())
-    assert all(isinstance(each, Refusal) for each in told)
-    assert len(told) == 2
+    with pytest.raises(ConfigError, match=r"process 1 on a cannot be a rank: it runs torch 0.1 .* the same version"):
+        joining(differs)
 
 
 @pytest.mark.parametrize("words", [None, b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x08"])
@@ -179,7 +183,9 @@ def test_connections_that_say_nothing_or_something_else_keep_no_rank_waiting(wor
                 kept[-1].send(hello(pid=pid))
 
         playing = pool.submit(join)
-        assert sorted(each.pid for each, _ in _Joining(settings, listener, b"secret", None).run()) == [1, 2]
+        group = RankGroup()
+        group._await(settings, listener, b"secret")
+        assert sorted(each.hello.pid for each in group.members) == [1, 2]
         playing.result()
     for each in kept:
         each.close()

@@ -28,7 +28,7 @@ from agentlightning.engine.base import (
 )
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import TinkerConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
@@ -41,6 +41,8 @@ DEFAULT_CONTEXT: Final = 32768
 
 class TinkerPolicy:
     """One adapter on a server. Make it with `TinkerPolicy.open`."""
+
+    capabilities = Capabilities(in_flight=True, starts_at_base=True)
 
     def __init__(
         self,
@@ -143,10 +145,6 @@ class TinkerPolicy:
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    @property
-    def can_update_in_flight(self) -> bool:
-        return True
-
     async def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE, *, in_flight: bool = False
     ) -> Mapping[str, float]:
@@ -155,11 +153,6 @@ class TinkerPolicy:
             metrics = await asyncio.to_thread(lambda: self._updater.step(samples, options))
             await self._publish(self._version + 1)
         return metrics
-
-    @property
-    def starts_at_base(self) -> bool:
-        """See `Policy.starts_at_base`."""
-        return True
 
     async def score(
         self,

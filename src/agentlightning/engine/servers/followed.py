@@ -7,15 +7,13 @@ announced once servers have them (`followed_adapters`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AdapterView
+from agentlightning.engine.adapter_view import AdapterTable, AgentEngines
 from agentlightning.engine.base import (
     ConstraintKind,
-    Engine,
     EngineUnavailableError,
     OnTokens,
     Sample,
@@ -23,7 +21,13 @@ from agentlightning.engine.base import (
 )
 from agentlightning.engine.servers.base import ModelServerError, SampleRequest
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.joining import AdapterRoutes, AnnounceRequest, JoinRequest, ServedAdapter
+from agentlightning.engine.servers.joining import (
+    AdapterVersion,
+    AdapterVersions,
+    AnnounceRequest,
+    JoinRequest,
+    ServedAdapter,
+)
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import FollowedWeights, PoolWeights, Replica
@@ -37,62 +41,23 @@ from agentlightning.errors import AgentLightningError, ConfigError
 # more (`in_use`).
 
 
-class FollowedAdapters:
+class FollowedAdapters(AdapterVersions):
     """The newest version of each adapter, and the older ones that calls still use."""
 
     def __init__(self, pool: ReplicaPool, adapters: Iterable[ServedAdapter]) -> None:
-        self._pool = pool
-        self._current: dict[str, ServedAdapter] = {}
-        self._calls = Counter[str]()
-        """By served name."""
+        super().__init__(pool)
         self.announce(adapters)
 
     def announce(self, adapters: Iterable[ServedAdapter]) -> None:
         """Let calls that begin from now on use these versions, which the servers have."""
         for new in adapters:
-            old = self._current.get(new.name)
-            if old == new:
-                continue
-            self._pool.expect_adapter(new.served_name, new.version)
-            self._current[new.name] = new
-            if old is not None:
-                self._forget_if_unused(old)
+            known = self._current.get(new.name)
+            if known is None or (known.served_name, known.version) != (new.served_name, new.version):
+                self._pool.expect_adapter(new.served_name, new.version)
+                self._use(new.name, AdapterVersion(new.served_name, new.version))
 
-    def version_of(self, name: str) -> int:
-        return self._current[name].version
-
-    @property
-    def newest(self) -> int:
-        """The largest version of any adapter."""
-        return max((each.version for each in self._current.values()), default=0)
-
-    @property
-    def in_use(self) -> tuple[str, ...]:
-        """The served names of the adapters that calls in progress use."""
-        return tuple(sorted(self._calls))
-
-    async def sample(
-        self,
-        name: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        affinity: str = "",
-    ) -> Sample:
-        """`ReplicaPool.sample_adapter` from the newest version."""
-        used = self._current[name]
-        self._calls[used.served_name] += 1
-        try:
-            return await self._pool.sample_adapter(used.served_name, prompt_token_ids, params, on_tokens, affinity)
-        finally:
-            self._calls[used.served_name] -= 1
-            if not self._calls[used.served_name]:
-                del self._calls[used.served_name]
-            self._forget_if_unused(used)
-
-    def _forget_if_unused(self, adapter: ServedAdapter) -> None:
-        if self._current[adapter.name] != adapter and adapter.served_name not in self._calls:
-            self._pool.forget_adapter(adapter.served_name)
+    def _drop(self, old: AdapterVersion) -> None:
+        self._pool.forget_adapter(old.served_name)
 
 
 PROBE_PROMPT = (1, 2, 3)
@@ -107,7 +72,7 @@ class FollowedServers:
     weights: PoolWeights
     adapters: FollowedAdapters | None
     """None: all weights are trained."""
-    routes: AdapterRoutes | None
+    table: AdapterTable
 
     @classmethod
     async def open(cls, request: JoinRequest, model: str, chat: ChatFormat) -> FollowedServers:
@@ -138,9 +103,9 @@ class FollowedServers:
             token=request.server_token,
             follow=follow,
         )
-        routes = request.adapter_routes
-        adapters = None if routes is None else FollowedAdapters(pool, request.adapters)
-        servers = cls(pool, made[0], adapters, routes)
+        table = request.adapter_routes
+        adapters = None if table is None else FollowedAdapters(pool, request.adapters)
+        servers = cls(pool, made[0], adapters, table or AdapterTable())
         try:
             await servers._check(crosses_updates=request.crosses_updates and request.label is not None)
         except BaseException:
@@ -176,20 +141,14 @@ class FollowedServers:
                 )
 
 
-class FollowedPolicy:
-    """An `Engine` over the servers of a run, and over its adapters (`AdapterSampler`, `AgentEngines`)."""
+class FollowedPolicy(AgentEngines):
+    """An engine over the servers of a run, and over its adapters."""
 
     def __init__(self, model: str, chat: ChatFormat, servers: FollowedServers) -> None:
-        self.model, self.chat, self.servers = model, chat, servers
+        self.model, self.chat, self.servers, self.table = model, chat, servers, servers.table
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.calls = self.tokens = self.failed = 0
-        self._views = self._make_views()
-
-    def _make_views(self) -> dict[str, AdapterView]:
-        routes = self.servers.routes
-        found = {} if routes is None else routes.views
-        return {model: AdapterView(self, model, adapter) for model, adapter in found.items()}
 
     @property
     def context_length(self) -> int:
@@ -197,7 +156,7 @@ class FollowedPolicy:
 
     @property
     def policy_version(self) -> int:
-        """See `AgentEngines.versions`: that of the newest weights."""
+        """See `AgentEngines.version_of`: that of the newest weights."""
         adapters = self.servers.adapters
         return self.servers.pool.policy_version if adapters is None else adapters.newest
 
@@ -211,45 +170,13 @@ class FollowedPolicy:
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
-    @property
-    def views(self) -> Mapping[str, Engine]:
-        """See `AgentEngines.views`."""
-        return self._views
-
-    @property
-    def versions(self) -> Mapping[str, int]:
-        """See `AgentEngines.versions`."""
-        own = {self.model: self.version_of(self._own)}
-        return own | {name: view.policy_version for name, view in self._views.items()}
-
-    def for_agent(self, agent: str | None) -> Engine:
-        """See `AgentEngines.for_agent`."""
-        if (routes := self.servers.routes) is None:
-            return self
-        return self._views.get(routes.agents.get(agent or "", routes.others), self)
-
     def version_of(self, adapter: str | None) -> int:
-        """See `AdapterSampler.version_of`."""
+        """See `AgentEngines.version_of`."""
         if (adapters := self.servers.adapters) is None:
             return self.servers.pool.policy_version
-        return 0 if adapter is None else adapters.version_of(adapter)
-
-    @property
-    def _own(self) -> str | None:
-        return None if self.servers.routes is None else self.servers.routes.own
+        return adapters.version_of(adapter)
 
     # -- sampling --------------------------------------------------------------------------------------------------
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `Engine.sample`. Raises EngineUnavailableError once the run has ended."""
-        return await self.sample_adapter(self._own, prompt_token_ids, params, on_tokens, affinity=affinity)
 
     async def sample_adapter(
         self,
@@ -260,7 +187,7 @@ class FollowedPolicy:
         *,
         affinity: str = "",
     ) -> Sample:
-        """See `AdapterSampler.sample_adapter`. Raises as `sample`."""
+        """See `AgentEngines.sample_adapter`. Raises EngineUnavailableError once the run has ended."""
         try:
             sample = await self._sample(adapter, prompt_token_ids, params, on_tokens, affinity)
         except AgentLightningError:
@@ -289,9 +216,9 @@ class FollowedPolicy:
 
     async def move(self, chat: ChatFormat, servers: FollowedServers) -> None:
         """Sample from these servers: the trainer was started again."""
-        old, self.servers, self.chat = self.servers, servers, chat
+        old, self.servers, self.chat, self.table = self.servers, servers, chat, servers.table
+        self.__dict__.pop("views", None)
         self.unavailable = None
-        self._views = self._make_views()
         await old.pool.close()
 
     def end(self, reason: str) -> None:

@@ -26,6 +26,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.base import OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.errors import AgentLightningError
@@ -66,19 +67,6 @@ class ServedAdapter(_Message):
     version: int
 
 
-class AdapterRoutes(_Message):
-    """Which adapters answer which agents. None as an adapter stands for the weights below them."""
-
-    own: str | None
-    """The adapter of the policy itself."""
-    views: dict[str, str | None]
-    """Model name -> adapter, of what answers single agents."""
-    agents: dict[str, str]
-    """Agent -> model name: the policy's, or one of `views`."""
-    others: str
-    """The model name for all other agents."""
-
-
 class JoinRequest(RunRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
@@ -101,7 +89,7 @@ class JoinRequest(RunRequest):
     version: int
     adapters: tuple[ServedAdapter, ...] = ()
     """The adapters that the servers have."""
-    adapter_routes: AdapterRoutes | None = None
+    adapter_routes: AdapterTable | None = None
     """None: the policy has no adapters."""
     structured_output: Literal["auto", "always", "never"] = "auto"
     """`gateway.structured_output` of the run."""
@@ -175,7 +163,8 @@ class AdapterVersion:
 
     served_name: str
     version: int
-    directory: Path
+    directory: Path = Path()
+    """Of its files, where this process has them."""
     calls: int = 0
     """Number of calls that use it."""
 
@@ -203,6 +192,21 @@ class AdapterVersions:
         """The newest version of each adapter, by name."""
         return self._current
 
+    @property
+    def newest(self) -> int:
+        """The largest version of any adapter."""
+        return max((each.version for each in self._current.values()), default=0)
+
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """The served names of the adapters that calls in progress use."""
+        every = [*self._current.values(), *self._replaced.values()]
+        return tuple(sorted(each.served_name for each in every if each.calls))
+
+    def version_of(self, name: str | None) -> int:
+        """See `AgentEngines.version_of`: the weights below adapters never change."""
+        return 0 if name is None else self._current[name].version
+
     async def publish(self, name: str, version: int, directory: Path, *, strict: bool = False) -> None:
         """Let calls that begin from now on use this version, which is in `directory`. Servers that are down load it
         before they sample again. Raises as `ReplicaPool.set_adapter`."""
@@ -210,6 +214,9 @@ class AdapterVersions:
         await self._pool.set_adapter(new.served_name, directory, strict=strict)
         if self.on_new is not None:
             await self.on_new(name, new)
+        self._use(name, new)
+
+    def _use(self, name: str, new: AdapterVersion) -> None:
         old, self._current[name] = self._current.get(name), new
         if old is not None:
             self._replaced[old.served_name] = old
@@ -227,19 +234,24 @@ class AdapterVersions:
         used = self._current[name]
         used.calls += 1
         try:
-            sample = await self._pool.sample_adapter(used.served_name, prompt_token_ids, params, on_tokens, affinity)
+            sample = await self._pool.sample_adapter(
+                used.served_name, prompt_token_ids, params, on_tokens, affinity=affinity
+            )
         finally:
             used.calls -= 1
             self.remove_unused()
-        return replace(sample, policy_version=used.version, versions=())
+        return replace(sample, policy_version=used.version)
 
     def remove_unused(self) -> None:
         """Unload the replaced versions that no call uses."""
         elsewhere = self.used_elsewhere() if self._replaced else ()
         for name in [name for name, old in self._replaced.items() if not old.calls and name not in elsewhere]:
-            task = asyncio.create_task(self._remove(self._replaced.pop(name)))
-            self._removals.add(task)
-            task.add_done_callback(self._removals.discard)
+            self._drop(self._replaced.pop(name))
+
+    def _drop(self, old: AdapterVersion) -> None:
+        task = asyncio.create_task(self._remove(old))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
 
     async def _remove(self, old: AdapterVersion) -> None:
         try:

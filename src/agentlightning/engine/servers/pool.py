@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.chat.base import ChatFormat
+from agentlightning.engine.adapter_view import AdapterView, AgentEngines
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.engine.servers.base import Completion, ModelServerError, ServedModelInfo, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
@@ -266,7 +267,7 @@ MAX_CACHED_CONSTRAINTS = 1000
 """Number of schemas and grammars for which the pool remembers whether servers can enforce them."""
 
 
-class ReplicaPool:
+class ReplicaPool(AgentEngines):
     """An `Engine` over `replicas`. Create it with `ReplicaPool.open`, in the event loop that uses it."""
 
     def __init__(
@@ -365,29 +366,21 @@ class ReplicaPool:
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(
+    async def sample_adapter(
         self,
+        adapter: str | None,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
     ) -> Sample:
-        """See `Engine.sample`. Raises ConfigError for params that the servers do not support, PolicyError if they
-        failed more often than calls are repeated."""
-        return await self._sample(self._served_name, prompt_token_ids, params, on_tokens, affinity)
-
-    async def sample_adapter(
-        self,
-        name: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        affinity: str = "",
-    ) -> Sample:
-        """`sample` from the adapter of that name; versions are the adapter's."""
-        version = self.adapter_version(name)
-        sample = await self._sample(name, prompt_token_ids, params, on_tokens, affinity)
+        """See `AgentEngines.sample_adapter`. Raises ConfigError for params that the servers do not support and an
+        adapter that is not loaded, PolicyError if they failed more often than calls are repeated."""
+        if adapter is None:
+            return await self._sample(self._served_name, prompt_token_ids, params, on_tokens, affinity)
+        version = self.version_of(adapter)
+        sample = await self._sample(adapter, prompt_token_ids, params, on_tokens, affinity)
         return replace(sample, policy_version=version, versions=())
 
     async def sample_from(
@@ -504,14 +497,14 @@ class ReplicaPool:
             if channel is not None and not channel.usable:
                 log.warning("model server %s gets its weights from the disk from now on", replica.server.url)
 
-    async def load_adapter(self, name: str, directory: Path) -> AdapterEngine:
+    async def load_adapter(self, name: str, directory: Path) -> AdapterView:
         """Let all servers serve the LoRA adapter in `directory` as `name`; called again, its next version. A server
         that fails samples nothing until it has loaded it. Raises PolicyError or ConfigError if all fail."""
         async with self._weights.lock:
             up = [replica for replica in self.replicas if replica.up]
             for replica, error in (await self._adapters.load(name, directory, up)).items():
                 self._monitor.evict(replica, f"it could not load the adapter {name}: {error}")
-        return AdapterEngine(self, name)
+        return AdapterView(self, name, name)
 
     async def set_adapter(self, name: str, directory: Path, *, strict: bool = False) -> dict[Replica, Exception]:
         """`load_adapter`, except that servers may all fail: each samples again once it has loaded the adapter. Returns
@@ -540,9 +533,10 @@ class ReplicaPool:
         """See `expect_adapter`."""
         self._adapters.forget(name, self.replicas)
 
-    def adapter_version(self, name: str) -> int:
-        """0 for an adapter as first loaded. Raises ConfigError if none of the name is loaded."""
-        return self._adapters.version(name)
+    def version_of(self, adapter: str | None) -> int:
+        """See `AgentEngines.version_of`: 0 for an adapter as first loaded. Raises ConfigError if none of the name is
+        loaded."""
+        return self.policy_version if adapter is None else self._adapters.version(adapter)
 
     async def close(self) -> None:
         """End the health checks and the servers we started, and close the connections. Idempotent."""
@@ -554,43 +548,3 @@ class ReplicaPool:
             channel.sender.abort()
         await asyncio.gather(*(replica.process.close() for replica in self.replicas if replica.process))
         await self._transport.close()
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterEngine:
-    """A LoRA adapter on the servers, as an engine of its own."""
-
-    pool: ReplicaPool
-    model: str
-
-    @property
-    def context_length(self) -> int:
-        return self.pool.context_length
-
-    @property
-    def chat(self) -> ChatFormat:
-        return self.pool.chat
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.pool.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.pool.can_enforce(text, kind)
-
-    @property
-    def policy_version(self) -> int:
-        """Number of times a newer version of the adapter was loaded."""
-        return self.pool.adapter_version(self.model)
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `Engine.sample`. Raises ConfigError once the adapter is unloaded."""
-        return await self.pool.sample_adapter(self.model, prompt_token_ids, params, on_tokens, affinity)

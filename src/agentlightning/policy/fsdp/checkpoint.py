@@ -10,7 +10,7 @@ An owner is the model, an adapter or the value head. Counters are no tensors; `l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.fsdp.sharding import Ranks
-from agentlightning.policy.update.optimizer import Optimizer
+from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
 from agentlightning.policy.update.updater import EntropyHistory, Updater
 
 FOLDER = "ranks"
@@ -40,61 +40,64 @@ class TrainedParameters:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.by_name = {names[id(parameter)]: parameter for parameter in optimizer.masters}
 
+    @property
+    def average(self) -> WeightAverage | None:
+        """The moving average of these weights, where one is kept."""
+        return self.updater.average if self.updater.optimizer is self.optimizer else None
+
     def tensors(self) -> dict[str, Tensor]:
+        moments, average = self.optimizer.moments(), self.average
         found: dict[str, Tensor] = {}
-        moments = self.optimizer.moments()
-        for name, parameter in self.by_name.items():
+        for i, (name, parameter) in enumerate(self.by_name.items()):
             found[f"weight/{self.owner}/{name}"] = parameter.detach()
             for kind, value in moments.get(parameter, {}).items():
                 found[f"moment/{self.owner}/{name}/{kind}"] = value
-        return found | self._averages()
-
-    def _averages(self) -> dict[str, Tensor]:
-        average = self.updater.average if self.updater.optimizer is self.optimizer else None
-        if average is None:
-            return {}
-        return {
-            f"average/{self.owner}/{name}": weight for name, weight in zip(self.by_name, average.weights, strict=True)
-        }
+            if average is not None:
+                found[f"average/{self.owner}/{name}"] = average.weights[i]
+        return found
 
     def counters(self) -> dict[str, Any]:
-        average = self.updater.average if self._averages() else None
         history = self.updater.entropy
         return {
             "type": self.optimizer.config.type,
             "steps": self.optimizer.steps,
             "entropy": [history.mean, history.steps],
-            "average": None if average is None else average.rate,
+            "average": None if self.average is None else self.average.rate,
         }
 
-    def empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """New tensors for those of the saved `keys` that are of these weights."""
-        found: dict[str, Tensor] = {}
+    def parts(self, keys: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
+        """(key, what it is, name, kind of moment) of those of the saved `keys` that are of these weights."""
         for key in keys:
             part, _, rest = key.partition(f"/{self.owner}/")
             name, _, kind = rest.rpartition("/") if part == "moment" else (rest, "", "")
             if name in self.by_name:
-                found[key] = torch.zeros(()) if kind == "step" else torch.zeros_like(self.by_name[name].detach())
-        return found
+                yield key, part, name, kind
+
+    def empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """New tensors for those of the saved `keys` that are of these weights."""
+        return {
+            key: torch.zeros(()) if kind == "step" else torch.zeros_like(self.by_name[name].detach())
+            for key, _, name, kind in self.parts(keys)
+        }
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Continue from saved tensors and counters."""
         moments: dict[Tensor, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            part, _, rest = key.partition(f"/{self.owner}/")
+        averages: dict[str, Tensor] = {}
+        for key, part, name, kind in self.parts(tensors):
             if part == "moment":
-                name, _, kind = rest.rpartition("/")
-                moments.setdefault(self.by_name[name], {})[kind] = value
+                moments.setdefault(self.by_name[name], {})[kind] = tensors[key]
             elif part == "weight":
-                self.by_name[rest].copy_(value)
+                self.by_name[name].copy_(tensors[key])
+            else:
+                averages[name] = tensors[key]
         self.optimizer.set_moments(moments)
         self.optimizer.steps = int(counters["steps"])
         if self.updater.optimizer is self.optimizer:
             mean, steps = counters["entropy"]
             self.updater.entropy = EntropyHistory(float(mean), int(steps))
-            own = [tensors[key] for key in (f"average/{self.owner}/{name}" for name in self.by_name) if key in tensors]
-            self.updater.set_average(counters["average"], own)
+            self.updater.set_average(counters["average"], [averages[name] for name in self.by_name if name in averages])
 
 
 def save(ranks: Ranks, trained: Iterable[TrainedParameters], directory: Path) -> dict[str, Any]:
@@ -118,12 +121,13 @@ def load(ranks: Ranks, trained: Iterable[TrainedParameters], directory: Path, co
     except READ_ERRORS as error:
         raise _damaged(directory, error) from error
     for each in trained:
-        each.take({key: tensors[key] for key in each.empty(tensors)}, counters[each.owner])
+        each.take(tensors, counters[each.owner])
 
 
 def _empty(trained: Iterable[TrainedParameters], directory: Path, counters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors for all that is saved and used. Raises as `load` does."""
-    saved = _saved(directory)
+    described = _metadata(directory).state_dict_metadata.items()
+    saved = {key: value for key, value in described if isinstance(value, TensorStorageMetadata)}
     tensors: dict[str, Tensor] = {}
     for each in trained:
         own = each.empty(saved)
@@ -144,14 +148,11 @@ def _empty(trained: Iterable[TrainedParameters], directory: Path, counters: Mapp
     return tensors
 
 
-def _saved(directory: Path) -> dict[str, TensorStorageMetadata]:
+def _metadata(directory: Path) -> Metadata:
     try:
-        metadata = FileSystemReader(directory).read_metadata()
+        return FileSystemReader(directory).read_metadata()
     except READ_ERRORS as error:
         raise _damaged(directory, error) from error
-    return {
-        key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
-    }
 
 
 def _damaged(directory: Path, error: BaseException) -> PolicyError:
@@ -163,11 +164,7 @@ def _damaged(directory: Path, error: BaseException) -> PolicyError:
 
 def check_complete(directory: Path) -> None:
     """Raises PolicyError where files of a saved state are not in `directory`, as those of another machine's disk."""
-    try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except READ_ERRORS as error:
-        raise _damaged(directory, error) from error
-    files = {str(each.relative_path) for each in (metadata.storage_data or {}).values()}
+    files = {str(each.relative_path) for each in (_metadata(directory).storage_data or {}).values()}
     if missing := sorted(name for name in files if not (directory / name).is_file()):
         raise PolicyError(
             f"{directory} lacks {missing[0]} and {len(missing) - 1} more files that ranks have written: machines that"

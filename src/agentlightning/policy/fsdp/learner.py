@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.fsdp import checkpoint
 from agentlightning.policy.fsdp.checkpoint import TrainedParameters
-from agentlightning.policy.fsdp.messages import model_digest
 from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.trained_weights import joint_metrics, trained_weights
+from agentlightning.policy.trained_weights import TrainedWeights
+from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.micro_batch import MicroBatch
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import TrainingSample
 
 # -- updater ---------------------------------------------------------------------------------------------------------
 
@@ -43,14 +44,16 @@ class ShardedUpdater(Updater):
 
     def __init__(
         self,
-        forward: ShardedForward,
+        model: PreTrainedModel,
         optimizer: OptimizerConfig | None = None,
         adapter: nn.Module | None = None,
         value_head: ValueHead | None = None,
+        *,
+        forward: ShardedForward,
     ) -> None:
         self.ranks = forward.ranks
         whole = [each.to(self.ranks.device) for each in (adapter, value_head) if each is not None]
-        super().__init__(forward.model, optimizer, adapter, value_head, forward=forward)
+        super().__init__(model, optimizer, adapter, value_head, forward=forward)
         self._whole = [parameter for each in whole for parameter in each.parameters()]
         self._loads: list[list[float]] = []
         """Of each batch divided since the step began: the predicted cost of each rank."""
@@ -93,91 +96,65 @@ class ShardedUpdater(Updater):
         return self.ranks.any(super()._divides_rollouts(batches))
 
 
-class UpdaterFactory:
-    """Makes the updaters of one model, which is divided with the first of them (`trained_weights.MakeUpdater`)."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._forward: ShardedForward | None = None
-
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        optimizer: OptimizerConfig | None = None,
-        adapter: nn.Module | None = None,
-        value_head: ValueHead | None = None,
-        *,
-        gradient_checkpointing: bool = False,
-    ) -> Updater:
-        """See `Updater`."""
-        if self._forward is None:
-            self._forward = ShardedForward(model, self._ranks, gradient_checkpointing=gradient_checkpointing)
-        return ShardedUpdater(self._forward, optimizer, adapter, value_head)
-
+# -- learner ---------------------------------------------------------------------------------------------------------
 
 MODEL: Final = "model"
 VALUE_HEAD: Final = "value_head"
 """Owners of weights, beside the adapters."""
+GATHER: Final = "gather"
+"""The command whose answer comes in parts."""
+Part = tuple[str, str, "np.ndarray[Any, np.dtype[np.uint8]]"]
+"""(owner, name, bytes) of a tensor."""
 
 
-def adapter_owner(name: str) -> str:
-    return f"adapter:{name}"
+def owner_of(name: str | None) -> str:
+    return MODEL if name is None else f"adapter:{name}"
 
 
-class RankLearner:
+def modules_by_owner(model: PreTrainedModel, weights: TrainedWeights) -> dict[str, nn.Module]:
+    """What is sampled from or trained. An owner is the model, an adapter or the value head."""
+    found: dict[str, nn.Module] = {MODEL: cast(nn.Module, model)}
+    found |= {} if weights.value_head is None else {VALUE_HEAD: weights.value_head}
+    adapters = {} if weights.adapters is None else weights.adapters.by_name
+    return found | {owner_of(name): adapter for name, adapter in adapters.items()}
+
+
+class RankLearner(Learner):
     """Every rank calls the same method with the same arguments. Raises what the parts below do."""
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
-        self.digest = model_digest(config.model)
-        """Of the model in this rank's files."""
         config, adapters = with_adapters_of(config)
-        tokenizer, model = load_model(config, weights=ranks.rank == 0)
-        self.changed = False
-        """Whether the command in progress has changed weights."""
-        self._ranks, self._model = ranks, model
-        self._weights = trained_weights(model, config, UpdaterFactory(ranks))
-        if adapters is not None:
-            self._weights.read_weights(adapters)()
         first = ranks.rank == 0
-        self._learner = Learner(model, tokenizer, self._weights, self._reference, loads_weights=first)
-        self._dtype = next(iter(self._weights.updaters.values())).forward.dtype
+        tokenizer, model = load_model(config, weights=first)
+        self.changed: list[str | None] = []
+        """The names of the weights that the command in progress has changed."""
+        self._ranks = ranks
+        weights = TrainedWeights(model, config, ShardedUpdater, partial(ShardedForward, ranks=ranks))
+        if adapters is not None:
+            weights.read_weights(adapters)()
+        super().__init__(model, tokenizer, weights, loads_weights=first)
+        self._modules = modules_by_owner(model, weights)
 
-    def _reference(self, model: PreTrainedModel) -> ShardedForward:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        return ShardedForward(model, self._ranks)
+    def make_forward(self, model: PreTrainedModel) -> Forward:
+        """See `Learner.make_forward`."""
+        return ShardedForward(model.requires_grad_(False), self._ranks)
 
     def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
-        by_name = self._learner.by_trained_weights(samples)
-
-        def changed(name: str | None) -> None:
-            self.changed = True
-
-        metrics = {name: self._learner.step(name, own, options, changed) for name, own in by_name.items()}
+        metrics = self.update(samples, options, self.changed.append)
         self._weights.changed()
-        return joint_metrics(metrics), list(by_name)
+        return metrics, list(self.changed)
 
-    def score(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
-    ) -> Columns | None:
-        """See `Policy.score`; None on all ranks but the first."""
-        found = self._learner.score(trees, what, reference, adapter)
-        return found if self._ranks.rank == 0 else None
-
-    def tensors(self, names: Sequence[str | None]) -> Iterator[tuple[str, str, Tensor]]:
-        """(owner, name, values) of the weights that are trained under these names, whole, in the dtype that is sampled
-        from."""
-        for name in names:
-            module, owner = (self._model, MODEL) if name is None else (self._adapter(name), adapter_owner(name))
-            for key, parameter in module.named_parameters():
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                yield owner, key, whole.to(self._dtype) if name is None else whole
-        if self._weights.value_head is not None:
-            for key, parameter in self._weights.value_head.named_parameters():
-                yield VALUE_HEAD, key, parameter
+    def gather(self, names: Sequence[str | None]) -> Iterator[Part]:
+        """The weights that are trained under these names, whole, in the dtype that is sampled from, on rank 0."""
+        for owner in (*map(owner_of, names), VALUE_HEAD):
+            for name, parameter in self._modules[owner].named_parameters() if owner in self._modules else ():
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+                whole = whole.to(self.dtype) if owner == MODEL else whole
+                if self._ranks.rank == 0:
+                    yield owner, name, whole.detach().cpu().flatten().view(torch.uint8).numpy()
 
     def save(self, directory: Path) -> dict[str, Any]:
         """The counters; see `checkpoint.save`."""
@@ -189,15 +166,10 @@ class RankLearner:
         self._weights.changed()
         return list(self._weights.updaters)
 
-    def _adapter(self, name: str) -> torch.nn.Module:
-        assert self._weights.adapters is not None
-        return self._weights.adapters.by_name[name]
-
     def _trained(self) -> list[TrainedParameters]:
-        found: list[TrainedParameters] = []
-        for name, updater in self._weights.updaters.items():
-            module, owner = (self._model, MODEL) if name is None else (self._adapter(name), adapter_owner(name))
-            found.append(TrainedParameters(owner, module, updater.optimizer, updater))
-            if updater.value_head is not None and updater.value_optimizer is not None:
-                found.append(TrainedParameters(VALUE_HEAD, updater.value_head, updater.value_optimizer, updater))
-        return found
+        return [
+            TrainedParameters(owner, self._modules[owner], optimizer, updater)
+            for name, updater in self._weights.updaters.items()
+            for owner, optimizer in ((owner_of(name), updater.optimizer), (VALUE_HEAD, updater.value_optimizer))
+            if optimizer is not None
+        ]

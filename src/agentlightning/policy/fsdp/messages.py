@@ -1,27 +1,26 @@
 """What the trainer's process and the ranks send one another, over connections that both ends authenticate.
 
-A rank joins with `Hello` and is answered with `Welcome`, or with `Refusal`. From then on it gets commands, and each
-rank answers each of them with one `Reply`. The arguments of a command go to rank 0 alone, which passes them on. They
-are pickled: a peer is trusted once it has proven that it knows the token.
+A rank joins with `Hello` and is answered with `Welcome`, or with the reason why it cannot join. From then on it gets
+commands, (method of `RankLearner`, arguments), and answers each of them with one `Reply`. The arguments go to rank 0
+alone, which passes them on. They are pickled: a peer is trusted once it has proven that it knows the token.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from agentlightning import errors
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
@@ -38,46 +37,22 @@ BLOCK, MOST_BLOCKS = 1024, 4096
 """Bytes of a block, and the blocks of a file, that are compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """What a process runs."""
-
-    python: str
-    packages: tuple[tuple[str, str], ...]
-    digest: str
-    """Of the source files of this package."""
-
-    def difference(self, other: Code) -> str:
-        """Where the other differs, in words; empty where it does not."""
-        own, others = {"python": self.python, **dict(self.packages)}, {"python": other.python, **dict(other.packages)}
-        found = [
-            f"{name} {others.get(name)} and not {value}" for name, value in own.items() if others.get(name) != value
-        ]
-        if not found and self.digest != other.digest:
-            found = [f"other source files of agentlightning ({other.digest} and not {self.digest})"]
-        return ", ".join(found)
-
-
 @cache
-def code() -> Code:
-    """That of this process."""
+def code() -> Mapping[str, str]:
+    """The versions that this process runs, and a digest of the source files of this package."""
     digest = hashlib.blake2b(digest_size=6)
     root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
-    return Code(_minor_version(), tuple((name, _version(name)) for name in PACKAGES), digest.hexdigest())
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = {package: version(package) for package in PACKAGES}
+    return {"python": python, **versions, "other source files of agentlightning": digest.hexdigest()}
 
 
-def _minor_version() -> str:
-    return ".".join(platform.python_version_tuple()[:2])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+def difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Where the code of another process differs, in words; empty where it does not."""
+    return ", ".join(f"{name} {other.get(name)} and not {own[name]}" for name in own if other.get(name) != own[name])
 
 
 def model_digest(source: str) -> str:
@@ -94,10 +69,7 @@ def model_digest(source: str) -> str:
     return digest.hexdigest()
 
 
-HANDSHAKE_SECONDS = 20
-KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A machine that is gone is noticed after 30 seconds."""
-RETRY_SECONDS = 1.0
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +78,7 @@ class Hello:
 
     host: str
     pid: int
-    code: Code
+    code: Mapping[str, str]
     rank: int | None = None
     """The rank that its launcher has given it; None: the trainer chooses."""
     local_rank: int | None = None
@@ -120,22 +92,9 @@ class Welcome:
     rank: int
     local_rank: int
     count: int
-    store: str | int
-    """How the ranks find one another: a file, or the port of the trainer's store."""
+    port: int
+    """Of the store on the trainer's machine by which the ranks find one another."""
     config: LocalPolicyConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    name: str
-    """A method of `RankLearner`."""
-    arguments: tuple[Any, ...] | None = None
-    """None: rank 0 has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,29 +104,16 @@ class Failure:
     kind: str
     """Its class."""
     message: str
-    changed: bool
+    changed: bool = False
     """Whether weights had changed before it."""
 
-    @classmethod
-    def of(cls, error: BaseException, *, changed: bool = False) -> Failure:
-        return cls(type(error).__name__, str(error), changed)
-
     @property
-    def is_typed(self) -> bool:
-        """Whether it is an error of this package, which leaves a rank as it was."""
-        return isinstance(_class_of(self.kind), type) and not self.changed
-
-    def exception(self) -> AgentLightningError:
-        """To raise in the trainer's process."""
-        found = _class_of(self.kind)
-        return RankError(f"{self.kind}: {self.message}") if found is None else found(self.message)
-
-
-def _class_of(kind: str) -> type[AgentLightningError] | None:
-    found = getattr(errors, kind, None)
-    if not isinstance(found, type) or not issubclass(found, AgentLightningError):
-        return None
-    return ConfigError if issubclass(found, errors.MissingExtraError) else found
+    def error(self) -> AgentLightningError | None:
+        """To raise in the trainer's process where it is an error of this package, which leaves a rank as it was."""
+        found = getattr(errors, self.kind, None)
+        if self.changed or not isinstance(found, type) or not issubclass(found, AgentLightningError):
+            return None
+        return (ConfigError if issubclass(found, errors.MissingExtraError) else found)(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,39 +122,34 @@ class Reply:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """A tensor of rank 0, whose bytes follow."""
+# -- connections -----------------------------------------------------------------------------------------------------
 
-    owner: str
-    """Which weights: MODEL, VALUE_HEAD, or those of an adapter (`adapter_owner`)."""
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+HANDSHAKE_SECONDS = 20
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A machine that is gone is noticed after 30 seconds."""
+RETRY_SECONDS = 1.0
 
 
-def send_tensor(connection: Connection, owner: str, name: str, tensor: Tensor) -> None:
-    values = tensor.detach().cpu().contiguous()
-    connection.send(TensorHeader(owner, name, values.dtype, tuple(values.shape)))
-    connection.send_bytes(values.flatten().view(torch.uint8).numpy().data)
-
-
-def receive_tensor(connection: Connection, header: TensorHeader) -> Tensor:
-    content = bytearray(connection.recv_bytes())
-    return torch.frombuffer(content, dtype=header.dtype).reshape(header.shape)
-
-
-def authenticate(accepted: socket.socket, token: bytes) -> Connection | None:
-    """The connection of a peer that has proven that it knows the token; None for another, which may take
-    HANDSHAKE_SECONDS to show."""
-    connection = _as_connection(accepted)
-    try:
-        deliver_challenge(connection, token)
-        answer_challenge(connection, token)
-    except (AuthenticationError, EOFError, OSError):
-        connection.close()
-        return None
-    _limit(connection, 0)
+def authenticate(peer: socket.socket, token: bytes, *, listens: bool) -> Connection:
+    """The connection to a peer that has proven that it knows the token, as this side has to it. Raises ConfigError for
+    one that has not in HANDSHAKE_SECONDS. `listens`: whether the peer has connected to this process."""
+    with peer:
+        peer.settimeout(None)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_SECONDS, 0))
+        connection: Connection = Connection(os.dup(peer.fileno()))
+        steps = (deliver_challenge, answer_challenge)
+        try:
+            for prove in steps if listens else reversed(steps):
+                prove(connection, token)
+        except (AuthenticationError, EOFError, OSError) as error:
+            connection.close()
+            raise ConfigError(f"the other side does not take the token: {error}; give both the same one") from error
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     return connection
 
 
@@ -218,42 +159,10 @@ def connect(address: tuple[str, int], token: bytes, seconds: float) -> Connectio
     deadline = time.monotonic() + seconds
     while True:
         try:
-            connection = _as_connection(socket.create_connection(address, timeout=HANDSHAKE_SECONDS))
-            break
+            return authenticate(socket.create_connection(address, timeout=HANDSHAKE_SECONDS), token, listens=False)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RankError(
                     f"no trainer at {address[0]}:{address[1]} after {seconds:g} seconds: {error}"
                 ) from error
             time.sleep(RETRY_SECONDS)
-    try:
-        answer_challenge(connection, token)
-        deliver_challenge(connection, token)
-    except (AuthenticationError, EOFError, OSError) as error:
-        raise ConfigError(
-            f"the trainer at {address[0]}:{address[1]} does not take the token: {error}; give both the same one"
-        ) from error
-    _limit(connection, 0)
-    return connection
-
-
-def _as_connection(accepted: socket.socket) -> Connection:
-    """With a limit on the time that the other side may take to answer, until it has proven who it is."""
-    accepted.settimeout(None)
-    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            accepted.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection: Connection = Connection(accepted.detach())
-    _limit(connection, HANDSHAKE_SECONDS)
-    return connection
-
-
-def _limit(connection: Connection, seconds: int) -> None:
-    """How long a read may take; 0: any time."""
-    borrowed = socket.socket(fileno=connection.fileno())
-    try:
-        borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-    finally:
-        borrowed.detach()

@@ -11,46 +11,26 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
+from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
 from agentlightning.policy.fsdp.group import RankGroup
-from agentlightning.policy.fsdp.learner import MODEL, VALUE_HEAD, adapter_owner
-from agentlightning.policy.fsdp.messages import TensorHeader, model_digest
+from agentlightning.policy.fsdp.learner import GATHER, Part, modules_by_owner
+from agentlightning.policy.fsdp.messages import model_digest
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights, UnadaptedWeights, trained_weights
-from agentlightning.policy.update.value_head import open_value_head
+from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.trajectory import TokenTree, TrainingSample
-
-T = TypeVar("T", Path, Path | None)
-Weights: TypeAlias = dict[str, dict[str, Tensor]]
-"""By owner, tensors by name."""
-
-
-class WholeWeights(UnadaptedWeights):
-    """The weights that are sampled from, where all are trained, and trained elsewhere (`TrainedWeights`)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def read(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        return self.read_weights(directory)
-
-    def read_weights(self, directory: Path) -> Callable[[], None]:
-        raise PolicyError(f"weights that ranks train come from them, and not from {directory}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +48,30 @@ class RankState:
 class FsdpPolicy(LocalPolicy):
     """Make it with `FsdpPolicy.open`."""
 
-    def __init__(
-        self,
-        config: LocalPolicyConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        weights: TrainedWeights | None = None,
-    ) -> None:
-        super().__init__(config, model, tokenizer, weights or _sampled_weights(model, config))
-        self.digest = model_digest(config.model)
-        self.group: RankGroup | None = None
+    group: RankGroup
+
+    def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, model, tokenizer, TrainedWeights(model, config, None))
         self._unpublished: list[str | None] = []
         """The names of what has been trained since the weights were published."""
 
     @classmethod
     def open(cls, config: LocalPolicyConfig) -> FsdpPolicy:
-        """Load the model, and start the ranks or wait for them. Raises as `LocalPolicy.open` and `RankGroup.open`."""
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(super().open, config)
-            try:
-                group = RankGroup.open(config, lambda: cast(FsdpPolicy, loading.result()).digest)
-            except BaseException:
-                if loading.exception() is None:
-                    pool.submit(asyncio.run, loading.result().close())
-                raise
-        policy = cast(FsdpPolicy, loading.result())
+        """Start the ranks or wait for them, and load the model, as they do. Raises as `LocalPolicy.open` and
+        `RankGroup.open`."""
+        with ExitStack() as stack:
+            group = RankGroup.open(config)
+            stack.callback(group.close)
+            policy = cast(FsdpPolicy, super().open(config))
+            stack.callback(lambda: asyncio.run(LocalPolicy.close(policy)))
+            group.check(model_digest(config.model), config.model)
+            stack.pop_all()
         policy.group = group
         return policy
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, separate=True)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -117,10 +94,10 @@ class FsdpPolicy(LocalPolicy):
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, what rank 0 has sent, and publish_seconds."""
         started, names = time.monotonic(), self._unpublished
-        weights = await self._gather(names)
-        await self._engine.run(lambda: self._take(weights, names, in_flight, self._version + 1))
+        parts = await self._gather(names)
+        await self._engine.run(lambda: self._take(parts, names, in_flight, self._version + 1))
         self._unpublished = []
-        size = sum(each.nbytes for own in weights.values() for each in own.values())
+        size = sum(values.nbytes for _, _, values in parts)
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
 
     async def score(
@@ -133,36 +110,29 @@ class FsdpPolicy(LocalPolicy):
     ) -> Columns:
         """See `Policy.score`; computed by the ranks, which read `reference` themselves."""
         self._check_scores(what, reference)
-        return await self._call("score", list(trees), frozenset(what), _absolute(reference), adapter)
+        return await self._call("score", list(trees), frozenset(what), reference and _absolute(reference), adapter)
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
         path = _absolute(Path(directory))
         state = await self._engine.run(lambda: self._state_in(path, in_flight))
         names = await self._call("load", path / FOLDER, state[STATE])
-        weights = await self._gather(names)
-        await self._engine.run(lambda: self._continue(weights, names, state, in_flight, above))
+        parts = await self._gather(names)
+        await self._engine.run(lambda: self._continue(parts, names, state, in_flight, above))
         self._unpublished = []
 
     async def close(self) -> None:
-        if self.group is not None:
-            await asyncio.to_thread(self.group.close)
+        await asyncio.to_thread(self.group.close)
         await super().close()
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        assert self.group is not None
         return await asyncio.to_thread(self.group.call, name, *arguments)
 
-    async def _gather(self, names: Sequence[str | None]) -> Weights:
+    async def _gather(self, names: Sequence[str | None]) -> list[Part]:
         """The weights of these names, from rank 0."""
-        assert self.group is not None
-        found: Weights = {}
-
-        def add(header: TensorHeader, values: Tensor) -> None:
-            found.setdefault(header.owner, {})[header.name] = values
-
-        await asyncio.to_thread(self.group.call, "gather", list(names), on_tensor=add)
-        return found
+        parts: list[Part] = []
+        await asyncio.to_thread(self.group.call, GATHER, list(names), on_part=lambda *part: parts.append(part))
+        return parts
 
     # -- in the worker thread --------------------------------------------------------------------------------------
 
@@ -174,24 +144,17 @@ class FsdpPolicy(LocalPolicy):
             )
 
     @torch.no_grad()
-    def _take(self, weights: Weights, names: Sequence[str | None], in_flight: bool, version: int) -> None:
+    def _take(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool, version: int) -> None:
         """Sample from new weights."""
         self._prepare_weight_change(in_flight, names)
-        for owner, values in weights.items():
-            parameters = dict(self._module_of(owner).named_parameters())
-            for name, value in values.items():
-                parameters[name].copy_(value)
+        modules = modules_by_owner(self._model, self._weights)
+        parameters = {owner: dict(module.named_parameters()) for owner, module in modules.items()}
+        for owner, name, values in parts:
+            parameter = parameters[owner][name]
+            parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
         self._set_version(version, names)
 
-    def _module_of(self, owner: str) -> torch.nn.Module:
-        adapters, head = self._weights.adapters, self._weights.value_head
-        by_owner: dict[str, torch.nn.Module] = {MODEL: cast(torch.nn.Module, self._model)}
-        by_owner |= {} if head is None else {VALUE_HEAD: head}
-        by_owner |= {} if adapters is None else {adapter_owner(name): own for name, own in adapters.by_name.items()}
-        return by_owner[owner]
-
     def _save(self, directory: Path, training_state: bool) -> None:
-        assert self.group is not None
         if self._unpublished:
             raise PolicyError("an update has been trained and not published; call publish_update before save")
         if not training_state:
@@ -212,21 +175,14 @@ class FsdpPolicy(LocalPolicy):
         return state
 
     def _continue(
-        self, weights: Weights, names: Sequence[str | None], state: Mapping[str, Any], in_flight: bool, above: int
+        self, parts: Sequence[Part], names: Sequence[str | None], state: Mapping[str, Any], in_flight: bool, above: int
     ) -> None:
         version = max(self._version, int(state["policy_version"]), above) + 1
-        self._take(weights, names, in_flight, version)
+        self._take(parts, names, in_flight, version)
         self._generator.load_state_dict(state["generator"])
         torch.set_rng_state(state["torch_random"])
 
 
-def _absolute(path: T) -> T:
+def _absolute(path: Path) -> Path:
     """What ranks with another working directory can read."""
-    return path if path is None else path.absolute()
-
-
-def _sampled_weights(model: PreTrainedModel, config: LocalPolicyConfig) -> TrainedWeights:
-    if adapters_of(config.lora, config.agents):
-        return trained_weights(model, config)
-    head = config.value_head and open_value_head(model, config.value_head, config.model, config.seed)
-    return WholeWeights(model, head)
+    return path.absolute()

@@ -16,7 +16,6 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -27,26 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.policy.fsdp.config import parse_address, shared_token
-from agentlightning.policy.fsdp.learner import RankLearner
-from agentlightning.policy.fsdp.messages import (
-    Command,
-    Failure,
-    Hello,
-    Refusal,
-    Reply,
-    Welcome,
-    code,
-    connect,
-    send_tensor,
-)
+from agentlightning.policy.fsdp.learner import GATHER, RankLearner
+from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, Welcome, code, connect, model_digest
 from agentlightning.policy.fsdp.sharding import Ranks
 
 logger = logging.getLogger(__name__)
 
 TRAINER_GONE: Final = 3
 """Exit status."""
-CLOSE: Final = "close"
-"""The last command."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,46 +51,47 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(connection: Connection, trainer: str) -> int:
-    connection.send(_hello(os.environ))
-    answer = connection.recv()
-    if isinstance(answer, Refusal):
-        raise ConfigError(f"the trainer refuses this rank: {answer.reason}")
-    assert isinstance(answer, Welcome)
-    logging.getLogger("agentlightning").setLevel(logging.WARNING if answer.rank == 0 else logging.ERROR)
+    connection.send(Hello(socket.gethostname(), os.getpid(), code(), *map(_number, ("RANK", "LOCAL_RANK"))))
+    try:
+        welcome = connection.recv()
+    except (EOFError, OSError):
+        welcome = None
+    if welcome is None:
+        return TRAINER_GONE
+    if isinstance(welcome, str):
+        raise ConfigError(f"the trainer refuses this rank: {welcome}")
+    assert isinstance(welcome, Welcome)
+    logging.getLogger("agentlightning").setLevel(logging.WARNING if welcome.rank == 0 else logging.ERROR)
     commands = _read_in_background(connection)
     try:
-        ranks = _join(answer, trainer)
-        learner = RankLearner(answer.config, ranks)
-        connection.send(Reply(learner.digest))
+        ranks = _join(welcome, trainer)
+        learner = RankLearner(welcome.config, ranks)
+        reply = Reply(model_digest(welcome.config.model))
     except Exception as error:  # noqa: BLE001
-        connection.send(Reply(failure=Failure.of(error)))
+        connection.send(Reply(failure=Failure(type(error).__name__, str(error))))
         return 1
     while True:
-        reply = _answer(commands.get(), learner, ranks, connection)
         try:
             connection.send(reply)
         except OSError:
             return TRAINER_GONE
+        reply = _answer(*commands.get(), learner, ranks, connection)
 
 
-def _hello(environment: Mapping[str, str]) -> Hello:
-    def number(*names: str) -> int | None:
-        found = [int(environment[name]) for name in names if environment.get(name, "").isdigit()]
-        return found[0] if found else None
-
-    return Hello(
-        socket.gethostname(), os.getpid(), code(), number("RANK", "SLURM_PROCID"), number("LOCAL_RANK", "SLURM_LOCALID")
-    )
+def _number(variable: str) -> int | None:
+    """That which a launcher, torchrun or Slurm, has given this process."""
+    names = (variable, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}[variable])
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
 
 
-def _read_in_background(connection: Connection) -> queue.SimpleQueue[Command]:
+def _read_in_background(connection: Connection) -> queue.SimpleQueue[tuple[str, Any]]:
     """The commands that arrive. When the trainer closes or is gone, this process ends, wherever it is: it may wait for
     a rank that will not answer."""
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
     def read() -> None:
         try:
-            while (command := connection.recv()).name != CLOSE:
+            while (command := connection.recv()) is not None:
                 commands.put(command)
             os._exit(0)
         except (EOFError, OSError):
@@ -120,13 +108,9 @@ def _join(welcome: Welcome, trainer: str) -> Ranks:
     device = _device(config.ranks.device, welcome.local_rank)
     torch.set_num_threads(config.threads)
     wait = timedelta(seconds=config.ranks.timeout_seconds)
-    store: Any
-    if isinstance(welcome.store, str):
-        store = dist.FileStore(welcome.store, welcome.count)  # pyright: ignore[reportPrivateImportUsage]
-    else:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            trainer, welcome.store, is_master=False, timeout=wait
-        )
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        trainer, welcome.port, is_master=False, timeout=wait
+    )
     backend = (
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     )
@@ -150,19 +134,18 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device(found.type, local_rank)
 
 
-def _answer(command: Command, learner: RankLearner, ranks: Ranks, connection: Connection) -> Reply:
-    learner.changed = False
+def _answer(name: str, given: Any, learner: RankLearner, ranks: Ranks, connection: Connection) -> Reply:
+    learner.changed.clear()
     try:
-        arguments = ranks.from_first(command.arguments)
-        if command.name == "gather":
-            for owner, name, values in learner.tensors(*arguments):
+        found: Any = getattr(learner, name)(*ranks.from_first(given))
+        if name == GATHER:
+            for part in found:
                 if ranks.rank == 0:
-                    send_tensor(connection, owner, name, values)
-            return Reply()
-        method: Any = getattr(learner, command.name)
-        return Reply(method(*arguments))
+                    connection.send(part)
+            found = None
+        return Reply(found if ranks.rank == 0 else None)
     except Exception as error:  # noqa: BLE001
-        return Reply(failure=Failure.of(error, changed=learner.changed))
+        return Reply(failure=Failure(type(error).__name__, str(error), bool(learner.changed)))
 
 
 if __name__ == "__main__":

@@ -134,12 +134,11 @@ class ShardedForward(Forward):
     def __init__(self, model: PreTrainedModel, ranks: Ranks, *, gradient_checkpointing: bool = False) -> None:
         """`model` is whole on the CPU of rank 0, and may be on the meta device of others. Raises ConfigError for one
         without layers that can be divided."""
-        if ranks.rank == 0:  # Which runs the whole model.
-            super().__init__(model, gradient_checkpointing=gradient_checkpointing)
+        first: ModelTraits | None = None
+        traits = None if ranks.rank == 0 else ranks.from_first(first)
+        super().__init__(model, gradient_checkpointing=gradient_checkpointing, traits=traits)
+        if ranks.rank == 0:  # Which has run the whole model.
             ranks.from_first(self.traits)
-        else:
-            traits = ranks.from_first(cast("ModelTraits | None", None))
-            super().__init__(model, gradient_checkpointing=gradient_checkpointing, traits=traits)
         self.ranks = ranks
         self._left: list[int] = []
         """Passes of the longest rank at each position that is still to come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +15,7 @@ from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.trained_weights import TrainedWeights
+from agentlightning.policy.trained_weights import TrainedWeights, joint_metrics
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -31,14 +31,12 @@ class Learner:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         weights: TrainedWeights,
-        make_forward: Callable[[PreTrainedModel], Forward] | None = None,
         *,
         loads_weights: bool = True,
     ) -> None:
-        """`make_forward`: of the models that score tokens beside the policy; None: on its device. Where it gets their
-        weights from another process, this one does not load them."""
+        """`loads_weights`: of the models that score tokens beside the policy, or whether `make_forward` gets them from
+        another process."""
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
-        self._make_forward = make_forward or self._forward_here
         self._loads_weights = loads_weights
         self._references: dict[Path, Forward] = {}
 
@@ -60,15 +58,28 @@ class Learner:
                 f"{', '.join(repr(each) for each in updaters if each is not None) or 'all weights'}"
             )
 
-    def step(
+    def update(
+        self,
+        samples: Sequence[TrainingSample],
+        options: UpdateOptions,
+        changed: Callable[[str | None], None],
+        before: Callable[[Collection[str | None]], None] = lambda names: None,
+    ) -> dict[str, float]:
+        """The metrics of an update. Calls `before` with the names of the weights that it trains, and `changed` with
+        each of them once they have changed, also where a later minibatch fails. Raises PolicyError, before anything
+        changes, for weights that do not learn."""
+        by_name = self.by_trained_weights(samples)
+        before(by_name)
+        return joint_metrics({name: self._step(name, own, options, changed) for name, own in by_name.items()})
+
+    def _step(
         self,
         name: str | None,
         samples: Sequence[TrainingSample],
         options: UpdateOptions,
         changed: Callable[[str | None], None],
     ) -> dict[str, float]:
-        """`Updater.step` of the weights of a name. Calls `changed` with it once they have changed, also where a later
-        minibatch fails."""
+        """`Updater.step` of the weights of a name."""
         updater = self._weights.updaters[name]
         steps = updater.optimizer.steps
         try:
@@ -107,10 +118,17 @@ class Learner:
         if directory not in self._references:
             while len(self._references) >= MAX_REFERENCES:  # Frees the memory of the oldest before the next is loaded.
                 del self._references[next(iter(self._references))]
-            dtype = next(iter(self._weights.updaters.values())).forward.dtype
-            model = checkpoint.read_scorer(directory, self._model, self._tokenizer, dtype, weights=self._loads_weights)
-            self._references[directory] = self._make_forward(model)
+            model = checkpoint.read_scorer(
+                directory, self._model, self._tokenizer, self.dtype, weights=self._loads_weights
+            )
+            self._references[directory] = self.make_forward(model)
         return self._references[directory]
 
-    def _forward_here(self, model: PreTrainedModel) -> Forward:
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return next(iter(self._weights.updaters.values())).forward.dtype
+
+    def make_forward(self, model: PreTrainedModel) -> Forward:
+        """Passes through a model that scores tokens, on the device of the policy."""
         return Forward(cast(PreTrainedModel, cast("torch.nn.Module", model).to(self._model.device)))

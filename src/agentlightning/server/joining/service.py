@@ -23,10 +23,10 @@ from prometheus_client.metrics_core import Metric
 
 from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
+from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.followed import FollowedPolicy, FollowedServers
 from agentlightning.engine.servers.joining import (
-    AdapterRoutes,
     AnnounceRequest,
     CheckRequest,
     JoinRequest,
@@ -42,7 +42,6 @@ from agentlightning.observability.metrics import counters
 
 log = logging.getLogger(__name__)
 
-NO_ROUTES = AdapterRoutes(own=None, views={}, agents={}, others="")
 PAUSE_POLL_SECONDS = 10.0
 """How long a request to pause waits for answers in progress; the run then repeats it."""
 
@@ -204,7 +203,7 @@ class JoinedPolicies:
         self._refuse_conflicts(model, request.run_id, request.urls, changes_weights)
         known = self._runs.get(model)
         try:
-            self._gateway.router.check_names(model, [model, *(request.adapter_routes or NO_ROUTES).views])
+            self._gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
         except ConfigError as error:
             raise JoinError(409, str(error)) from error
         chat = await _open_chat(request)

@@ -15,6 +15,7 @@ from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.policy.base import Capabilities
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.lora_config import Lora, adapters_of
@@ -39,9 +40,9 @@ class Learner:
 
     def __init__(self, agents: dict[str, Any], lora: Lora | None = None) -> None:
         self.config = LocalPolicyConfig(model="base", agents=agents, lora=lora)
-        self.adapters = adapters_of(lora, agents)
+        self.capabilities = Capabilities(adapters=adapters_of(lora, agents))
         self.chat = Chat()
-        self.changes = dict.fromkeys(self.adapters, 0)
+        self.changes = dict.fromkeys(self.capabilities.adapters, 0)
         self.off: dict[str | None, float] = {}
 
     @property
