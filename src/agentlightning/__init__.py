@@ -15,7 +15,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
     of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
     its rollouts come from),
-    RolloutRequest (a batch of them), Collected (what came back), Learner (the weights), RolloutReport (a rollout as
+    RolloutRequest (a batch of them), Want (some of one task), BranchPoint (or off another rollout), Collected (what
+    came back), Learner (the weights), RolloutReport (a rollout as
     text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), Comparison (of two), NullTest (of an agent with itself), PairedSequentialTest (may stop early), rescore
     (a new reward for stored rollouts), Rescoring (what it did), read_audit (what each version was learned from),
@@ -48,7 +49,7 @@ Errors, all of them AgentLightningError: AgentLightningError, ConfigError, Missi
     DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
     RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
     StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError,
-    UnfaithfulSampleError, ServerError, TrainingStopped, UnknownTokensError, ResumeError.
+    UnfaithfulSampleError, ServerError, WantError, TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.sequential import Sequential, SequentialConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
     from agentlightning.algorithms.training import (
+        BranchPoint,
         Collected,
         Learner,
         RolloutReport,
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
         RolloutSource,
         Stage,
         Training,
+        Want,
     )
     from agentlightning.chat.base import ChatFormat
     from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, Triplet
@@ -141,6 +144,7 @@ if TYPE_CHECKING:
         TrainingStopped,
         UnfaithfulSampleError,
         UnknownTokensError,
+        WantError,
     )
     from agentlightning.evaluation.comparison import Comparison
     from agentlightning.evaluation.evaluation import Evaluation
@@ -216,7 +220,8 @@ _NAMES = {
     "algorithms.sequential": "Sequential SequentialConfig",
     "algorithms.preference": "DPO DPOConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
-    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training",
+    "algorithms.training": "BranchPoint Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training "
+    "Want",
     "chat.base": "ChatFormat",
     "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
     "compat.algorithm": "FunctionalAlgorithm algo",
@@ -233,7 +238,7 @@ _NAMES = {
         "DatasetError ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError "
         "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError "
         "StoreClosedError StoreError StoreFullError StoreLostError StoreServerError TrainingStopped "
-        "UnfaithfulSampleError UnknownTokensError"
+        "UnfaithfulSampleError UnknownTokensError WantError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
@@ -300,6 +305,7 @@ __all__ = [
     "AttemptedRollout",
     "AuditRecord",
     "BeamSearchConfig",
+    "BranchPoint",
     "Branching",
     "ChatFormat",
     "Collected",
@@ -429,6 +435,8 @@ __all__ = [
     "UnknownTokensError",
     "Unset",
     "UpdateOptions",
+    "Want",
+    "WantError",
     "WarmStartConfig",
     "WeightsConfig",
     "Worker",

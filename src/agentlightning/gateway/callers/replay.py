@@ -21,7 +21,7 @@ from agentlightning.util.kept_sets import KeptSets
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """An answer of another rollout."""
+    """An answer of another rollout: of the one that sampled it, if that one was given it again as well."""
 
     rollout_id: str
     span_id: str
@@ -48,7 +48,8 @@ class RecordedAnswer:
             kept_sets=None if kept is None else KeptSets.from_text(kept, len(found[names.RESPONSE_TOKEN_IDS])),
         )
         prompt = tuple(found[names.PROMPT_TOKEN_IDS])
-        return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))
+        rollout_id, span_id = found.get(names.REPLAYS) or (span.rollout_id, span.span_id)
+        return cls(rollout_id, span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))
 
 
 @dataclass(slots=True)

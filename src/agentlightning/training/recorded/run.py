@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Want
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, Rejection
 from agentlightning.errors import ConfigError
@@ -154,17 +154,20 @@ class RecordedTraining:
 
     async def collect(
         self,
+        wants: Sequence[Want] = (),
         *,
-        tasks: int,
-        group_size: int,
-        temperature: float,
+        tasks: int = 0,
+        group_size: int = 1,
+        temperature: float = 1.0,
         check: Check | None = None,
         timeout_reward: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Collected:
         """See `Training.collect`. Neither sampling parameters nor timeouts apply to what was recorded."""
-        collected = await self.rollouts.next(RolloutRequest(tasks, group_size, temperature, check, timeout_reward))
+        collected = await self.rollouts.next(
+            RolloutRequest([*wants, *[Want(n=group_size)] * tasks], temperature, check, timeout_reward)
+        )
         self.reject(collected.rejected)
         return collected
 
