@@ -49,7 +49,7 @@ Errors, all of them AgentLightningError: AgentLightningError, ConfigError, Missi
     DatasetError, AgentError, AgentTimeoutError, RewardError, MissingRewardError, RewardServiceError,
     RolloutRejectedError, StoreError, NotFoundError, ConflictError, StoreFullError, StoreLostError, StoreClosedError,
     StoreServerError, StoreAuthError, PolicyError, ModelNotFoundError, ContextLengthError, RankError,
-    UnfaithfulSampleError, ServerError, WantError, TrainingStopped, UnknownTokensError, ResumeError.
+    UnfaithfulSampleError, ServerError, TrainingStopped, UnknownTokensError, ResumeError.
 
 A first agent, and its score:
 
@@ -144,7 +144,6 @@ if TYPE_CHECKING:
         TrainingStopped,
         UnfaithfulSampleError,
         UnknownTokensError,
-        WantError,
     )
     from agentlightning.evaluation.comparison import Comparison
     from agentlightning.evaluation.evaluation import Evaluation
@@ -238,7 +237,7 @@ _NAMES = {
         "DatasetError ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError "
         "ResumeError RewardError RankError RewardServiceError RolloutRejectedError ServerError StoreAuthError "
         "StoreClosedError StoreError StoreFullError StoreLostError StoreServerError TrainingStopped "
-        "UnfaithfulSampleError UnknownTokensError WantError"
+        "UnfaithfulSampleError UnknownTokensError"
     ),
     "evaluation.comparison": "Comparison",
     "evaluation.evaluation": "Evaluation",
@@ -436,7 +435,6 @@ __all__ = [
     "Unset",
     "UpdateOptions",
     "Want",
-    "WantError",
     "WarmStartConfig",
     "WeightsConfig",
     "Worker",

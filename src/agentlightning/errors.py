@@ -25,7 +25,6 @@
     │   ├── RankError          a process of training on several has ended, or cannot take part
     │   └── UnfaithfulSampleError  samples whose probabilities a loss cannot correct for
     ├── ServerError            a server that cannot start, e.g. because the port is in use
-    ├── WantError              an algorithm asks for rollouts of an unknown task, or off no rollout's call
     ├── TrainingStopped        training ended early, e.g. because of too many failures
     │   └── UnknownTokensError calls without tokens, for an algorithm that learns from tokens
     └── ResumeError            a run directory that cannot be continued
@@ -159,11 +158,6 @@ class UnfaithfulSampleError(PolicyError, ValueError):
 
 class ServerError(AgentLightningError):
     """A server cannot start."""
-
-
-class WantError(AgentLightningError, LookupError):
-    """An algorithm asks for rollouts that cannot be: of an unknown task, or off a rollout that does not exist, or that
-    cannot be replayed."""
 
 
 class TrainingStopped(AgentLightningError):

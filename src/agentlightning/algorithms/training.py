@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
-from agentlightning.errors import WantError
+from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
@@ -56,9 +56,9 @@ class Want:
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise WantError(f"{self} is no rollout; n is 1 or more")
+            raise ConfigError(f"{self} is no rollout; n is 1 or more")
         if self.task is not None and self.branch is not None:
-            raise WantError(f"{self} has two tasks; a branch has that of its rollout: leave task out")
+            raise ConfigError(f"{self} has two tasks; a branch has that of its rollout: leave task out")
 
     @property
     def is_next(self) -> bool:
@@ -89,10 +89,10 @@ class RolloutRequest:
 
     @property
     def tasks(self) -> int:
-        """The number of next tasks. Raises WantError where a task or a branch is named, or the wants differ: recorded
+        """The number of next tasks. Raises ConfigError where a task or a branch is named, or the wants differ: recorded
         rollouts, which this is for, cannot be chosen."""
         if any(not want.is_next or want.n != self.wants[0].n for want in self.wants):
-            raise WantError(
+            raise ConfigError(
                 "recorded rollouts come as they are: they have no task by name, no branch and no group of its own size;"
                 " ask for tasks=N, group_size=G"
             )
@@ -210,7 +210,7 @@ class RolloutSource(Protocol):
     """Where an algorithm's rollouts come from: run for each step, run ahead of it, or recorded earlier."""
 
     async def next(self, request: RolloutRequest) -> Collected:
-        """The next batch. The same request in a resumed run continues what was interrupted. Raises WantError for a
+        """The next batch. The same request in a resumed run continues what was interrupted. Raises ConfigError for a
         task or a branch that does not exist, before anything is run, and TrainingStopped where too many rollouts
         failed or were rejected."""
         ...
@@ -341,8 +341,8 @@ class Training(Protocol):
         top_k: int = 0,
     ) -> Collected:
         """The next batch of rollouts: what is wanted, and `group_size` of each of the next `tasks` tasks, sampled as
-        the other fields of a `RolloutRequest` say. Raises WantError for a task or a branch that does not exist, before
-        anything is run, and TrainingStopped where too many rollouts failed or were rejected."""
+        the other fields of a `RolloutRequest` say. Raises ConfigError for a task or a branch that does not exist,
+        before anything is run, and TrainingStopped where too many rollouts failed or were rejected."""
         ...
 
     async def recall(

@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, TypeAlias
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig
@@ -90,25 +90,6 @@ FORGOTTEN: Final = 0.25
 """A mean this far below the best one, relative to it, counts as forgotten."""
 
 
-class TaskOrder(Protocol):
-    """Decides the tasks of each turn. A task is named by its place among all tasks."""
-
-    adapts: ClassVar[bool]
-    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
-
-    def draw(self, turn: int, count: int) -> list[int]:
-        """The tasks of a turn, counted from 0."""
-        ...
-
-    def observe(self, index: int, rewards: Sequence[float]) -> None:
-        """Learn of the rewards of a group."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Counts for the metrics of a step."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
     """Every task once an epoch, in an order that depends on the seed alone."""
@@ -117,8 +98,10 @@ class EpochOrder:
     """Of tasks."""
     seed: int
     adapts: ClassVar[bool] = False
+    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
 
     def draw(self, turn: int, count: int) -> list[int]:
+        """The tasks of a turn, counted from 0, each by its place among all tasks."""
         return TaskSampler(range(self.number), count, self.seed).draw(turn)
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
@@ -234,6 +217,10 @@ class LearnabilityOrder:
 
     def _keep(self, index: int, record: TaskRecord) -> None:
         self.state[str(index)] = list(astuple(record))
+
+
+TaskOrder: TypeAlias = EpochOrder | LearnabilityOrder
+"""Decides the tasks of each turn."""
 
 
 def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:

@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.errors import ConfigError, WantError
+from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
 from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
@@ -42,24 +42,7 @@ from agentlightning.trajectory import Trajectory
 # steps demands it (earliest deadline first: Liu and Layland 1973, section 7), and then whatever is complete.
 
 
-class Scheduled(Protocol):
-    """A group of rollouts that is under way or complete."""
-
-    @property
-    def completed(self) -> int | None:
-        """Its place in the order of completion; None while a rollout of it runs."""
-        ...
-
-    @property
-    def deadline(self) -> int:
-        """The last update that may learn from it."""
-        ...
-
-
-G = TypeVar("G", bound=Scheduled)
-
-
-def choose(groups: Sequence[G], count: int, update: int) -> list[G] | None:
+def choose(groups: Sequence[Group], count: int, update: int) -> list[Group] | None:
     """The `count` groups that update number `update` learns from; None while the ones it needs still run.
 
     Of the groups whose deadline is `update + i` or earlier, the updates after this one can take `i * count`; this one
@@ -70,7 +53,7 @@ def choose(groups: Sequence[G], count: int, update: int) -> list[G] | None:
     )
     if len(complete) < count:
         return None
-    chosen: list[G] = []
+    chosen: list[Group] = []
     for deadline in sorted({group.deadline for group in groups if group.deadline >= update}):
         due = [group for group in groups if update <= group.deadline <= deadline]
         missing = min(count, len(due) - (deadline - update) * count) - len(chosen)
@@ -500,31 +483,31 @@ class RolloutStream:
         return plans
 
     def _index(self, task: Any) -> int:
-        """The place of a task that is given as its place, or itself. Raises WantError."""
+        """The place of a task that is given as its place, or itself. Raises ConfigError."""
         if isinstance(task, int) and 0 <= task < len(self.tasks):
             return task
         found = next((index for index, own in enumerate(self.tasks) if own == task), None)
         if found is None:
-            raise WantError(
+            raise ConfigError(
                 f"task {task!r:.200} is none of the run's {len(self.tasks)} training tasks; name one of"
                 " training.train_tasks, by its place from 0 or as it is there"
             )
         return found
 
     async def _branch(self, point: BranchPoint) -> tuple[str, Any, Mapping[str, Any] | None]:
-        """(group, task, what the gateway reads) of rollouts that branch off here. Raises WantError."""
+        """(group, task, what the gateway reads) of rollouts that branch off here. Raises ConfigError."""
         rollout = await self.collector.store.get_rollout_by_id(point.rollout_id)
         if rollout is None or not point.rollout_id.startswith(f"{self.state.run_id}-train-"):
-            raise WantError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
+            raise ConfigError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
         group = str(rollout.metadata["group"])
         read, rejected = await self.collector.reader.read({point.rollout_id: group})
         calls = [call.span_id for each in read for call in each.transitions]
         oldest = max(map(self._age, read), default=0)
         if rejected or point.call not in calls:
             why = rejected[0].message if rejected else f"its calls of the policy are {', '.join(calls) or 'none'}"
-            raise WantError(f"nothing can branch off rollout {point.rollout_id} at call {point.call!r}: {why}")
+            raise ConfigError(f"nothing can branch off rollout {point.rollout_id} at call {point.call!r}: {why}")
         if oldest > self.max_staleness:
-            raise WantError(
+            raise ConfigError(
                 f"nothing can branch off rollout {point.rollout_id}, which is {oldest} updates old; run.max_staleness="
                 f"{self.max_staleness} allows no more than that"
             )
