@@ -15,7 +15,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
     of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
     its rollouts come from),
-    RolloutRequest (a batch of them), Collected (what came back), Learner (the weights), RolloutReport (a rollout as
+    RolloutRequest (a batch of them), Want (some of one task), BranchPoint (or off another rollout), Collected (what
+    came back), Learner (the weights), RolloutReport (a rollout as
     text), Rejection (a rollout that is left out), evaluate (scores an agent), Evaluation (the scores, with an
     interval), Comparison (of two), NullTest (of an agent with itself), PairedSequentialTest (may stop early), rescore
     (a new reward for stored rollouts), Rescoring (what it did), read_audit (what each version was learned from),
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.sequential import Sequential, SequentialConfig
     from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
     from agentlightning.algorithms.training import (
+        BranchPoint,
         Collected,
         Learner,
         RolloutReport,
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
         RolloutSource,
         Stage,
         Training,
+        Want,
     )
     from agentlightning.chat.base import ChatFormat
     from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, Triplet
@@ -216,7 +219,8 @@ _NAMES = {
     "algorithms.sequential": "Sequential SequentialConfig",
     "algorithms.preference": "DPO DPOConfig",
     "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
-    "algorithms.training": "Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training",
+    "algorithms.training": "BranchPoint Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training "
+    "Want",
     "chat.base": "ChatFormat",
     "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
     "compat.algorithm": "FunctionalAlgorithm algo",
@@ -299,6 +303,7 @@ __all__ = [
     "AttemptedRollout",
     "AuditRecord",
     "BeamSearchConfig",
+    "BranchPoint",
     "Branching",
     "Capabilities",
     "ChatFormat",
@@ -429,6 +434,7 @@ __all__ = [
     "UnknownTokensError",
     "Unset",
     "UpdateOptions",
+    "Want",
     "WarmStartConfig",
     "WeightsConfig",
     "Worker",

@@ -414,7 +414,7 @@ class LightningRL(Algorithm[LightningRLConfig]):
                 break
             more = await collect(missing)
             replayed = await replay(more, replayed)
-            collected, resampled = joined(collected, more), resampled + missing
+            collected, resampled = collected + more, resampled + missing
         if config.dynamic_sampling:
             counts["groups_resampled"] = resampled
         if self._replay is not None:
@@ -456,18 +456,6 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if any(is_target(agent, target_agent) for agent in agents):
             return found
         return [*found, *without_target(left, str(target_agent), agents)]
-
-
-def joined(first: Collected, more: Collected) -> Collected:
-    """Two batches of rollouts as one."""
-    return replace(
-        first,
-        trajectories=first.trajectories + more.trajectories,
-        failed=first.failed + more.failed,
-        rejected=first.rejected + more.rejected,
-        timeouts=first.timeouts + more.timeouts,
-        seconds=first.seconds + more.seconds,
-    )
 
 
 def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.credit.rejection import FAILED, Check, Rejection, count_reasons
+from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import Rollout
@@ -26,15 +27,54 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """The next batch of rollouts that an algorithm wants: `group_size` rollouts of each of `tasks` tasks.
+class BranchPoint:
+    """A point of a training rollout that has ended: one of its calls. A rollout that branches off here runs the agent
+    anew; the calls before the point are given their recorded answers, and this one is sampled.
 
-    >>> agl.RolloutRequest(tasks=16, group_size=8).temperature
+    >>> agl.BranchPoint("ro-1", call="span-3").call
+    'span-3'
+    """
+
+    rollout_id: str
+    call: str
+    """Its `span_id`. That of the first call gives a further rollout with nothing in common but the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """`n` rollouts that an algorithm wants: of the run's next task, of a task that it names, or off another rollout.
+
+    >>> agl.Want(task=3, n=8)
+    Want(task=3, branch=None, n=8)
+    """
+
+    task: Any = None
+    """Its place in `training.train_tasks`, or the task itself. None: the next one of the run's own order."""
+    branch: BranchPoint | None = None
+    """Where they branch off a rollout. They belong to its task and its group."""
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"{self} is no rollout; n is 1 or more")
+        if self.task is not None and self.branch is not None:
+            raise ConfigError(f"{self} has two tasks; a branch has that of its rollout: leave task out")
+
+    @property
+    def is_next(self) -> bool:
+        """Whether it is for the run's next task."""
+        return self.task is None and self.branch is None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """The rollouts that an algorithm wants next.
+
+    >>> agl.RolloutRequest([agl.Want(n=8)] * 16).temperature
     1.0
     """
 
-    tasks: int
-    group_size: int
+    wants: Sequence[Want]
     temperature: float = 1.0
     """Sampling temperature of the policy."""
     check: Check | None = None
@@ -46,6 +86,21 @@ class RolloutRequest:
     """The policy samples from the most likely tokens that together have this probability."""
     top_k: int = 0
     """The policy samples from so many of the most likely tokens; 0: from all."""
+
+    @property
+    def tasks(self) -> int:
+        """The number of next tasks. Raises ConfigError where a task or a branch is named, or the wants differ: recorded
+        rollouts, which this is for, cannot be chosen."""
+        if any(not want.is_next or want.n != self.wants[0].n for want in self.wants):
+            raise ConfigError(
+                "recorded rollouts come as they are: they have no task by name, no branch and no group of its own size;"
+                " ask for tasks=N, group_size=G"
+            )
+        return len(self.wants)
+
+    @property
+    def group_size(self) -> int:
+        return max((want.n for want in self.wants), default=0)
 
     @property
     def sampling_parameters(self) -> dict[str, float]:
@@ -80,6 +135,19 @@ class Collected:
     def rollouts(self) -> int:
         """The number of rollouts requested."""
         return len(self.trajectories) + len(self.failed) + len(self.rejected)
+
+    def __add__(self, more: Collected) -> Collected:
+        """Two batches as one."""
+        summed = {name: self.metrics.get(name, 0.0) + value for name, value in more.metrics.items()}
+        return Collected(
+            self.trajectories + more.trajectories,
+            self.failed + more.failed,
+            self.rejected + more.rejected,
+            self.timeouts + more.timeouts,
+            self.seconds + more.seconds,
+            self.sampled_before + more.sampled_before,
+            {**self.metrics, **summed},
+        )
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -142,8 +210,9 @@ class RolloutSource(Protocol):
     """Where an algorithm's rollouts come from: run for each step, run ahead of it, or recorded earlier."""
 
     async def next(self, request: RolloutRequest) -> Collected:
-        """The next batch. The same request in a resumed run continues what was interrupted. Raises TrainingStopped
-        where too many rollouts failed or were rejected."""
+        """The next batch. The same request in a resumed run continues what was interrupted. Raises ConfigError for a
+        task or a branch that does not exist, before anything is run, and TrainingStopped where too many rollouts
+        failed or were rejected."""
         ...
 
 
@@ -261,18 +330,19 @@ class Training(Protocol):
 
     async def collect(
         self,
+        wants: Sequence[Want] = (),
         *,
-        tasks: int,
-        group_size: int,
-        temperature: float,
+        tasks: int = 0,
+        group_size: int = 1,
+        temperature: float = 1.0,
         check: Check | None = None,
         timeout_reward: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Collected:
-        """The next batch of rollouts, as a `RolloutRequest` of these fields asks for it. Raises TrainingStopped where
-        too
-        many rollouts failed or were rejected."""
+        """The next batch of rollouts: what is wanted, and `group_size` of each of the next `tasks` tasks, sampled as
+        the other fields of a `RolloutRequest` say. Raises ConfigError for a task or a branch that does not exist,
+        before anything is run, and TrainingStopped where too many rollouts failed or were rejected."""
         ...
 
     async def recall(

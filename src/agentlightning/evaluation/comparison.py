@@ -164,8 +164,8 @@ def mean_of_seeds(values: Mapping[int, float], *, paired: bool = False) -> SeedM
     numbers = list(values.values())
     if not numbers:
         return SeedMean(None, None, 0, paired)
-    center, half = math.fsum(numbers) / len(numbers), _half_width([numbers])
-    return SeedMean(center, half and (center - half, center + half), len(numbers), paired)
+    center = math.fsum(numbers) / len(numbers)
+    return SeedMean(center, _interval(center, [numbers]), len(numbers), paired)
 
 
 def seed_difference(first: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
@@ -176,13 +176,14 @@ def seed_difference(first: Mapping[int, float], other: Mapping[int, float]) -> S
     before, after = mean_of_seeds(first), mean_of_seeds(other)
     if before.mean is None or after.mean is None:
         return SeedMean(None, None, 0)
-    center, half = after.mean - before.mean, _half_width([[*first.values()], [*other.values()]])
-    return SeedMean(center, half and (center - half, center + half), min(before.seeds, after.seeds))
+    center = after.mean - before.mean
+    return SeedMean(center, _interval(center, [[*first.values()], [*other.values()]]), min(before.seeds, after.seeds))
 
 
-def _half_width(samples: Sequence[Sequence[float]]) -> float | None:
+def _interval(center: float, samples: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     least = min(map(len, samples))
     if least < 2:
         return None
     error = math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
-    return student_quantile(0.975, least - 1) * error
+    half = student_quantile(0.975, least - 1) * error
+    return center - half, center + half

@@ -1,14 +1,16 @@
-"""Which tasks come next, and from which point of earlier rollouts."""
+"""Which tasks come next, and where rollouts of a group branch off the others."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import ClassVar, Final, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import ClassVar, Final, TypeAlias
 
+from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig
+from agentlightning.credit import group_trajectories
 from agentlightning.errors import DatasetError
 from agentlightning.task import TaskSampler
 from agentlightning.trajectory import Trajectory, Transition
@@ -26,46 +28,37 @@ from agentlightning.trajectory import Trajectory, Transition
 # The rollouts that a group has left branch at the points where it rises most, in turn.
 
 
-@dataclass(frozen=True, slots=True)
-class BranchPoint:
-    """A call of a finished rollout at which others may branch off."""
-
-    rollout_id: str
-    span_ids: tuple[str, ...]
-    """The calls before it, whose answers are given again."""
-    rise: float
-    """Of the uncertainty over that of the first call, in nats a token."""
-
-    def metadata(self) -> dict[str, object]:
-        """What the gateway reads of it in the rollout's metadata."""
-        return {"rollout_id": self.rollout_id, "span_ids": list(self.span_ids)}
-
-
-def branch_points(trajectories: Iterable[Trajectory], config: Branching) -> list[BranchPoint]:
-    """The points of all rollouts, those with the largest rise first."""
-    found = [point for each in trajectories for point in _points(each, config)]
-    return sorted(found, key=lambda point: -point.rise)
+async def collect_branched(
+    collect: Callable[[RolloutRequest], Awaitable[Collected]], request: RolloutRequest, config: Branching
+) -> Collected:
+    """What is requested, a share of each group branching off the rest of it. A request that names branches itself, or
+    whose wants differ in size, is carried out as it is."""
+    size = request.group_size
+    later = min(round(config.share * size), size - 1)
+    if later < 1 or any(want.branch or want.n < size for want in request.wants):
+        return await collect(request)
+    first = await collect(replace(request, wants=[replace(want, n=size - later) for want in request.wants]))
+    groups = group_trajectories(first.trajectories)
+    wants = [want for group in groups for want in branch_wants(group, later, config)]
+    return first + await collect(replace(request, wants=wants)) if wants else first
 
 
-def choose_points(points: Sequence[BranchPoint], count: int) -> list[BranchPoint | None]:
-    """A point for each of `count` rollouts; None, an independent rollout, where there is none."""
-    return [points[i % len(points)] if points else None for i in range(count)]
+def branch_wants(group: Sequence[Trajectory], count: int, config: Branching) -> list[Want]:
+    """`count` rollouts that branch off a group at its points in turn, those with the largest rise first. Where it has
+    none, they branch off the first call: they are independent."""
+    rises = sorted(_points(group, config), key=lambda each: -each[0])
+    first = [BranchPoint(each.rollout_id, each.transitions[0].span_id) for each in group if each.transitions]
+    points = [point for _, point in rises] or first[:1]
+    return [Want(branch=points[i % len(points)]) for i in range(count if points else 0)]
 
 
-def first_rollouts(group_size: int, config: Branching | None) -> int:
-    """How many rollouts of a group run before any branches."""
-    return group_size if config is None else max(1, group_size - round(config.share * group_size))
-
-
-def _points(trajectory: Trajectory, config: Branching) -> Iterable[BranchPoint]:
-    calls = trajectory.transitions
-    if not calls:
-        return
-    start = _uncertainty(calls[0], config.tokens)
-    for number, call in enumerate(calls):
-        rise = _uncertainty(call, config.tokens) - start
-        if number and rise > config.threshold and (config.after == "any" or _follows_tool(call)):
-            yield BranchPoint(trajectory.rollout_id, tuple(each.span_id for each in calls[:number]), rise)
+def _points(group: Sequence[Trajectory], config: Branching) -> Iterator[tuple[float, BranchPoint]]:
+    """(rise of the uncertainty over that of the first call, in nats a token; the call)."""
+    for trajectory in group:
+        for call in trajectory.transitions[1:]:
+            rise = _uncertainty(call, config.tokens) - _uncertainty(trajectory.transitions[0], config.tokens)
+            if rise > config.threshold and (config.after == "any" or _follows_tool(call)):
+                yield rise, BranchPoint(trajectory.rollout_id, call.span_id)
 
 
 def _uncertainty(call: Transition, tokens: int) -> float:
@@ -97,25 +90,6 @@ FORGOTTEN: Final = 0.25
 """A mean this far below the best one, relative to it, counts as forgotten."""
 
 
-class TaskOrder(Protocol):
-    """Decides the tasks of each turn. A task is named by its place among all tasks."""
-
-    adapts: ClassVar[bool]
-    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
-
-    def draw(self, turn: int, count: int) -> list[int]:
-        """The tasks of a turn, counted from 0."""
-        ...
-
-    def observe(self, index: int, rewards: Sequence[float]) -> None:
-        """Learn of the rewards of a group."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Counts for the metrics of a step."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
     """Every task once an epoch, in an order that depends on the seed alone."""
@@ -124,8 +98,10 @@ class EpochOrder:
     """Of tasks."""
     seed: int
     adapts: ClassVar[bool] = False
+    """Whether a turn's tasks depend on earlier rewards, so that a second draw may give others."""
 
     def draw(self, turn: int, count: int) -> list[int]:
+        """The tasks of a turn, counted from 0, each by its place among all tasks."""
         return TaskSampler(range(self.number), count, self.seed).draw(turn)
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
@@ -241,6 +217,10 @@ class LearnabilityOrder:
 
     def _keep(self, index: int, record: TaskRecord) -> None:
         self.state[str(index)] = list(astuple(record))
+
+
+TaskOrder: TypeAlias = EpochOrder | LearnabilityOrder
+"""Decides the tasks of each turn."""
 
 
 def task_order(config: CurriculumConfig, number: int, seed: int, state: dict[str, list[float]]) -> TaskOrder:

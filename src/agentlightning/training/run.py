@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.algorithms.agents import without_calls
-from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage
+from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Want
 from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import RunConfig
@@ -271,16 +271,19 @@ class TrainingRun:
 
     async def collect(
         self,
+        wants: Sequence[Want] = (),
         *,
-        tasks: int,
-        group_size: int,
-        temperature: float,
+        tasks: int = 0,
+        group_size: int = 1,
+        temperature: float = 1.0,
         check: Check | None = None,
         timeout_reward: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Collected:
-        request = RolloutRequest(tasks, group_size, temperature, check, timeout_reward, top_p, top_k)
+        request = RolloutRequest(
+            [*wants, *[Want(n=group_size)] * tasks], temperature, check, timeout_reward, top_p, top_k
+        )
         return await self.rollouts.next(request)
 
     async def recall(

@@ -105,3 +105,4 @@ def test_intervals_over_seeds_hold_what_they_say() -> None:
     assert 0.93 < inside[0] / 2000 < 0.97
     assert 0.93 < inside[1] / 2000 < 0.995, "no shorter than it should be"
     assert mean_of_seeds({}).mean is None
+    assert mean_of_seeds({0: 0.5, 1: 0.5}).interval == (0.5, 0.5)

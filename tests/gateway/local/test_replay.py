@@ -71,6 +71,22 @@ async def test_recorded_likeliest_tokens_do_not_end_a_replay_and_are_recorded_ag
     assert span.attributes[names.TOP_LOGPROBS] == source.attributes[names.TOP_LOGPROBS]
 
 
+async def test_a_branch_of_a_branch_names_the_call_that_was_sampled(serve, store):
+    service = await serve(["one", "two", "three"])
+    await service.ask(ASKED)
+    (source,) = await branching(service, store, 1)
+    for messages in (ASKED, then("one")):
+        await service.ask(messages)
+    await branching(service, store, 2)
+    for messages in (ASKED, then("one"), then("one", "two")):
+        await service.ask(messages)
+    first, second, third = trajectory(service.rollout_id, service.attempt_id, await service.spans()).transitions
+    assert first.replays == (source.rollout_id, source.span_id), "so that all three are trained once"
+    assert second.replays is not None
+    assert second.replays[0] not in (source.rollout_id, service.rollout_id)
+    assert third.replays is None
+
+
 async def test_answers_that_are_gone_are_sampled(serve, store):
     service = await serve(["one", "sampled"])
     await service.ask(ASKED)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
-from agentlightning.training.curriculum import BranchPoint, branch_points, choose_points, first_rollouts
+from agentlightning.training.curriculum import branch_wants, collect_branched
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import load_settings
 
@@ -46,30 +48,57 @@ def rollout(name: str, *logprobs: Sequence[float], role: str = "tool") -> Trajec
     return Trajectory(name, "at", tuple(calls))
 
 
+def points(group: Sequence[Trajectory], count: int, config: Branching = ANY) -> list[tuple[str, int]]:
+    calls = Counter(want.branch.call for want in branch_wants(group, count, config) if want.branch is not None)
+    return list(calls.items())
+
+
 def test_a_point_is_where_uncertainty_rises_over_that_of_the_first_call() -> None:
-    found = branch_points([rollout("a", [-0.1, -0.1], [-0.5, -0.5], [-1.1, -0.9, 0, 0])], ANY)
-    assert found == [BranchPoint("a", ("a-0", "a-1"), pytest.approx(0.9))], "by the first two tokens"
+    unsure = rollout("a", [-0.1, -0.1], [-0.5, -0.5], [-1.1, -0.9, 0, 0])
+    assert points([unsure], 2) == [("a-2", 2)], "by the first two tokens"
 
 
 def test_the_largest_rises_come_first_and_are_taken_in_turn() -> None:
-    points = branch_points([rollout("a", [0, 0], [-1, -1]), rollout("b", [0, 0], [-2, -2])], ANY)
-    assert [point.rollout_id for point in points] == ["b", "a"]
-    assert [point and point.rollout_id for point in choose_points(points, 3)] == ["b", "a", "b"]
+    group = [rollout("a", [0, 0], [-1, -1]), rollout("b", [0, 0], [-2, -2])]
+    assert points(group, 3) == [("b-1", 2), ("a-1", 1)]
 
 
 def test_rollouts_without_a_point_are_independent() -> None:
-    assert branch_points([rollout("a", [-1, -1], [-1, -1]), Trajectory("b", "at", ())], ANY) == []
-    assert choose_points([], 2) == [None, None]
+    assert points([Trajectory("b", "at", ()), rollout("a", [-1, -1], [-1, -1])], 2) == [("a-0", 2)]
+    assert points([Trajectory("b", "at", ())], 2) == []
 
 
 def test_only_calls_after_a_tool_count_unless_all_do() -> None:
-    told = rollout("a", [0, 0], [-1, -1], role="user")
-    assert branch_points([told], Branching(threshold=0.5)) == []
-    assert len(branch_points([told], ANY)) == 1
-    assert len(branch_points([rollout("a", [0, 0], [-1, -1])], Branching(threshold=0.5))) == 1
+    other = rollout("a", [0, 0], [-1, -1], role="user")
+    assert points([other], 1, Branching(threshold=0.5)) == [("a-0", 1)]
+    assert points([other], 1) == [("a-1", 1)]
+    assert points([rollout("a", [0, 0], [-1, -1])], 1, Branching(threshold=0.5)) == [("a-1", 1)]
 
 
 @pytest.mark.parametrize(("share", "first"), [(0.5, 4), (0.25, 6), (0.9, 1)])
-def test_a_share_of_the_group_is_kept_for_branches(share: float, first: int) -> None:
-    assert first_rollouts(8, Branching(share=share)) == first
-    assert first_rollouts(8, None) == 8
+async def test_a_share_of_the_group_is_kept_for_branches(share: float, first: int) -> None:
+    asked: list[list[int]] = []
+
+    async def collect(request: RolloutRequest) -> Collected:
+        asked.append([want.n for want in request.wants])
+        return Collected((rollout("a", [0, 0], [-1, -1]),))
+
+    await collect_branched(collect, RolloutRequest([Want(n=8)]), ANY.model_copy(update={"share": share}))
+    assert [sum(each) for each in asked] == [first, 8 - first]
+
+
+async def test_a_request_that_branches_itself_or_has_wants_of_several_sizes_is_left_as_it_is() -> None:
+    asked: list[RolloutRequest] = []
+
+    async def collect(request: RolloutRequest) -> Collected:
+        asked.append(request)
+        return Collected(())
+
+    own = [
+        RolloutRequest([Want(n=8), Want(n=4)]),
+        RolloutRequest([Want(branch=BranchPoint("a", "a-1"), n=8)]),
+        RolloutRequest([Want()]),
+    ]
+    for request in own:
+        await collect_branched(collect, request, ANY)
+    assert asked == own

@@ -34,8 +34,8 @@ def test_pairs_of_a_file_move_the_model_towards_what_was_chosen(tiny: Path, tmp_
     )
     assert (result.recorded.algorithm, result.steps, result.recorded.sessions) == ("dpo", 6, 2)
     assert result.recorded.counts["pairs"] == 12
-    assert result.metrics["accuracy"] == 1.0
-    assert result.metrics["margin"] > 0.1
+    assert result.recorded.metrics["accuracy"] == 1.0
+    assert result.recorded.metrics["margin"] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_agl_dpo_learns_from_a_file_and_makes_no_store(
     words = ["dpo", "steps=2", "--data", "pairs.jsonl", "--model", str(tiny), "--run-dir", "run"]
     done = CliRunner().invoke(build(), [*words, "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["counts"]["pairs"] == 2
+    assert json.loads(done.stdout)["recorded"]["counts"]["pairs"] == 2
     assert not (tmp_path / ".agentlightning").exists()
     both = CliRunner().invoke(build(), [*words[:4], "--store", "x.db", "--model", str(tiny)])
     assert "give --data FILE or --store STORE, not both" in both.output

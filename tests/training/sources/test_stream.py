@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.rollouts import AttemptedRollout
@@ -32,7 +32,7 @@ from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
 
 TASKS = [{"n": n} for n in range(8)]
-REQUEST = RolloutRequest(tasks=2, group_size=2)
+REQUEST = RolloutRequest([Want(n=2)] * 2)
 
 
 class Loop:
@@ -166,24 +166,26 @@ async def test_the_limit_on_turns_follows_the_turn_that_a_rollout_belongs_to(
     assert limits["r-train-000002"] == 5
 
 
+async def two_calls(loop: Loop, rollout: AttemptedRollout) -> list[str]:
+    """Finish a rollout of two calls, the second of which is less certain. Returns their span ids."""
+    ids, spans = (rollout.rollout_id, rollout.attempt.attempt_id), [new_span_id(), new_span_id()]
+    for number, span_id in enumerate(spans):
+        call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1] * (number + 1), RESPONSE_TOKEN_IDS: [2]}
+        call |= {LOGPROBS: [-0.1 - number], POLICY_VERSION: loop.version}
+        await loop.store.add_span(Span(*ids, "chat", 0.0, span_id=span_id, attributes=call))
+    await loop.finish(rollout, version=loop.version)
+    return spans
+
+
 async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_resumed_run(
     store: InMemoryLightningStore, finish: Any
 ) -> None:
-    async def two_calls(rollout: AttemptedRollout) -> list[str]:
-        ids, spans = (rollout.rollout_id, rollout.attempt.attempt_id), [new_span_id(), new_span_id()]
-        for number, span_id in enumerate(spans):
-            call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1] * (number + 1), RESPONSE_TOKEN_IDS: [2]}
-            call |= {LOGPROBS: [-0.1 - number], POLICY_VERSION: 0}
-            await store.add_span(Span(*ids, "chat", 0.0, span_id=span_id, attributes=call))
-        await finish(rollout, version=0)
-        return spans
-
-    loop, request = Loop(store, finish, max_staleness=0), RolloutRequest(tasks=1, group_size=4)
+    loop, request = Loop(store, finish, max_staleness=0), RolloutRequest([Want(n=4)])
     loop.source.branching = Branching(share=0.5, threshold=0.5, after="any")
     collecting = asyncio.create_task(loop.source.next(request))
-    first = {rollout.rollout_id: (await two_calls(rollout))[0] for rollout in await loop.claim(2)}
+    first = {rollout.rollout_id: (await two_calls(loop, rollout))[0] for rollout in await loop.claim(2)}
     branches = await loop.claim(2)
-    assert {rollout.rollout_id[-3:] for rollout in branches} == {"002", "003"}
+    assert len({group_of(rollout) for rollout in branches}) == 1, "of the group that they branch off"
     for rollout in branches:
         source = rollout.metadata["branch"]["rollout_id"]
         assert rollout.metadata["branch"]["span_ids"] == [first[source]]
@@ -193,11 +195,116 @@ async def test_branches_are_queued_once_the_others_have_ended_and_again_by_a_res
     after.source.branching = loop.source.branching
     collecting = asyncio.create_task(after.source.next(request))
     for rollout in branches:
-        await two_calls(rollout)
+        await two_calls(loop, rollout)
     collected = await asyncio.wait_for(collecting, 30)
     assert len(collected.trajectories) == 4
     assert collected.metrics["branches"] == 2
     assert await store.dequeue_rollout() is None, "nothing ran twice"
+
+
+# -- wants -----------------------------------------------------------------------------------------------------------
+
+
+async def test_named_tasks_are_run_beside_the_next_one_and_found_again_by_a_resumed_run(
+    store: InMemoryLightningStore, finish: Any
+) -> None:
+    request = RolloutRequest([Want(task=5, n=3), Want(), Want(task=TASKS[2])])
+    loop = Loop(store, finish, max_staleness=0)
+    collecting = asyncio.create_task(loop.source.next(request))
+    (following,) = await loop.claim(1)
+    await finish(following, version=0)
+    named = await loop.claim(4)
+    assert sorted(rollout.input["n"] for rollout in named) == [2, 5, 5, 5]
+    await finish(named[0], version=0)
+    collecting.cancel()
+
+    after = loop.killed(step=0, version=0)
+    collecting = asyncio.create_task(after.source.next(request))
+    for rollout in named[1:]:
+        await finish(rollout, version=0)
+    collected = await asyncio.wait_for(collecting, 30)
+    assert collected.rollouts == 5
+    assert groups_of(collected) == ["000001-0000", "000001-task0002", "000001-task0005"]
+    assert await store.dequeue_rollout() is None, "nothing ran twice"
+
+
+async def test_named_tasks_take_no_place_of_the_runs_own_order(store: InMemoryLightningStore, finish: Any) -> None:
+    loop, batches = Loop(store, finish, max_staleness=0), list[list[str]]()
+    for request in (RolloutRequest([Want(task=0)]), REQUEST):
+        collecting = asyncio.create_task(loop.source.next(request))
+        for rollout in await loop.claim(sum(want.n for want in request.wants)):
+            await finish(rollout, version=0)
+        batches.append(groups_of(await collecting))
+    assert batches == [["000001-task0000"], ["000001-0000", "000001-0001"]]
+
+
+async def test_a_tree_grows_at_the_calls_that_are_named(store: InMemoryLightningStore, finish: Any) -> None:
+    loop, known = Loop(store, finish, max_staleness=0), dict[str, list[str]]()
+
+    async def collect(*wants: Want) -> Collected:
+        collecting = asyncio.create_task(loop.source.next(RolloutRequest(wants)))
+        for rollout in await loop.claim(sum(want.n for want in wants)):
+            known[rollout.rollout_id] = await two_calls(loop, rollout)
+        return await asyncio.wait_for(collecting, 30)
+
+    (root,) = (await collect(Want())).trajectories
+    first, second = known[root.rollout_id]
+    grown = await collect(
+        Want(branch=BranchPoint(root.rollout_id, second), n=2), Want(branch=BranchPoint(root.rollout_id, first))
+    )
+    assert {each.group for each in grown.trajectories} == {root.group}
+    assert [each.task for each in grown.trajectories] == [root.task] * 3
+    assert grown.metrics["branches"] == 2, "the one at the first call shares nothing but the task"
+    leaf = grown.trajectories[0].rollout_id
+    (deeper,) = (await collect(Want(branch=BranchPoint(leaf, known[leaf][1])))).trajectories
+    made = await store.get_rollout_by_id(deeper.rollout_id)
+    assert made is not None
+    assert made.metadata["branch"] == {"rollout_id": leaf, "span_ids": [known[leaf][0]]}
+    loop.train()
+    with pytest.raises(ConfigError, match=rf"{root.rollout_id}, which is 1 updates old; run.max_staleness=0"):
+        await loop.source.next(RolloutRequest([Want(branch=BranchPoint(root.rollout_id, second))]))
+
+
+@pytest.mark.parametrize(
+    ("want", "message"),
+    [
+        (Want(task=8), "task 8 is none of the run's 8 training tasks"),
+        (Want(task={"n": 99}), r"task \{'n': 99\} is none"),
+        (Want(branch=BranchPoint("r-train-000009-0000-000", "s")), "no training rollout 'r-train-000009-0000-000'"),
+        (Want(branch=BranchPoint("other", "s")), "no training rollout 'other' in this run"),
+    ],
+)
+async def test_what_does_not_exist_is_named_before_anything_runs(
+    store: InMemoryLightningStore, finish: Any, want: Want, message: str
+) -> None:
+    loop = Loop(store, finish, max_staleness=1)
+    with pytest.raises(ConfigError, match=message):
+        await loop.source.next(RolloutRequest([Want(n=2), want]))
+    assert await store.query_rollouts() == []
+    collecting = asyncio.create_task(loop.killed(step=0, version=0).source.next(REQUEST))
+    for rollout in await loop.claim(8):
+        await finish(rollout, version=0)
+    assert len((await collecting).trajectories) == 4, "a run that is resumed goes on"
+
+
+async def test_a_call_that_a_rollout_does_not_have_is_named(store: InMemoryLightningStore, finish: Any) -> None:
+    loop = Loop(store, finish, max_staleness=0)
+    collecting = asyncio.create_task(loop.source.next(RolloutRequest([Want()])))
+    (rollout,) = await loop.claim(1)
+    await finish(rollout, version=0)
+    await collecting
+    with pytest.raises(ConfigError, match=f"off rollout {rollout.rollout_id} at call 'gone': its calls"):
+        await loop.source.next(RolloutRequest([Want(branch=BranchPoint(rollout.rollout_id, "gone"))]))
+
+
+def test_a_want_of_nothing_or_of_two_tasks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="n is 1 or more"):
+        Want(n=0)
+    with pytest.raises(ConfigError, match="two tasks"):
+        Want(task=1, branch=BranchPoint("r", "s"))
+
+
+# -- flow, continued -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
@@ -232,23 +339,24 @@ async def test_nothing_runs_beyond_the_last_step(store: InMemoryLightningStore, 
 
 async def test_a_second_request_within_a_step_runs_its_own(store: InMemoryLightningStore, finish: Any) -> None:
     loop = Loop(store, finish, max_staleness=0)
-    for name in ("000001-0000", "000001-part1-0000"):
+    for prefix in ("000001-0000", "000001-task"):
         collecting = asyncio.create_task(loop.source.next(REQUEST))
         for rollout in await loop.claim(4):
             await finish(rollout)
-        assert groups_of(await collecting)[0] == name
+        assert groups_of(await collecting)[0].startswith(prefix)
 
 
-async def test_that_further_requests_do_not_branch_is_said_once(store: InMemoryLightningStore, finish: Any) -> None:
+async def test_further_requests_branch_as_well(store: InMemoryLightningStore, finish: Any) -> None:
     loop = Loop(store, finish, max_staleness=0)
-    loop.source.branching = Branching(share=0.5)
-    for expected in (0, 1, 1):
+    loop.source.branching = Branching(share=0.5, threshold=0.5, after="any")
+    for _ in range(2):
         collecting = asyncio.create_task(loop.source.next(REQUEST))
-        for _ in range(4):
-            for rollout in await loop.claim(1):
-                await finish(rollout)
-        assert len((await collecting).trajectories) == 4
-        assert len(loop.notes) == expected
+        for count in (2, 2):
+            for rollout in await loop.claim(count):
+                await two_calls(loop, rollout)
+        collected = await collecting
+        assert len(collected.trajectories) == 4
+        assert collected.metrics["branches"] == 2
 
 
 # -- staleness -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from agentlightning.util.kept_sets import KeptSets
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """An answer of another rollout."""
+    """An answer of another rollout: of the one that sampled it, if that one was given it again as well."""
 
     rollout_id: str
     span_id: str
@@ -34,21 +34,23 @@ class RecordedAnswer:
     @classmethod
     def of(cls, span: Span) -> RecordedAnswer:
         found = span.attributes
+        tokens = tuple(found[names.RESPONSE_TOKEN_IDS])
         reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
         kept = cast("str | None", found.get(names.KEPT_SETS))
         top = cast("str | None", found.get(names.TOP_LOGPROBS))
         versions = cast("Sequence[int]", found.get(names.POLICY_VERSIONS, ()))
         sample = Sample(
-            tuple(found[names.RESPONSE_TOKEN_IDS]),
+            tokens,
             tuple(found[names.LOGPROBS]),
             reason,
             found[names.POLICY_VERSION],
             tuple(zip(versions[::2], versions[1::2], strict=True)),
-            top_logprobs=() if top is None else tuple(likeliest_from_text(top, len(found[names.RESPONSE_TOKEN_IDS]))),
-            kept_sets=None if kept is None else KeptSets.from_text(kept, len(found[names.RESPONSE_TOKEN_IDS])),
+            top_logprobs=() if top is None else tuple(likeliest_from_text(top, len(tokens))),
+            kept_sets=None if kept is None else KeptSets.from_text(kept, len(tokens)),
         )
         prompt = tuple(found[names.PROMPT_TOKEN_IDS])
-        return cls(span.rollout_id, span.span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))
+        rollout_id, span_id = found.get(names.REPLAYS) or (span.rollout_id, span.span_id)
+        return cls(rollout_id, span_id, found[names.RESPONSE_MODEL], prompt, sample, _call_ids(found))
 
 
 @dataclass(slots=True)
@@ -75,12 +77,10 @@ class Replay:
 
 async def load_replay(store: LightningStoreBase, branch: Mapping[str, Any]) -> Replay:
     """What is recorded of the calls that a rollout's metadata names; those that are gone are sampled."""
-    wanted: list[str] = branch["span_ids"]
     spans = {span.span_id: span for span in await store.query_spans(branch["rollout_id"])}
-    return Replay([RecordedAnswer.of(spans[span_id]) for span_id in wanted if span_id in spans])
+    return Replay([RecordedAnswer.of(spans[span_id]) for span_id in branch["span_ids"] if span_id in spans])
 
 
 def _call_ids(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
-    parts = [part for message in messages for part in message["parts"]]
-    return tuple(part["id"] for part in parts if part["type"] == "tool_call")
+    return tuple(part["id"] for message in messages for part in message["parts"] if part["type"] == "tool_call")

@@ -35,7 +35,6 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.curriculum import BranchPoint
 from agentlightning.training.sources.reader import TrajectoryReader
 
 T = TypeVar("T")
@@ -65,8 +64,9 @@ class RolloutPlan:
     task: Any
     group: str
     """The same for the rollouts of one task within a step."""
-    branch: BranchPoint | None = None
-    """Where it branches off another rollout of its group. None: it is independent."""
+    branch: Mapping[str, Any] | None = None
+    """`rollout_id` of the rollout that it branches off, and `span_ids` of the calls before that point, as the gateway
+    reads them. None: it is independent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,6 @@ class QueuedBatch:
     plans: Sequence[RolloutPlan]
     resources_id: str
     mode: RolloutMode
-
-
-@dataclass(frozen=True, slots=True)
-class _FailureLimit:
-    """The share of failures that a batch may have."""
-
-    share: float
-    excepts_timeouts: bool = False
 
 
 @dataclass(slots=True)
@@ -184,7 +176,7 @@ class RolloutCollector:
         """
         started = time.monotonic()
         share = self.max_failed_share if max_failed_share is None else max_failed_share
-        finished = await self._wait_for(batch, _FailureLimit(share, timeout_reward is not None), on_progress)
+        finished = await self._wait_for(batch, share, timeout_reward, on_progress)
         failed = [rollout for rollout in finished if rollout.status != "succeeded"]
         timed_out = await self._timed_out(failed)
         rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
@@ -211,7 +203,7 @@ class RolloutCollector:
             mode=mode,
             resources_id=resources_id,
             config=self.config,
-            metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch.metadata()})},
+            metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch})},
             rollout_id=plan.rollout_id,
             queue=self.queue,
         )
@@ -250,42 +242,39 @@ class RolloutCollector:
             await self.store.enqueue_many_rollouts(requests)
 
     async def _wait_for(
-        self, batch: QueuedBatch, limit: _FailureLimit, on_progress: Callable[[int], None] | None
+        self,
+        batch: QueuedBatch,
+        share: float,
+        timeout_reward: float | None,
+        on_progress: Callable[[int], None] | None,
     ) -> list[Rollout]:
         """The finished rollouts. One that is removed meanwhile (`agl store prune`) is run again."""
-        while True:
-            try:
-                return await self._wait([plan.rollout_id for plan in batch.plans], limit, on_progress)
-            except NotFoundError:
-                await self._enqueue_missing(batch)
-
-    async def _wait(
-        self, rollout_ids: Sequence[str], limit: _FailureLimit, on_progress: Callable[[int], None] | None
-    ) -> list[Rollout]:
         ended: list[Rollout] = []
-        for chunk in _chunks(rollout_ids):
+        for chunk in _chunks(batch.plans):
             minimum, finished = 1, list[Rollout]()
             while len(finished) < len(chunk):
-                finished = await self.store.wait_for_rollouts(
-                    rollout_ids=chunk, timeout=WAIT_SECONDS, minimum=min(minimum, len(chunk))
-                )
+                finished = await self.wait_for_some([replace(batch, plans=chunk)], minimum)
                 if on_progress is not None:
                     on_progress(len(ended) + len(finished))
-                await self._check_failures([*ended, *finished], len(rollout_ids), limit)
+                found = [*ended, *finished]
+                await self.check_failures(found, len(batch.plans), timeout_reward=timeout_reward, share=share)
                 minimum = len(finished) + max(1, len(chunk) // 8)
             ended += finished
         return ended
 
     async def check_failures(
-        self, finished: Sequence[Rollout], total: int, *, timeout_reward: float | None = None
+        self,
+        finished: Sequence[Rollout],
+        total: int,
+        *,
+        timeout_reward: float | None = None,
+        share: float | None = None,
     ) -> None:
-        """Raises TrainingStopped when too many of `total` rollouts have failed; those that timed out count as failed
-        unless there is a `timeout_reward`."""
-        await self._check_failures(finished, total, _FailureLimit(self.max_failed_share, timeout_reward is not None))
-
-    async def _check_failures(self, finished: Sequence[Rollout], total: int, limit: _FailureLimit) -> None:
-        failed, share = [rollout for rollout in finished if rollout.status != "succeeded"], limit.share
-        if _too_many(len(failed), total, share) and limit.excepts_timeouts:
+        """Raises TrainingStopped when more than a share (default: the collector's) of `total` rollouts have failed;
+        those that timed out count as failed unless there is a `timeout_reward`."""
+        share = self.max_failed_share if share is None else share
+        failed = [rollout for rollout in finished if rollout.status != "succeeded"]
+        if _too_many(len(failed), total, share) and timeout_reward is not None:
             timed_out = await self._timed_out(failed)
             failed = [rollout for rollout in failed if rollout.rollout_id not in timed_out]
         if not _too_many(len(failed), total, share):

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, TypeVar
+from hashlib import blake2b
+from typing import Any, Final
 
-from agentlightning.algorithms.training import Collected, RolloutRequest
+from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.config import Branching, TurnLimit
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import Rollout
-from agentlightning.training.curriculum import EpochOrder, TaskOrder, branch_points, choose_points, first_rollouts
+from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
@@ -40,24 +42,7 @@ from agentlightning.trajectory import Trajectory
 # steps demands it (earliest deadline first: Liu and Layland 1973, section 7), and then whatever is complete.
 
 
-class Scheduled(Protocol):
-    """A group of rollouts that is under way or complete."""
-
-    @property
-    def completed(self) -> int | None:
-        """Its place in the order of completion; None while a rollout of it runs."""
-        ...
-
-    @property
-    def deadline(self) -> int:
-        """The last update that may learn from it."""
-        ...
-
-
-G = TypeVar("G", bound=Scheduled)
-
-
-def choose(groups: Sequence[G], count: int, update: int) -> list[G] | None:
+def choose(groups: Sequence[Group], count: int, update: int) -> list[Group] | None:
     """The `count` groups that update number `update` learns from; None while the ones it needs still run.
 
     Of the groups whose deadline is `update + i` or earlier, the updates after this one can take `i * count`; this one
@@ -68,7 +53,7 @@ def choose(groups: Sequence[G], count: int, update: int) -> list[G] | None:
     )
     if len(complete) < count:
         return None
-    chosen: list[G] = []
+    chosen: list[Group] = []
     for deadline in sorted({group.deadline for group in groups if group.deadline >= update}):
         due = [group for group in groups if update <= group.deadline <= deadline]
         missing = min(count, len(due) - (deadline - update) * count) - len(chosen)
@@ -102,8 +87,6 @@ class Group:
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
-    later: Sequence[RolloutPlan] = ()
-    """Rollouts that are queued once the others have ended, as they may branch off these."""
     ended: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
     """Its finished rollouts by id, the failed ones included."""
     completed: int | None = None
@@ -161,6 +144,8 @@ class RolloutStream:
     """(turn, index) of the next group to start."""
     _part: tuple[int, int] = (-1, 0)
     """(step, requests within it)."""
+    _served: int = -1
+    """The step that has had its groups of the run's order."""
     _limited: bool = False
     """Whether groups wait for `limit`, and for nothing else."""
     _completed: int = 0
@@ -171,10 +156,29 @@ class RolloutStream:
     _began: float = field(default_factory=time.time)
 
     async def next(self, request: RolloutRequest) -> Collected:
-        """The groups of the next step, in the order of their turns. A further request within a step runs its own."""
+        """What is wanted: the first wants of a step for the run's next tasks are the groups of that step, in the order
+        of their turns. Named tasks, branches and further requests within the step run at once, with the present
+        weights."""
+        if self.branching is None:
+            return await self._collect(request)
+        return await collect_branched(self._collect, request, self.branching)
+
+    async def _collect(self, request: RolloutRequest) -> Collected:
         step, part = self._next_part()
-        if part:
-            return await self._run_part(request, step, part)
+        following = [want for want in request.wants if want.is_next]
+        named = [want for want in request.wants if not want.is_next]
+        if self._served == step and following:
+            order = EpochOrder(len(self.tasks), self.seed + PART_SEED * part)
+            tasks = order.draw(step, len(following))
+            named += [replace(want, task=task) for want, task in zip(following, tasks, strict=True)]
+        plans = await self._named(named, step, part)
+        collected = Collected(())
+        if following and self._served != step:
+            self._served = step
+            collected = await self._next_groups(replace(request, wants=following), step)
+        return collected + await self._run_at_once(plans, request, step, part) if plans else collected
+
+    async def _next_groups(self, request: RolloutRequest, step: int) -> Collected:
         started = time.monotonic()
         self._counts = {}
         await self._postpone_deadlines()
@@ -220,7 +224,7 @@ class RolloutStream:
             if self._cancelled:
                 await self._enqueue(self._cancelled.pop(0), request)
                 continue
-            place = self._next_place(request, needed=under_way < request.tasks)
+            place = self._next_place(request, needed=under_way < len(request.wants))
             if place is None:
                 break
             starting.append(place)
@@ -230,7 +234,7 @@ class RolloutStream:
         self._groups.sort(key=lambda group: (group.turn, group.index))
 
     def _most(self, request: RolloutRequest) -> int:
-        return (self.max_staleness + 1) * request.tasks
+        return (self.max_staleness + 1) * len(request.wants)
 
     def _next_place(self, request: RolloutRequest, *, needed: bool) -> tuple[int, int] | None:
         """The next group that no step has learned from. Beyond the tasks of the last step there is none, unless it is
@@ -241,7 +245,7 @@ class RolloutStream:
         while needed or turn < self.total_steps:
             if not index and turn >= self.state.turns and not self._groups:
                 turn = max(turn, self.state.step)  # An algorithm may do steps without rollouts.
-            self._place = (turn, index + 1) if index + 1 < request.tasks else (turn + 1, 0)
+            self._place = (turn, index + 1) if index + 1 < len(request.wants) else (turn + 1, 0)
             if f"{turn}/{index}" not in self.state.taken:
                 return turn, index
             turn, index = self._place
@@ -255,19 +259,18 @@ class RolloutStream:
 
     async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
         resources_id = await self._publish(self.state.step_name(turn), request, turn)
-        drawn = self._draw(turn, request.tasks)
-        whole = {index: self._plans(request, self._group_name(turn, index, drawn), drawn[index]) for index in indices}
-        first = first_rollouts(request.group_size, self.branching)
-        plans = {index: each[:first] for index, each in whole.items()}
+        drawn = self._draw(turn, len(request.wants))
+        plans = {
+            index: self._plans(request.wants[index].n, self._group_name(turn, index, drawn), drawn[index])
+            for index in indices
+        }
         batch = await self.collector.enqueue(
             [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
         )
         queued, started = iter(batch.plans), list[Group]()
         for index, each in plans.items():
             own = replace(batch, plans=[next(queued) for _ in each])
-            started.append(
-                Group(turn, index, own, self._update + self.max_staleness, drawn[index], whole[index][first:])
-            )
+            started.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
         if turn < self.state.turns:
             await self._restore_deadlines(started)
         self._groups += started
@@ -306,27 +309,27 @@ class RolloutStream:
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
         return f"{name}-task{drawn[index]}" if self.order is not None and self.order.adapts else name
 
-    def _plans(self, request: RolloutRequest, name: str, task: int) -> list[RolloutPlan]:
-        return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(request.group_size)]
+    def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
+        return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     async def _wait(self, request: RolloutRequest) -> list[Group]:
         """The groups that this step learns from, in the order of their turns, once they are complete."""
-        total = request.tasks * request.group_size
+        total = sum(want.n for want in request.wants)
         while True:
             await self._start(request)
-            chosen = choose(self._groups, request.tasks, self._update)
+            chosen = choose(self._groups, len(request.wants), self._update)
             if chosen is not None:
                 return sorted(chosen, key=lambda group: (group.turn, group.index))
-            await self._observe(request)
+            await self._observe()
             ended = [rollout for group in self._groups for rollout in group.ended.values()]
             self.on_progress(min(len(ended), total), total)
             of = sum(len(group.batch.plans) for group in self._groups)
             await self.collector.check_failures(ended, of, timeout_reward=request.timeout_reward)
             await self._adapt(request)
 
-    async def _observe(self, request: RolloutRequest) -> None:
+    async def _observe(self) -> None:
         """Wait until a group may have completed, or a second has passed."""
         running = [group for group in self._groups if group.completed is None]
         fewest = min(len(group.running.plans) for group in running)
@@ -336,26 +339,11 @@ class RolloutStream:
             group.ended |= {
                 plan.rollout_id: ended[plan.rollout_id] for plan in group.running.plans if plan.rollout_id in ended
             }
-        for group in running:
-            if group.later and not group.running.plans:
-                await self._branch(group, request)
         complete = [group for group in running if not group.running.plans]
         for group in sorted(complete, key=_end_time):
             self._completed += 1
             group.completed = self._completed
         self.limit.count(len(complete))
-
-    async def _branch(self, group: Group, request: RolloutRequest) -> None:
-        """Queue the rollouts of a group that branch off those that have ended."""
-        assert self.branching is not None
-        ended = [rollout_id for rollout_id, rollout in group.ended.items() if rollout.status == "succeeded"]
-        trajectories, _ = await self.collector.reader.read(dict.fromkeys(ended, group.name))
-        points = choose_points(branch_points(trajectories, self.branching), len(group.later))
-        plans = [replace(plan, branch=point) for plan, point in zip(group.later, points, strict=True)]
-        resources_id = group.batch.resources_id
-        queued = await self.collector.enqueue(plans, resources_id=resources_id, check=request.check)
-        group.batch = replace(group.batch, plans=[*group.batch.plans, *queued.plans])
-        group.later = ()
 
     async def _adapt(self, request: RolloutRequest) -> None:
         """Follow the engine's load. Of the groups beyond the limit, those that no runner has begun wait; where the
@@ -413,10 +401,9 @@ class RolloutStream:
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
             group.reruns += 1
-            plans = self._plans(request, group.name, group.task)
+            plans = self._plans(len(group.batch.plans), group.name, group.task)
             plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-            first = first_rollouts(request.group_size, self.branching)
-            group.batch, group.later = replace(group.batch, plans=plans[:first]), plans[first:]
+            group.batch = replace(group.batch, plans=plans)
             await self._enqueue(group, request)
         self._count("groups_stale", len(stale))
         self._note(
@@ -463,15 +450,13 @@ class RolloutStream:
     def _metrics(self, chosen: Sequence[Group], collected: Collected) -> dict[str, float]:
         order = {} if self.order is None else self.order.metrics()
         order |= turn_limit_metrics(collected.trajectories)
-        if self.branching is not None:
-            order |= branching_metrics(_joined(chosen).plans, collected.trajectories)
         order |= self.limit.metrics()
         if not self.max_staleness and not self._counts:
             return order
         counts = {"groups_stale": 0, "groups_cancelled": 0, **self._counts}
         return {**order, **counts, "groups_in_flight": sum(group.completed is None for group in self._groups)}
 
-    # -- further requests within a step --------------------------------------------------------------------------------
+    # -- what runs at once ---------------------------------------------------------------------------------------------
 
     def _next_part(self) -> tuple[int, int]:
         """The current step, and the number of earlier requests within it."""
@@ -480,25 +465,70 @@ class RolloutStream:
         self._part = self.state.step, part + 1
         return self.state.step, part
 
-    async def _run_part(self, request: RolloutRequest, step: int, part: int) -> Collected:
+    async def _named(self, wants: Sequence[Want], step: int, part: int) -> list[RolloutPlan]:
+        """Of named tasks and branches. An id follows from what is wanted, so that a resumed step that asks for
+        something else finds nothing that ran for another purpose."""
+        name, plans, count = f"{self.state.step_name(step)}{self.state.suffix}", list[RolloutPlan](), Counter[str]()
+        for want in wants:
+            if want.branch is None:
+                index = self._index(want.task)
+                group, task, branch = f"{name}-task{index:04d}", self.tasks[index], None
+            else:
+                group, task, branch = await self._branch(want.branch)
+            place = blake2b(repr((group, want.branch)).encode(), digest_size=6).hexdigest()
+            for member in range(count[place], count[place] + want.n):
+                rollout_id = f"{name}-part{part}-{place}-{member:03d}"
+                plans.append(RolloutPlan(rollout_id, task, group, branch))
+            count[place] += want.n
+        return plans
+
+    def _index(self, task: Any) -> int:
+        """The place of a task that is given as its place, or itself. Raises ConfigError."""
+        if isinstance(task, int) and 0 <= task < len(self.tasks):
+            return task
+        found = next((index for index, own in enumerate(self.tasks) if own == task), None)
+        if found is None:
+            raise ConfigError(
+                f"task {task!r:.200} is none of the run's {len(self.tasks)} training tasks; name one of"
+                " training.train_tasks, by its place from 0 or as it is there"
+            )
+        return found
+
+    async def _branch(self, point: BranchPoint) -> tuple[str, Any, Mapping[str, Any] | None]:
+        """(group, task, what the gateway reads) of rollouts that branch off here. Raises ConfigError."""
+        rollout = await self.collector.store.get_rollout_by_id(point.rollout_id)
+        if rollout is None or not point.rollout_id.startswith(f"{self.state.run_id}-train-"):
+            raise ConfigError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
+        group = str(rollout.metadata["group"])
+        read, rejected = await self.collector.reader.read({point.rollout_id: group})
+        calls = [call.span_id for each in read for call in each.transitions]
+        oldest = max(map(self._age, read), default=0)
+        if rejected or point.call not in calls:
+            why = rejected[0].message if rejected else f"its calls of the policy are {', '.join(calls) or 'none'}"
+            raise ConfigError(f"nothing can branch off rollout {point.rollout_id} at call {point.call!r}: {why}")
+        if oldest > self.max_staleness:
+            raise ConfigError(
+                f"nothing can branch off rollout {point.rollout_id}, which is {oldest} updates old; run.max_staleness="
+                f"{self.max_staleness} allows no more than that"
+            )
+        before = calls[: calls.index(point.call)]
+        return group, rollout.input, {"rollout_id": point.rollout_id, "span_ids": before} if before else None
+
+    async def _run_at_once(
+        self, plans: Sequence[RolloutPlan], request: RolloutRequest, step: int, part: int
+    ) -> Collected:
         """A batch of its own, awaited at once."""
-        if self.branching is not None and "parts" not in self._noted:
-            self._noted.add("parts")
-            self.note("rollouts of further requests within a step (algorithm.dynamic_sampling) do not branch")
         name = f"{self.state.step_name(step)}-part{part}"
-        tasks = EpochOrder(len(self.tasks), self.seed + PART_SEED * part).draw(step, request.tasks)
-        plans = [
-            plan
-            for index, task in enumerate(tasks)
-            for plan in self._plans(request, f"{name}{self.state.suffix}-{index:04d}", task)
-        ]
-        return await self.collector.collect(
+        collected = await self.collector.collect(
             plans,
             resources_id=await self._publish(name, request, step),
             check=request.check,
             timeout_reward=request.timeout_reward,
             on_progress=lambda done: self.on_progress(done, len(plans)),
         )
+        branched = any(want.branch for want in request.wants)
+        metrics = branching_metrics(plans, collected.trajectories) if branched else {}
+        return replace(collected, metrics=metrics)
 
     # -- small parts ---------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ async def run_trials(
         resources_id=resources_id,
         check=lambda trajectories: without_reward(trajectories, reward_weights),
         max_failed_share=1.0,
-        max_rejected_share=1.0,
     )
     scored = {each.rollout_id: each for each in collected.trajectories}
     unusable = {each.rollout_id: each.message for each in collected.rejected}
