@@ -73,15 +73,14 @@ def _computes_bfloat16(device: torch.device) -> bool:
 
 
 def fastest_threads(hidden: int, dtype: torch.dtype) -> int:
-    """1, or as many threads as torch chose for this machine if they multiply matrices clearly faster just now."""
-    x, weight = torch.ones(64, hidden, dtype=dtype), torch.ones(4 * hidden, hidden, dtype=dtype)
+    """1, or as many threads as torch chose for this machine if they multiply matrices clearly faster just now: those of
+    an update, which takes longer than sampling and gains more from threads than the few rows of a forward step."""
+    x, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, hidden, dtype=dtype)
     before, seconds = torch.get_num_threads(), dict[int, float]()
     for threads in (1, CORES):
         torch.set_num_threads(threads)
         nn.functional.linear(x, weight)
-        seconds[threads] = statistics.median(
-            timeit.repeat(lambda: nn.functional.linear(x, weight), number=1, repeat=25)
-        )
+        seconds[threads] = statistics.median(timeit.repeat(lambda: nn.functional.linear(x, weight), number=1, repeat=9))
     torch.set_num_threads(before)
     return CORES if seconds[CORES] < 0.8 * seconds[1] else 1
 
