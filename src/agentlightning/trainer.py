@@ -349,12 +349,11 @@ class Trainer:
             try:
                 async with AsyncExitStack() as stack:
                     with self._set_up(run_dir, state):
-                        tasks = Tasks([])
+                        held_out = options.held_out_dataset
+                        tasks = Tasks([], held_out=[] if held_out is None else load_dataset(held_out))
                         if state.recorded is not None:
-                            tasks = read_tasks(run_dir) if run_dir.data("held_out").exists() else tasks
+                            tasks = read_tasks(run_dir)
                             options = resumed_options(options, state.recorded.options, tasks.held_out or None)
-                        elif options.held_out_dataset is not None:
-                            tasks.held_out = load_dataset(options.held_out_dataset)
                         config, recorded = await open_recorded(
                             self.config,
                             self.algorithm,

@@ -130,9 +130,8 @@ def stats(store: Store = None, server: Server = None, token: Token = None, as_js
         async with open_named(store, server, token) as opened:
             counts = await opened.statistics()
             queues = await opened.query_queues()
-        return {"statistics": counts, "queues": [asdict(queue) for queue in queues]}, lambda console: _show_stats(
-            counts, queues, console
-        )
+        record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
+        return record, lambda console: _show_stats(counts, queues, console)
 
     run_verb(as_json, work)
 
@@ -187,11 +186,8 @@ def list_rollouts(
     async def work(output: Output, progress: Progress) -> Result:
         async with open_named(store_of_run(run, store, server), server, token) as opened:
             table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, run or store))
-        return {
-            "rollouts": [asdict(row) for row in table.rows],
-            "read": table.read,
-            "matching": table.matching,
-        }, lambda console: print_rollouts(table, console)
+        record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
+        return record, lambda console: print_rollouts(table, console)
 
     run_verb(as_json, work)
 
@@ -243,9 +239,8 @@ def prune(
             else:
                 _confirm(planned, yes, output, progress)
                 removed = await _prune(opened, retention, planned, progress)
-        return {"dry_run": dry_run, **asdict(removed or planned)}, lambda console: _show_pruned(
-            removed, planned, console
-        )
+        record = {"dry_run": dry_run, **asdict(removed or planned)}
+        return record, lambda console: _show_pruned(removed, planned, console)
 
     run_verb(as_json, work)
 

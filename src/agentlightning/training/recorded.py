@@ -664,9 +664,10 @@ async def open_recorded(
     assert made is not None
     check(made, options, config)
     target = options.target_agent or getattr(getattr(made, "config", None), "target_agent", None)
-    progress.phase("reading sessions" if reads_store(made) else "reading the data")
     query = query_of(made, store, options)
-    sessions = await _sessions(store if query is None else query.store, made, data, options, target, progress)
+    source = (store if query is None else query.store) if reads_store(made) else None
+    progress.phase("reading the data" if source is None else "reading sessions")
+    sessions = await _sessions(source, data, options, target, progress)
     records = [] if config.policy.model != TINY else _own_conversations(made) or _texts(sessions.usable)
     if config.policy.model == TINY and not records:
         raise ConfigError("no model: give model=NAME to the trainer, such as smollm2-135m or a directory")
@@ -676,8 +677,9 @@ async def open_recorded(
         options = replace(options, method=data.method)  # pyright: ignore[reportArgumentType]
     plan = await Planner(config, store, options, target, model).plan(made, sessions)
     if data is None:
-        data = state.recorded = _described(made, options, query.store if query else store, state)
-        data.rollouts = None if options.follow or not reads_store(made) else _held(sessions)
+        data = state.recorded = _described(made, options, source, state)
+        if source is not None and not options.follow:
+            data.rollouts = [each.rollout.rollout_id for each in sessions.usable] + list(ids(sessions.rejected))
         data.method, data.left_out = plan.method, dict(plan.left_out)
         if sessions.measured:
             data.left_out["modes_val_and_test"] = sessions.measured
@@ -755,14 +757,13 @@ def reads_store(algorithm: Algorithm[Any]) -> bool:
 
 async def _sessions(
     store: LightningStoreBase | None,
-    algorithm: Algorithm[Any],
     data: RecordedData | None,
     options: RecordedOptions,
     target: str | None,
     progress: Progress,
 ) -> Sessions:
     """What the store holds, or held when the run began; with `follow`, once it holds something."""
-    if store is None or not reads_store(algorithm):
+    if store is None:
         return Sessions(())
     wanted = None if data is None else data.rollouts
     found = await read_sessions(store, ids=wanted)
@@ -775,10 +776,6 @@ async def _sessions(
     found.check()
     found.check_target(target)
     return found
-
-
-def _held(sessions: Sessions) -> list[str]:
-    return [each.rollout.rollout_id for each in sessions.usable] + list(ids(sessions.rejected))
 
 
 def _own_conversations(algorithm: Algorithm[Any]) -> list[Any]:
@@ -826,10 +823,9 @@ def _check_given(state: RunState, run_dir: Path, **given: Any) -> None:
     for name, value in given.items():
         if name in state.objects and value is None:
             where = "train(" if name == "eval_agent" else f"Trainer.resume({str(run_dir)!r}, "
-            option = {"store": "--store", "reward": "--reward", "eval_agent": "--eval-agent"}[name]
             raise ResumeError(
                 f"{run_dir} was started with {name} given as an object in memory; give it again: {where}{name}=...), or"
-                f" {option}"
+                f" --{name.replace('_', '-')}"
             )
 
 
@@ -850,8 +846,8 @@ def _described(
             state.objects.append(name)
     if (output := getattr(algorithm, "output", None)) is not None:
         sources["output"] = str(Path(output).resolve())
-    path = getattr(store, "path", None) if reads_store(algorithm) else None
-    if store is not None and reads_store(algorithm) and not isinstance(path, Path):
+    path = getattr(store, "path", None)
+    if store is not None and not isinstance(path, Path):
         state.objects.append("store")
     return RecordedData(
         algorithm=class_name(algorithm),

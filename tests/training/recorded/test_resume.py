@@ -232,10 +232,18 @@ def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, t
     state = json.loads((run_dir / "state.json").read_text())
     old = {name: each for name, each in state["recorded"].items() if name not in ("first_step", "sessions")}
     old |= {"model": str(tiny), "checkpoint_every": 20, "first_line": 0, "algorithm_state": {}, "metrics": {}}
-    old |= {"before": {}, "validation_losses": {"0": 3.0, "2": 2.0}, "counts": {}, "version": 1}
+    old["options"] |= {"eval_agent": "tests.support.agents:reward_of_task"}
+    old |= {
+        "before": {"greedy": [0.25], "sampled": [0.25]},
+        "validation_losses": {"0": 3.0, "2": 2.0},
+        "counts": {},
+        "version": 1,
+    }
     old |= {name: state[name] for name in ("objects", "step", "checkpoint", "seconds")}
     (run_dir / "offline.json").write_text(json.dumps(old))
     (run_dir / "state.json").unlink()
+    shutil.rmtree(run_dir / "data")
+    (run_dir / "held_out.jsonl").write_text('{"reward": 0.5}\n')
     found = read_state(run_dir)
     assert (found.step, found.best_checkpoint, found.best_score) == (2, "best/step-000002", -2.0)
     shutil.copytree(run_dir / str(found.checkpoint), run_dir / "best" / "step-000002")
@@ -244,6 +252,7 @@ def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, t
     kept = load_file(run_dir / "best" / "step-000002" / "model.safetensors")
     assert resumed.best_step == 2
     assert all(torch.equal(kept[name], each) for name, each in weights(resumed).items()), "of the lowest loss"
+    assert resumed.held_out["greedy"].gain == 0.25, "of what was measured before"
     assert not (run_dir / "offline.json").exists()
 
 

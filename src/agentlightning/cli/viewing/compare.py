@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentlightning.config import TrainConfig
-    from agentlightning.evaluation.comparison import SeedMean
 
 NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
 """What may differ between the runs of one configuration."""
@@ -104,11 +103,11 @@ def record_of(found: Sequence[Configuration]) -> dict[str, Any]:
         row: dict[str, Any] = {"runs": [str(run) for run in each.runs.values()], "seeds": list(each.runs)}
         row["settings"] = {name: new for name, (_, new) in differing(first.settings, each.settings).items()}
         for name in ("after", "gain"):
-            row[name] = {mode: _as_json(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
+            row[name] = {mode: asdict(mean_of_seeds(each.numbers(mode, name))) for mode in modes}
         if each is not first:
             _check_tasks(first, each)
             row["difference"] = {
-                mode: _as_json(seed_difference(first.numbers(mode, "after"), each.numbers(mode, "after")))
+                mode: asdict(seed_difference(first.numbers(mode, "after"), each.numbers(mode, "after")))
                 for mode in modes
             }
         rows.append(row)
@@ -123,10 +122,6 @@ def _check_tasks(first: Configuration, other: Configuration) -> None:
         tasks = [(run / "data" / "held_out.jsonl").read_bytes() for run in runs]
         if tasks[0] != tasks[1]:
             raise ConfigError(f"{runs[0]} and {runs[1]} were measured on different held-out tasks; compare equal ones")
-
-
-def _as_json(mean: SeedMean) -> dict[str, Any]:
-    return {"mean": mean.mean, "interval": mean.interval, "seeds": mean.seeds, "paired": mean.paired}
 
 
 def _print(record: Mapping[str, Any], console: Console) -> None:

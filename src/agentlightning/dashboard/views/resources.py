@@ -69,7 +69,8 @@ def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str
     """The lines of two templates: kind `same`, `added` or `removed`."""
     kinds = {" ": "same", "+": "added", "-": "removed"}
     lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
-    return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
+    found = [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds]
+    return found[:MOST_LINES]
 
 
 async def list_weights(data: DashboardData, query: Query) -> dict[str, Any]:

@@ -279,22 +279,22 @@ OFFLINE_FILE: Final = "offline.json"
 def _of_version_1(run_dir: Path) -> dict[str, Any]:
     """The state of a run on recorded data, as `offline.json` holds it."""
     old = orjson.loads((run_dir / OFFLINE_FILE).read_bytes())
-    kept = ("algorithm", "settings", "given", "sources", "options", "store", "rollouts", "method", "source")
     losses = {int(step): loss for step, loss in old["validation_losses"].items()}
-    best = min(losses, key=lambda step: (losses[step], step)) if losses else None
-    return {
+    found: dict[str, Any] = {
         "run_id": f"r{secrets.token_hex(4)}",
         "objects": old["objects"],
         "step": old["first_line"] + old["step"],
         "checkpoint": old["checkpoint"],
         "evaluations": {f"before-{mode}": rewards for mode, rewards in old["before"].items()},
-        "best_step": None if best is None else old["first_line"] + best,
-        "best_score": None if best is None else -losses[best],
-        "best_checkpoint": None if best is None else f"best/step-{best:06d}",
         "seconds": old["seconds"],
-        "recorded": {name: old[name] for name in (*kept, "rejected", "left_out", "notes")}
+        "recorded": {each.name: old[each.name] for each in fields(RecordedData) if each.name in old}
         | {"first_step": old["first_line"]},
     }
+    if losses:
+        best = min(losses, key=lambda step: (losses[step], step))
+        found |= {"best_step": old["first_line"] + best, "best_score": -losses[best]}
+        found["best_checkpoint"] = f"best/step-{best:06d}"
+    return found
 
 
 def _check_types(state: RunState) -> None:
@@ -308,6 +308,7 @@ def _check_types(state: RunState) -> None:
 
 
 def holds_run(run_dir: Path) -> bool:
+    """Whether there is a run in a directory, of this version or the first."""
     return (run_dir / "state.json").exists() or (run_dir / OFFLINE_FILE).exists()
 
 
@@ -349,9 +350,21 @@ class RunDir:
             raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
         with _writable(path):
             run_dir = cls(path, _lock(path))
+            if (path / OFFLINE_FILE).exists():
+                run_dir._leave_version_1()
             for folder in (path, path / "checkpoints"):
                 _remove_unfinished(folder)
             return run_dir
+
+    def _leave_version_1(self) -> None:
+        """Give a run on recorded data of version 1 the files of this one."""
+        state, held_out = read_state(self.path), self.path / "held_out.jsonl"
+        self.data("train").parent.mkdir(exist_ok=True)
+        for part in ("train", "validation", "held_out"):
+            tasks = held_out.read_bytes() if part == "held_out" and held_out.exists() else b""
+            write_atomically(self.data(part), tasks)
+        self.write_state(state)
+        (self.path / OFFLINE_FILE).unlink()
 
     def close(self) -> None:
         self._lock.close()
@@ -392,7 +405,6 @@ class RunDir:
 
     def write_state(self, state: RunState) -> None:
         write_atomically(self.path / "state.json", orjson.dumps(state, option=orjson.OPT_INDENT_2))
-        (self.path / OFFLINE_FILE).unlink(missing_ok=True)
 
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
         """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""
