@@ -4,8 +4,8 @@
     python train.py --algorithm rejection    # imitates all sessions that were good enough, as a method of LightningRL
     python train.py --algorithm dpo          # prefers the better session of a task to the worse one
 
-The agent reads a customer's message and is to reply with the product and the order number, and nothing else: it is that
-of `agl demo --model smollm2-135m`. `agl serve` records its sessions once, for all three.
+The agent reads a customer's message and is to reply with the order number, and nothing else: it is that of `agl demo
+--model smollm2-135m`. `agl serve` records its sessions once, for all three.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import agentlightning as agl
 from agentlightning.demo.messages import make_tasks, read, score
 
 AGENT, REWARD = "agentlightning.demo.messages:read", "agentlightning.demo.messages:score"
-TASKS, SESSIONS = 24, 8
+TASKS, SESSIONS = 24, 32
 """Tasks that are recorded, and sessions of each."""
 HELD_OUT = 64
 """Tasks that the agent is measured on."""
-GOOD = 0.6
-"""The reward that a session must have to be imitated."""
+GOOD = 0.15
+"""The reward that a session must have to be imitated: the order number is among at most a dozen words."""
 STEPS, BATCH = 8, 8
 """Updates, and sessions of each; with dpo, tasks of each."""
 LR = {"sft": 5e-5, "rejection": 5e-5, "dpo": 1e-5}
@@ -65,7 +65,7 @@ def serving(model: str, store: Path, log: Path) -> Iterator[str]:
 
 def record(model: str, store: Path, seed: int) -> None:
     """SESSIONS sessions of each of TASKS tasks, with rewards."""
-    with serving(model, store, store.with_suffix(".log")) as url, ThreadPoolExecutor(TASKS * SESSIONS) as threads:
+    with serving(model, store, store.with_suffix(".log")) as url, ThreadPoolExecutor(64) as threads:
 
         def session(task: dict[str, str]) -> None:
             with agl.track_session(task, store=url, name="reader"):

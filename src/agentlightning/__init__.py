@@ -2,7 +2,8 @@
 
 Agents: rollout (makes a function an agent), llm_rollout (of (task, llm)), prompt_rollout (of (task,
     prompt_template)), LitAgent (an agent as a class), FunctionAgent (what the decorators make), Runner (runs an agent
-    on the rollouts of a store), RunnerStatistics (what it did), JobTemplate (a Kubernetes Job for each attempt).
+    on the rollouts of a store), RunnerStatistics (what it did), JobTemplate (a Kubernetes Job for each attempt), Level
+    (an agent as the environment of the agent above it), LevelStep (what it did for one goal).
 Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult (what came of it), Gain (how much
     better, with its interval), DryRun (what a check without training saw), DryRunCheck (one thing that training needs),
     DryRunRollout (a rollout of it), Progress (what is shown meanwhile), RolloutCounts (of what became of rollouts),
@@ -152,6 +153,7 @@ if TYPE_CHECKING:
     from agentlightning.evaluation.sequential import NullTest, PairedSequentialTest
     from agentlightning.evaluator import evaluate
     from agentlightning.gateway.config import GatewayConfig
+    from agentlightning.hierarchy import Level, LevelStep
     from agentlightning.policy.base import Capabilities, Policy, UpdateOptions
     from agentlightning.policy.config import PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.lora_config import Lora
@@ -245,6 +247,7 @@ _NAMES = {
     "evaluation.sequential": "NullTest PairedSequentialTest",
     "evaluator": "evaluate",
     "gateway.config": "GatewayConfig",
+    "hierarchy": "Level LevelStep",
     "policy.base": "Capabilities Policy UpdateOptions",
     "policy.config": "PolicyConfig TinkerConfig WeightsConfig",
     "policy.losses": "NLLLoss PPOLoss",
@@ -341,6 +344,8 @@ __all__ = [
     "KeptSets",
     "LLMJudge",
     "Learner",
+    "Level",
+    "LevelStep",
     "LightningRL",
     "LightningRLConfig",
     "LightningStore",

@@ -37,18 +37,17 @@ def test_no_product_and_no_sentence_of_training_is_measured() -> None:
 @pytest.mark.parametrize(
     ("output", "reward"),
     [
-        ("lamp A1234", 1.0),
-        ("Lamp, A1234.", 1.0),
-        ("A1234", 2 / 3),
-        ("lamp A1234 A1234", 0.8),
-        ("The lamp of order A1234 is broken", 4 / 9),
-        ("billing", 0.0),
+        ("A1234", 1.0),
+        (" a1234.", 1.0),
+        ("Order A1234", 2 / 3),
+        ("lamp A1234 A1234", 0.5),
+        ("The lamp of order A1234 is broken", 0.25),
+        ("A12345", 0.0),
         ("", 0.0),
     ],
 )
 def test_the_score_is_the_f1_of_the_words(output: str, reward: float) -> None:
-    task = {"product": "lamp", "order": "A1234"}
-    assert messages.score(task, output) == pytest.approx(reward)
+    assert messages.score({"product": "lamp", "order": "A1234"}, output) == pytest.approx(reward)
 
 
 @pytest.mark.integration

@@ -15,10 +15,10 @@ from typing import Any, Final
 from openai import OpenAI
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.config import EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.policy.optimizer_config import OptimizerConfig
 
-SYSTEM: Final = "Read the customer's message. Reply with the product and the order number, nothing else."
+SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
 SENTENCES: Final = (
     "I was charged twice for my {product}.",
     "I want my money back for the {product}.",
@@ -49,11 +49,10 @@ FRAMES: Final = (
     "Hello, this is about order {order}. {sentence}",
     "{sentence} (order {order})",
 )
-STEPS: Final = 18
-TASKS_PER_STEP: Final = 8
+STEPS: Final = 14
+TASKS_PER_STEP: Final = 6
 GROUP_SIZE: Final = 8
-VALIDATION: Final = 32
-HELD_OUT: Final = 96
+HELD_OUT: Final = 64
 
 
 @functools.cache
@@ -64,13 +63,13 @@ def client() -> OpenAI:
 def read(message: str, base_url: str, model: str = "policy") -> str:
     chat = client().with_options(base_url=base_url).chat.completions
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": message}]
-    return chat.create(model=model, messages=messages, max_tokens=16).choices[0].message.content or ""
+    return chat.create(model=model, messages=messages, max_tokens=12).choices[0].message.content or ""
 
 
 def score(task: Mapping[str, Any], output: str) -> float:
-    """F1 of the answer's words: 1 for the product and the order number alone, less for each word missing or added."""
-    words, wanted = re.findall(r"[a-z0-9]+", output.lower()), {task["product"], task["order"].lower()}
-    return 2 * len(wanted.intersection(words)) / (len(words) + len(wanted))
+    """F1 of the answer's words: 1 for the order number alone, less for each word beside it, 0 without it."""
+    words = re.findall(r"[a-z0-9]+", output.lower())
+    return 2 * (task["order"].lower() in words) / (len(words) + 1)
 
 
 def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
@@ -88,7 +87,6 @@ def tasks(seed: int) -> dict[str, list[Any]]:
     """The arguments of `Trainer.fit` that are tasks."""
     return {
         "train_dataset": make_tasks("train", TASKS_PER_STEP * STEPS, seed),
-        "val_dataset": make_tasks("val", VALIDATION, seed),
         "held_out_dataset": make_tasks("test", HELD_OUT, seed),
     }
 
@@ -107,5 +105,6 @@ def settings(model: str, seed: int, steps: int | None = None) -> TrainConfig:
             optimizer=OptimizerConfig(lr=5e-5),
         ),
         runner=RunnerConfig(concurrency=TASKS_PER_STEP * GROUP_SIZE, timeout_seconds=120),
-        evaluation=EvaluationConfig(every=9, tasks=VALIDATION),
+        evaluation=EvaluationConfig(every=0),
+        data=DataConfig(validation_share=0.0),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import statistics
+import math
 import timeit
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -76,11 +76,12 @@ def fastest_threads(hidden: int, dtype: torch.dtype) -> int:
     """1, or as many threads as torch chose for this machine if they multiply matrices clearly faster just now: those of
     an update, which takes longer than sampling and gains more from threads than the few rows of a forward step."""
     x, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, hidden, dtype=dtype)
-    before, seconds = torch.get_num_threads(), dict[int, float]()
-    for threads in (1, CORES):
-        torch.set_num_threads(threads)
-        nn.functional.linear(x, weight)
-        seconds[threads] = statistics.median(timeit.repeat(lambda: nn.functional.linear(x, weight), number=1, repeat=9))
+    before, seconds = torch.get_num_threads(), dict.fromkeys((1, CORES), math.inf)
+    for _ in range(30):  # The best of turns: one moment of another program's must not decide for the whole run.
+        for threads in seconds:
+            torch.set_num_threads(threads)
+            spent = timeit.timeit(lambda: nn.functional.linear(x, weight), number=1)
+            seconds[threads] = min(seconds[threads], spent)
     torch.set_num_threads(before)
     return CORES if seconds[CORES] < 0.8 * seconds[1] else 1
 
