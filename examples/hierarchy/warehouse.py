@@ -7,9 +7,9 @@
     driver     hears the way, presses a key
 
 Each is an agent with an adapter of its own over one tiny model, and the environment of the one above it (`agl.Level`).
-The rollout's reward is 1 if the robot reaches the parcel, and 0 at the other end; the foreman and the driver have
-rewards of their own: whether the robot went where the level above wanted. Before training all three answer at random.
-One that learns alone still depends on two that guess, so that nothing is gained; together they find the parcels.
+The rollout's reward is 1 if the robot reaches the parcel; the foreman and the driver have rewards of their own: whether
+the robot went where the level above wanted. Before training each says the right word half of the time. One that learns
+alone still depends on two that err half of the time; together they find the parcels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def direction(side: str) -> tuple[int, int]:
 
 
 class Warehouse:
-    """The robot is in the middle, the parcel two cells away on a side. It ends two cells away, or after four moves."""
+    """The robot is in the middle, the parcel two cells away on a side. It moves twice."""
 
     def __init__(self, parcel: str) -> None:
         self.parcel, self.place, self.moves = parcel, (0, 0), 0
@@ -53,8 +53,7 @@ class Warehouse:
         x, y = MOVES.get(key, (0, 0))
         self.place, self.moves = (self.place[0] + x, self.place[1] + y), self.moves + 1
         x, y = direction(SIDES[self.parcel])
-        away = abs(self.place[0]) + abs(self.place[1])
-        return self.place, float(self.place == (2 * x, 2 * y)), away == 2, self.moves == 4, {}
+        return self.place, float(self.place == (2 * x, 2 * y)), self.moves == 2, False, {}
 
 
 def went(step: agl.LevelStep, side: str | None) -> float:
@@ -99,12 +98,12 @@ async def agent(parcel: str, llm: agl.LLM) -> float:
 
 
 def make_speaker(directory: Path) -> Path:
-    """A model that knows which words a level may say, and chooses among them at random."""
+    """A model that says the right word half of the time, and each other word of its level a sixth of it."""
     conversations = [
         [*prompt(level, heard), {"role": "assistant", "content": word}]
         for level, answers in LEVELS.items()
-        for heard in answers
-        for word in answers.values()
+        for heard, right in answers.items()
+        for word in (*answers.values(), right, right)
     ]
     agl.SFTAlgorithm(
         str(make_tiny(directory / "new", conversations, seed=SEED)),
@@ -132,7 +131,7 @@ def train(name: str, model: Path, directory: Path, steps: int) -> agl.Gain:
             group_size=16,
             agents={level: agl.Lora(r=8) if level in learning else "frozen" for level in LEVELS},
             agent_rewards="own",
-            optimizer={"lr": 6e-3},
+            optimizer={"lr": 3e-3},
         ),
         run_dir=directory / name.replace(" ", "-"),
         seed=SEED,
