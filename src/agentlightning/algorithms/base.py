@@ -10,7 +10,7 @@ An algorithm is a class in any module (docs/guides/extend.md).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -35,6 +35,11 @@ class AlgorithmConfig(Part):
     >>> MeasureConfig(steps=2).steps
     2
     """
+
+    @property
+    def parts(self) -> Sequence[AlgorithmConfig]:
+        """The settings of the algorithms that a run consists of: these, or several."""
+        return (self,)
 
 
 class Algorithm(ABC, Generic[C]):

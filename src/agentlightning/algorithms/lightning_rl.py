@@ -39,6 +39,7 @@ from agentlightning.algorithms.reward_shaping import (
     OverlongPenalty,
     groups_with_spread,
     most_uncertain,
+    reward_metrics,
     truncated_rollouts,
     with_kl_penalty,
     with_overlong_penalty,
@@ -46,7 +47,6 @@ from agentlightning.algorithms.reward_shaping import (
     without_weight,
 )
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.assemble import OVERRIDDEN_CALLS
 from agentlightning.credit import (
     AgentRewards,
     Aggregate,
@@ -58,7 +58,6 @@ from agentlightning.credit import (
     normalization,
     rejections,
 )
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import EqualGroups
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
@@ -456,14 +455,3 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if any(is_target(agent, target_agent) for agent in agents):
             return found
         return [*found, *without_target(left, str(target_agent), agents)]
-
-
-def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Mean reward of a batch, without missing rewards, and counts of its calls."""
-    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
-    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
-    return {
-        "reward": sum(known) / len(known) if known else float("nan"),
-        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
-        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
-    }

@@ -16,22 +16,22 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from agentlightning.algorithms.agents import AgentPattern
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.agents import AgentPattern, unusable
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
 from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
 from agentlightning.algorithms.recorded.sessions import without_probabilities
-from agentlightning.algorithms.training import Collected, Training
+from agentlightning.algorithms.reward_shaping import reward_metrics
+from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.assignment import refuse_not_finite
-from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
@@ -39,15 +39,17 @@ from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class DPOConfig(BaseModel):
+class DPOConfig(AlgorithmConfig):
     """The settings of preference learning.
 
     >>> agl.DPOConfig(loss="simpo").loss.gamma
     1.0
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
+    type: str = "dpo"
+    """Which algorithm this is."""
+    data: str | None = None
+    """A JSONL, JSON, CSV or Parquet file of pairs to learn from, in place of sessions."""
     steps: int = Field(default=100, ge=1)
     """Updates."""
     tasks_per_step: int = Field(default=16, ge=1)
@@ -86,6 +88,7 @@ class DPOConfig(BaseModel):
         return loss
 
 
+@register
 class DPO(Algorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
@@ -99,19 +102,26 @@ class DPO(Algorithm[DPOConfig]):
     """
 
     name = "dpo"
+    config_class = DPOConfig
 
     __signature__ = SettingsSignature(DPOConfig)
 
     def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Any) -> None:
+        if isinstance(data, str | Path):
+            settings["data"], data = str(data), None
         self.config = settings_from(DPOConfig, settings, base=config, source="from the arguments of DPO")
-        self.data = data
-        if data is not None and self.config.pairs != "sessions":
+        self.data = self.config.data if data is None else data
+        if self.data is not None and self.config.pairs != "sessions":
             raise ConfigError(f"pairs={self.config.pairs!r} is for recorded sessions; data has its own pairs")
 
     @property
     def has_dataset(self) -> bool:
         """Whether it was given pairs to learn from."""
         return self.data is not None
+
+    @property
+    def restorable(self) -> bool:
+        return super().restorable and self.data == self.config.data
 
     @property
     def total_steps(self) -> int:
@@ -133,31 +143,15 @@ class DPO(Algorithm[DPOConfig]):
             tasks=config.tasks_per_step,
             group_size=config.group_size,
             temperature=config.temperature,
-            check=lambda trajectories: self.rejections(trajectories, target),
+            check=lambda trajectories: unusable(trajectories, config.reward_weights, target),
         )
         compared, counts = await asyncio.to_thread(self.comparisons, collected.trajectories, target, training.step)
-        metrics = {"reward": _mean_reward(collected, config.reward_weights), **counts}
+        metrics = {**reward_metrics(collected, config.reward_weights), **counts}
         if compared:
             samples, own = await self._samples(training, compared)
             metrics |= own
             metrics |= await training.update(samples, UpdateOptions(loss=self._loss))
         await training.finish_step(collected, metrics)
-
-    def rejections(self, trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
-        """Those without a reward that is a number, or without a call of the agents to train."""
-        found: list[Rejection] = []
-        for each in trajectories:
-            try:
-                refuse_not_finite(each)
-                reward = team_score(each, self.config.reward_weights)
-            except RewardError as error:
-                found.append(rejection(each.rollout_id, error))
-                continue
-            if reward is None:
-                found.append(Rejection(each.rollout_id, MISSING_REWARD, "it has no reward: call agl.emit_reward"))
-            elif not any(is_target(call.agent, target) for call in each.transitions):
-                found.append(Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}"))
-        return found
 
     def comparisons(
         self, trajectories: Sequence[Trajectory], target: str | None, step: int = 0
@@ -188,7 +182,7 @@ class DPO(Algorithm[DPOConfig]):
 
     def check_data(self, trajectories: Sequence[Trajectory], target: str | None) -> None:
         """Raises DatasetError where nothing can be compared, saying what is missing."""
-        refused = {each.rollout_id for each in self.rejections(trajectories, target)}
+        refused = {each.rollout_id for each in unusable(trajectories, self.config.reward_weights, target)}
         usable = [each for each in trajectories if each.rollout_id not in refused]
         if not usable:
             raise DatasetError(
@@ -288,8 +282,3 @@ class Comparison:
             for name, value in own.items():
                 values[name].append(np.full(length, value, np.float32))
         return TrainingSample(self.tree, columns=values, share=share)
-
-
-def _mean_reward(collected: Collected, weights: Mapping[str, float] | None) -> float:
-    known = [reward for each in collected.trajectories if (reward := team_score(each, weights)) is not None]
-    return sum(known) / len(known) if known else float("nan")

@@ -104,7 +104,7 @@ def train(
             _check(trainer, output)
             return
         directory = trainer.run_dir
-        result = trainer.fit()
+        result = trainer.train() if trainer.is_recorded else trainer.fit()
         output.finish(result.as_json(), lambda console: print_result(result, console))
 
 
