@@ -448,7 +448,7 @@ class TrainConfig(Section):
         if self.warm_start.dataset is not None:
             size = self.warm_start.batch_size
             check_fed(self.policy.processes, size, f"warm_start.batch_size={size}")
-        for stage in self.algorithm.parts:
+        for stage in getattr(self.algorithm, "stages", (self.algorithm,)):
             if isinstance(stage, LightningRLConfig):
                 tasks, parts = stage.tasks_per_step, stage.minibatches
                 settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"

@@ -21,8 +21,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from agentlightning.algorithms.agents import AgentPattern, unusable
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
+from agentlightning.algorithms.agents import unusable
+from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
 from agentlightning.algorithms.recorded.sessions import without_probabilities
@@ -34,12 +34,11 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class DPOConfig(AlgorithmConfig):
+class DPOConfig(RolloutsConfig):
     """The settings of preference learning.
 
     >>> agl.DPOConfig(loss="simpo").loss.gamma
@@ -50,14 +49,6 @@ class DPOConfig(AlgorithmConfig):
     """Which algorithm this is."""
     data: str | None = None
     """A JSONL, JSON, CSV or Parquet file of pairs to learn from, in place of sessions."""
-    steps: int = Field(default=100, ge=1)
-    """Updates."""
-    tasks_per_step: int = Field(default=16, ge=1)
-    """Tasks of each step."""
-    group_size: int = Field(default=8, ge=1)
-    """Sessions of each task in a step, at most; with an agent, the rollouts of each task."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of new rollouts."""
     loss: Loss = Field(default_factory=DPOLoss)
     """dpo, ipo, kto or simpo, or a table with its `type` and settings."""
     pairs: PairsOf = "sessions"
@@ -70,14 +61,8 @@ class DPOConfig(AlgorithmConfig):
     """The reward from which on a session is good, for loss "kto"."""
     reference: str | None = None
     """The reference model, named as `policy.model`. None: the weights that the run started from."""
-    target_agent: AgentPattern = None
-    """Only calls of agents whose whole name matches this regular expression are learned from. None: all."""
-    reward_weights: dict[str, float] | None = None
-    """Weights of the named dimensions of a reward."""
     seed: int = 0
     """The seed by which pairs are chosen."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """How weights are updated."""
 
     @field_validator("loss")
     @classmethod
@@ -89,7 +74,7 @@ class DPOConfig(AlgorithmConfig):
 
 
 @register
-class DPO(Algorithm[DPOConfig]):
+class DPO(RolloutsAlgorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
     data: in place of sessions: a JSONL, JSON, CSV or Parquet file, a list or a Hugging Face dataset of `{"prompt": ...,
@@ -124,27 +109,13 @@ class DPO(Algorithm[DPOConfig]):
         return super().restorable and self.data == self.config.data
 
     @property
-    def total_steps(self) -> int:
-        return self.config.steps
-
-    @property
     def _loss(self) -> PreferenceLoss:
         assert isinstance(self.config.loss, PreferenceLoss)
         return self.config.loss
 
-    async def run(self, training: Training) -> None:
-        while training.step < self.total_steps:
-            await self._step(training)
-
     async def _step(self, training: Training) -> None:
-        config = self.config
-        target = config.target_agent if config.target_agent is not None else training.target_agent
-        collected = await training.collect(
-            tasks=config.tasks_per_step,
-            group_size=config.group_size,
-            temperature=config.temperature,
-            check=lambda trajectories: unusable(trajectories, config.reward_weights, target),
-        )
+        config, collected = self.config, await self._rollouts(training)
+        target = self._target(training)
         compared, counts = await asyncio.to_thread(self.comparisons, collected.trajectories, target, training.step)
         metrics = {**reward_metrics(collected, config.reward_weights), **counts}
         if compared:

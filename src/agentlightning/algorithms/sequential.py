@@ -33,14 +33,9 @@ class SequentialConfig(AlgorithmConfig):
     type: str = "sequential"
     """Which algorithm this is."""
     stages: tuple[Annotated[AlgorithmConfig, Chosen(ALGORITHMS)], ...]
-    """The settings of the algorithms, in the order in which they run: a list of tables, each with its `type`, "apo",
-    "lightning_rl" or one of your own."""
+    """The settings of the algorithms, in the order in which they run: a list of tables, each with its `type`."""
     rounds: int = Field(default=1, ge=1)
     """How often the whole list runs. In each round a stage begins anew, from the prompts and weights so far."""
-
-    @property
-    def parts(self) -> Sequence[AlgorithmConfig]:
-        return self.stages
 
     @field_validator("stages")
     @classmethod

@@ -27,8 +27,8 @@ from typing import Any
 
 from pydantic import Field
 
-from agentlightning.algorithms.agents import AgentPattern, of_target, unusable
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
+from agentlightning.algorithms.agents import of_target
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
 from agentlightning.algorithms.reward_shaping import reward_metrics
@@ -213,8 +213,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     @property
     def total_steps(self) -> int:
-        per_epoch = -(-len(self._demonstrations.training) // self.config.batch_size)
-        return self.config.steps or self.config.epochs * per_epoch
+        config = self.config
+        return config.steps or config.epochs * -(-len(self._demonstrations.training) // config.batch_size)
 
     @property
     def _demonstrations(self) -> Demonstrations:
@@ -377,7 +377,7 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
 # -- rejection sampling ----------------------------------------------------------------------------------------------
 
 
-class RejectionSamplingConfig(AlgorithmConfig):
+class RejectionSamplingConfig(RolloutsConfig):
     """The settings of rejection sampling fine-tuning.
 
     >>> agl.RejectionSamplingConfig(success_threshold=0.9).tasks_per_step
@@ -386,26 +386,12 @@ class RejectionSamplingConfig(AlgorithmConfig):
 
     type: str = "rejection"
     """Which algorithm this is."""
-    steps: int = Field(default=100, ge=1)
-    """Updates."""
-    tasks_per_step: int = Field(default=16, ge=1)
-    """Tasks of each step."""
-    group_size: int = Field(default=8, ge=1)
-    """Rollouts of each task; recorded sessions of it in a step, at most."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of new rollouts."""
     success_threshold: float = Field(default=0.5, allow_inf_nan=False)
     """The reward from which on a rollout is imitated."""
-    target_agent: AgentPattern = None
-    """Only calls of agents whose whole name matches this regular expression are learned from. None: all."""
-    reward_weights: dict[str, float] | None = None
-    """Weights of the named dimensions of a reward."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """How weights are updated."""
 
 
 @register
-class RejectionSampling(Algorithm[RejectionSamplingConfig]):
+class RejectionSampling(RolloutsAlgorithm[RejectionSamplingConfig]):
     """Rejection sampling fine-tuning (Yuan et al. 2023, arXiv:2308.01825): imitates the rollouts, new or recorded, that
     earned enough. Of a recorded session with several rewards, it imitates the parts that did.
 
@@ -419,27 +405,16 @@ class RejectionSampling(Algorithm[RejectionSamplingConfig]):
 
     __signature__ = SettingsSignature(RejectionSamplingConfig)
 
-    @property
-    def total_steps(self) -> int:
-        return self.config.steps
-
     def is_success(self, trajectory: Trajectory) -> bool:
         """Whether a rollout is imitated."""
         score = team_score(trajectory, self.config.reward_weights)
         return score is not None and score >= self.config.success_threshold
 
-    async def run(self, training: Training) -> None:
-        config = self.config
-        target = config.target_agent if config.target_agent is not None else training.target_agent
-        while training.step < config.steps:
-            collected = await training.collect(
-                tasks=config.tasks_per_step,
-                group_size=config.group_size,
-                temperature=config.temperature,
-                check=lambda trajectories: unusable(trajectories, config.reward_weights, target),
-            )
-            chosen = [of_target(each, target) for each in collected.trajectories if self.is_success(each)]
-            metrics = {**reward_metrics(collected, config.reward_weights), "imitated": float(len(chosen))}
-            if chosen:
-                metrics |= await training.update([to_sample(chosen)], UpdateOptions(loss=NLLLoss()))
-            await training.finish_step(collected, metrics)
+    async def _step(self, training: Training) -> None:
+        config, collected = self.config, await self._rollouts(training)
+        target = self._target(training)
+        chosen = [of_target(each, target) for each in collected.trajectories if self.is_success(each)]
+        metrics = {**reward_metrics(collected, config.reward_weights), "imitated": float(len(chosen))}
+        if chosen:
+            metrics |= await training.update([to_sample(chosen)], UpdateOptions(loss=NLLLoss()))
+        await training.finish_step(collected, metrics)

@@ -46,7 +46,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, describe_reasons
+from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, ResumeError, TrainingStopped
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.losses import SAMPLED_LOGPROBS, AWRLoss, CISPOLoss
@@ -54,7 +54,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.persistence.run_changes import Tasks
+from agentlightning.training.persistence.run_changes import Tasks, check_objects
 from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState
 from agentlightning.training.report.result import RecordedResult
 from agentlightning.training.starting_policy import make_starting_policy
@@ -205,11 +205,6 @@ def choose(setting: MethodSetting, counts: DataCounts, threshold: float) -> Meth
     """The method that the data has what it needs for. Raises DatasetError, saying what is missing."""
     if setting not in METHODS:
         raise ConfigError(f"method={setting!r} is none; choose one of {', '.join(METHODS)}")
-    if counts.sessions == 0:
-        raise DatasetError(
-            "no session has a reward, so nothing says which to learn from; emit rewards with agl.emit_reward, or score"
-            " recorded sessions with `agl rescore`"
-        )
     if setting == "importance" and not counts.logprobs:
         raise DatasetError(
             f'method="importance" needs log-probabilities of the sampler, and none of {counts.sessions} sessions has'
@@ -293,13 +288,13 @@ class Planner:
         return await asyncio.to_thread(self._of_sessions, algorithm, sessions.usable, tokenizer)
 
     def _of_sessions(self, algorithm: Algorithm[Any], sessions: Sequence[Session], tokenizer: Tokenizer) -> Plan:
-        weights, method, threshold = algorithm.reward_weights, None, self.options.success_threshold
-        found, rejected = tokenized(sessions, tokenizer)
-        unscored = missing_rewards([s for s in sessions if s.rollout.rollout_id not in ids(rejected)], weights)
-        found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
-        rejected += unscored
-        if not found and unscored and unscored[0].reason != MISSING_REWARD:
-            raise DatasetError(f"no session has a reward that can be used; of the first: {unscored[0].message}")
+        weights, threshold = algorithm.reward_weights, self.options.success_threshold
+        found, rejected = scored(sessions, tokenizer, weights)
+        if not found:
+            raise DatasetError(
+                f"no session has a reward and tokens to learn from; the last one: {rejected[-1].message}"
+            )
+        method: Method | None = None
         refused: dict[str, Rejection] = {}
         notes: list[str] = []
         if isinstance(algorithm, LightningRL):
@@ -309,35 +304,41 @@ class Planner:
             wins = sum(_score(each.trajectory, weights) >= threshold for each in parts)
             method = self._method(found, len(sampled) - len(refused), wins, weights, notes)
             algorithm = for_recorded(algorithm, method, threshold)
-        way: Method | None = method
-        if isinstance(algorithm, DPO | RejectionSampling):
-            way = "awr" if isinstance(algorithm, DPO) else "rejection"
-        prepare: Prepare = partial(prepared, tokenizer=tokenizer, method=way, weights=weights)
+        own: Method | None = "rejection" if isinstance(algorithm, RejectionSampling) else method
+        way = "awr" if isinstance(algorithm, DPO) else own
         notes += _note_several(sessions) if way is not None else ()
-        if way is not None:
-            found, further = divided(sessions, found, way, tokenizer, weights)
-            rejected += further
-        found, further = usable(found, way, refused)
-        rejected += further
-        trajectories = [_trajectory(each, way) for each in found]
+        found, further = fitted(sessions, found, tokenizer, way, weights, refused)
         if isinstance(algorithm, RejectionSampling):
-            trajectories = [each for each in trajectories if algorithm.is_success(each)]
-            if not trajectories:
+            scores = len(found)
+            found = [each for each in found if algorithm.is_success(each.trajectory)]
+            if not found:
                 bound = algorithm.config.success_threshold
                 raise DatasetError(
-                    f"none of {len(found)} sessions has a reward of {bound:g} or more; lower success_threshold"
+                    f"none of {scores} sessions has a reward of {bound:g} or more; lower success_threshold"
                 )
-        rendered, foreign = sum(each.rendered for each in found), sum(each.foreign for each in found)
-        if foreign:
-            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        trajectories = [each.trajectory for each in found]
         if isinstance(algorithm, DPO):
             trajectories = [_by_prompt(each) for each in trajectories]
             algorithm.check_data(trajectories, self.target)
+        rendered, foreign = sum(each.rendered for each in found), sum(each.foreign for each in found)
+        if foreign:
+            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
         if method is None:
-            notes.insert(0, f"{algorithm.name}: {len(trajectories)} sessions")
+            notes.insert(0, f"{algorithm.name}: {len(found)} sessions")
         notes += describe_notes(tokenizer.counts)
-        size = len(trajectories)
-        return Plan(algorithm, trajectories, method, rejected, {}, rendered, foreign, size, tuple(notes), prepare)
+        prepare = partial(prepared, tokenizer=tokenizer, method=way, weights=weights)
+        rejected += further
+        return Plan(
+            algorithm,
+            trajectories,
+            method,
+            rejected,
+            rendered=rendered,
+            foreign=foreign,
+            sessions=len(found),
+            notes=tuple(notes),
+            prepare=prepare,
+        )
 
     async def _tokenizer(self) -> Tokenizer:
         from agentlightning.chat.hf import load_chat_format
@@ -416,22 +417,52 @@ def ids(rejected: Sequence[Rejection]) -> set[str]:
     return {each.rollout_id for each in rejected}
 
 
+def scored(
+    sessions: Sequence[Session], tokenizer: Tokenizer, weights: Mapping[str, float] | None
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """The sessions that have a reward, in the model's tokens, and the others."""
+    found: list[TokenizedSession] = []
+    rejected: list[Rejection] = []
+    for session in sessions:
+        made = tokenizer(session)
+        (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
+    refused = ids(rejected)
+    unscored = missing_rewards([each for each in sessions if each.rollout.rollout_id not in refused], weights)
+    refused = ids(unscored)
+    return [each for each in found if each.trajectory.rollout_id not in refused], [*rejected, *unscored]
+
+
+def fitted(
+    sessions: Sequence[Session],
+    found: Sequence[TokenizedSession],
+    tokenizer: Tokenizer,
+    method: Method | None,
+    weights: Mapping[str, float] | None,
+    refused: Mapping[str, Rejection],
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """What was found, in the form that a method learns from, and what it cannot use: it has `refused` some."""
+    if method == "importance":
+        usable = [each for each in found if each.logprobs and each.trajectory.rollout_id not in refused]
+        message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
+        without = [Rejection(each.trajectory.rollout_id, NO_LOGPROBS, message) for each in found if not each.logprobs]
+        return usable, [*without, *refused.values()]
+    parts, rejected = divided(sessions, found, method, tokenizer, weights) if method is not None else (found, [])
+    return [replace(each, trajectory=without_probabilities(each.trajectory)) for each in parts], rejected
+
+
 def prepared(
     arrived: Sequence[Session], *, tokenizer: Tokenizer, method: Method | None, weights: Mapping[str, float] | None
 ) -> tuple[list[Trajectory], list[Rejection]]:
     """Sessions that arrive later as the trajectories that a method learns from, and those that it cannot use."""
-    found, rejected = tokenized(arrived, tokenizer)
-    unscored = missing_rewards(arrived, weights)
-    found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
-    found, unusable = divided(arrived, found, method, tokenizer, weights)
-    found, further = usable(found, method, {})
-    return [_trajectory(each, method) for each in found], [*rejected, *unscored, *unusable, *further]
+    found, rejected = scored(arrived, tokenizer, weights)
+    found, further = fitted(arrived, found, tokenizer, method, weights, {})
+    return [each.trajectory for each in found], [*rejected, *further]
 
 
 def divided(
     sessions: Sequence[Session],
     found: Sequence[TokenizedSession],
-    method: Method | None,
+    method: Method,
     tokenizer: Tokenizer,
     weights: Mapping[str, float] | None,
 ) -> tuple[list[TokenizedSession], list[Rejection]]:
@@ -443,16 +474,11 @@ def divided(
         for each in sessions
         if each.rewards and each.rollout.rollout_id in known and (method == "rejection" or each.has_independent_parts)
     ]
-    if not several or method == "importance":
-        return list(found), []
     parts = [part for each in several for part in each.parts()]
     parts = [part for part in parts if any(is_target(call.agent, tokenizer.target) for call in part.calls)]
-    made, rejected = tokenized(parts, tokenizer)
-    unscored = missing_rewards(parts, weights)
-    made = [each for each in made if each.trajectory.rollout_id not in ids(unscored)]
-    divided = {each.rollout.rollout_id for each in several}
-    whole = [each for each in found if each.trajectory.rollout_id not in divided]
-    return [*whole, *made], [*rejected, *unscored]
+    made, rejected = scored(parts, tokenizer, weights)
+    cut = {each.rollout.rollout_id for each in several}
+    return [*(each for each in found if each.trajectory.rollout_id not in cut), *made], rejected
 
 
 def _note_several(sessions: Sequence[Session]) -> tuple[str, ...]:
@@ -466,22 +492,6 @@ def _by_prompt(whole: Trajectory) -> Trajectory:
     if PART not in whole.rollout_id:
         return whole
     return replace(whole, group=f"{whole.group} {task_key(list(whole.transitions[0].prompt_token_ids))}")
-
-
-def usable(
-    found: Sequence[TokenizedSession], method: Method | None, refused: Mapping[str, Rejection]
-) -> tuple[list[TokenizedSession], list[Rejection]]:
-    """The sessions that a method can learn from, and the others."""
-    if method != "importance":
-        return list(found), []
-    usable = [each for each in found if each.logprobs and each.trajectory.rollout_id not in refused]
-    message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
-    without = [Rejection(each.trajectory.rollout_id, NO_LOGPROBS, message) for each in found if not each.logprobs]
-    return usable, [*without, *refused.values()]
-
-
-def _trajectory(session: TokenizedSession, method: Method | None) -> Trajectory:
-    return session.trajectory if method == "importance" else without_probabilities(session.trajectory)
 
 
 def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float:
@@ -632,16 +642,6 @@ def chunks(
     return found
 
 
-def tokenized(sessions: Sequence[Session], tokenizer: Tokenizer) -> tuple[list[TokenizedSession], list[Rejection]]:
-    """The sessions in the model's tokens, and those that cannot be."""
-    found: list[TokenizedSession] = []
-    rejected: list[Rejection] = []
-    for session in sessions:
-        made = tokenizer(session)
-        (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
-    return found, rejected
-
-
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -721,7 +721,12 @@ async def open_recorded(
         store = open_sessions(config.data.sessions)
         stack.push_async_callback(store.close)
     if data is not None:
-        _check_given(state, path, store=store, reward=reward, eval_agent=options.eval_agent)
+        check_objects(path, state, store, reward)
+        if "eval_agent" in state.objects and options.eval_agent is None:
+            raise ResumeError(
+                f"{path} was started with eval_agent given as an object in memory; give it again:"
+                " train(eval_agent=...), or --eval-agent"
+            )
     if store is None and (data.store is not None if data is not None else made is not None and reads_store(made)):
         store = LightningStore() if data is None else open_sessions(str(data.store))
         stack.push_async_callback(store.close)
@@ -850,7 +855,7 @@ def _own_conversations(algorithm: Algorithm[Any]) -> list[Any]:
     found = algorithm.dataset if isinstance(algorithm, SFTAlgorithm) else ()
     if isinstance(found, str | Path):
         return load_dataset(found)
-    return [] if isinstance(found, TrajectoryQuery) else [each for each in found if isinstance(each, Mapping)]
+    return [] if isinstance(found, TrajectoryQuery) else [each for each in found or () if isinstance(each, Mapping)]
 
 
 def _texts(sessions: Sequence[Session]) -> list[Any]:
@@ -884,16 +889,6 @@ def open_sessions(name: str) -> LightningStoreBase:
     if "://" not in name and not Path(name).exists():
         raise DatasetError(f"there is no store at {name}; record sessions first, or name another one")
     return LightningStore(name)
-
-
-def _check_given(state: RunState, run_dir: Path, **given: Any) -> None:
-    for name, value in given.items():
-        if name in state.objects and value is None:
-            where = "train(" if name == "eval_agent" else f"Trainer.resume({str(run_dir)!r}, "
-            raise ResumeError(
-                f"{run_dir} was started with {name} given as an object in memory; give it again: {where}{name}=...), or"
-                f" --{name.replace('_', '-')}"
-            )
 
 
 def _described(

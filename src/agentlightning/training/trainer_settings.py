@@ -40,9 +40,9 @@ def with_arguments(
     if seed is not None:
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
-    for part in found.algorithm.parts:
-        found = with_lora(found, part)
     run_by = algorithm or make_algorithm(found.algorithm)
+    for stage in getattr(run_by, "stages", (run_by,)):
+        found = with_lora(found, getattr(stage, "config", None))
     if run_by.selects_result and not run_by.learns_weights:
         found = _in_one_mode(found)
     found.check_sections()

@@ -18,8 +18,10 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.run import RunAccount
+from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
 
@@ -252,6 +254,24 @@ def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, t
     assert all(torch.equal(kept[name], each) for name, each in weights(resumed).items()), "of the lowest loss"
     assert resumed.held_out["greedy"].gain == 0.25, "of what was measured before"
     assert not (run_dir / "offline.json").exists()
+
+
+def test_a_run_whose_settings_were_not_yet_in_config_toml_goes_on(kill: Any, tiny: Path, tmp_path: Path) -> None:
+    """state.json had those of supervised learning and of preferences."""
+    run_dir, algorithm = tmp_path / "run", algorithm_of("sft", tmp_path)
+    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    kill(1)
+    with pytest.raises(Killed):
+        agl.Trainer(config, algorithm=algorithm, model=tiny, run_dir=run_dir).train()
+    state = json.loads((run_dir / "state.json").read_text())
+    new, old = {"type", "dataset", "validation", "output"}, algorithm.config.model_dump(mode="json")
+    state["recorded"]["settings"] = {name: each for name, each in old.items() if name not in new}
+    state["recorded"]["sources"] = {name: str(tmp_path / "conversations.jsonl") for name in ("dataset", "validation")}
+    (run_dir / "state.json").write_text(json.dumps(state))
+    kept = settings_of_run(run_dir).model_copy(update={"algorithm": agl.LightningRLConfig()})
+    (run_dir / "config.toml").write_text(dump_toml(kept))
+    resumed: Any = agl.Trainer.resume(run_dir).train()
+    assert (resumed.steps, resumed.recorded.algorithm, resumed.recorded.sessions) == (STEPS, "sft", 9)
 
 
 def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(
