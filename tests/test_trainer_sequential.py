@@ -495,6 +495,25 @@ async def test_a_run_with_stages_of_ones_own_is_resumed_with_the_stages_it_had(r
     assert (await run.resume(agl.Sequential([Publishes(BETTER), learn(2)]))).steps == 3
 
 
+# -- supervised stages -------------------------------------------------------------------------------------------------
+
+
+def demonstrations() -> list[Any]:
+    return [[{"role": "user", "content": "Number 1."}, {"role": "assistant", "content": "0.5"}]] * 4
+
+
+async def test_demonstrations_are_imitated_before_the_rollouts_of_the_same_weights(run: Run) -> None:
+    stages = [agl.SFTAlgorithm(dataset=demonstrations(), batch_size=2), learn(2), agl.RejectionSampling(steps=1)]
+    result = await run.fit(agl.Sequential(stages))
+    assert [(stage.name, stage.steps) for stage in result.stages] == [("sft", 2), ("lightning_rl", 2), ("rejection", 1)]
+    updates = [update.options for update in run.policy.recorded]
+    assert [options.lr_factor for options in updates] == [10.0, 10.0, 1.0, 1.0, 10.0], "each at its own default"
+    assert run.policy_config.objective == "reinforcement"
+    assert run.policy_config.optimizer.total_steps == 5
+    imitated = [line["imitated"] for line in run.metrics if "imitated" in line]
+    assert len(imitated) == 1
+
+
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
@@ -512,7 +531,6 @@ def same() -> list[agl.Algorithm[Any]]:
         (lambda: [agl.APO, agl.LightningRL()], r"stage 1 of Sequential, APO, is no algorithm; give objects: APO\("),
         (lambda: [agl.APO(), agl.Sequential([agl.APO()])], "stage 2 of Sequential is a Sequential itself"),
         (same, r"stage 2 \(lightning_rl\) is the same object as stage 1"),
-        (lambda: [agl.SFTAlgorithm(), agl.LightningRL()], r"stage 1 \(sft\) of Sequential learns from recorded data"),
         (
             lambda: [agl.LightningRL(), agl.APO(), agl.LightningRL(agents={"a": "frozen", "b": "shared"})],
             r"stage 1 \(lightning_rl\) has agents=\{\} and stage 3 \(lightning_rl\) agents=",

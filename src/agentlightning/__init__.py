@@ -12,7 +12,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     settings), Stage (one of them), StageResult (what it gained), Cost (tokens and money), APO (prompt optimisation),
     APOConfig (its settings), PromptModel (of
     critic and editor), SearchBudget, BeamSearchConfig, GepaSearchConfig, SFTAlgorithm (supervised learning), SFTConfig
-    (its settings), SFTResult (what it did), DPO (learning from preferences), DPOConfig (its settings), RecordedResult
+    (its settings), SFTResult (what it did), RejectionSampling (imitates rollouts that succeeded),
+    RejectionSamplingConfig (its settings), DPO (learning from preferences), DPOConfig (its settings), RecordedResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
     of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
     its rollouts come from),
@@ -84,7 +85,13 @@ if TYPE_CHECKING:
     from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
     from agentlightning.algorithms.preference import DPO, DPOConfig
     from agentlightning.algorithms.sequential import Sequential, SequentialConfig
-    from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
+    from agentlightning.algorithms.sft import (
+        RejectionSampling,
+        RejectionSamplingConfig,
+        SFTAlgorithm,
+        SFTConfig,
+        SFTResult,
+    )
     from agentlightning.algorithms.training import (
         BranchPoint,
         Collected,
@@ -220,7 +227,7 @@ _NAMES = {
     "algorithms.lightning_rl": "LightningRL LightningRLConfig",
     "algorithms.sequential": "Sequential SequentialConfig",
     "algorithms.preference": "DPO DPOConfig",
-    "algorithms.sft": "SFTAlgorithm SFTConfig SFTResult",
+    "algorithms.sft": "RejectionSampling RejectionSamplingConfig SFTAlgorithm SFTConfig SFTResult",
     "algorithms.training": "BranchPoint Collected Learner RolloutReport RolloutRequest RolloutSource Stage Training "
     "Want",
     "chat.base": "ChatFormat",
@@ -380,6 +387,8 @@ __all__ = [
     "RecordedResult",
     "RecordingStatus",
     "Rejection",
+    "RejectionSampling",
+    "RejectionSamplingConfig",
     "RemoteReward",
     "Rescoring",
     "ResourcesUpdate",

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
@@ -53,6 +52,9 @@ class DataConfig(Section):
     """Tasks that choose the best checkpoint; without a file, a share of the training tasks."""
     held_out: str | None = None
     """Tasks to measure the gain on; without a file, a share of the training tasks."""
+    sessions: str | None = None
+    """A store of recorded sessions to learn from in place of rollouts: a SQLite file, postgresql://... or the URL of
+    `agl serve`. The agent, where there is one, then only measures, on the tasks of `held_out`."""
     validation_share: float = Field(default=0.1, ge=0, lt=1)
     """Share of the training tasks that is split off for validation if there is no file."""
     held_out_share: float = Field(default=0.2, ge=0, lt=1)
@@ -391,8 +393,9 @@ class TrainConfig(Section):
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised learning first."""
     algorithm: Annotated[AlgorithmConfig, Chosen(ALGORITHMS)] = Field(default_factory=LightningRLConfig)
-    """The algorithm: type "lightning_rl" (reinforcement learning), "apo" (prompt optimisation), "sequential" (a list
-    of these, one after the other), or one of your own."""
+    """The algorithm: type "lightning_rl" (reinforcement learning), "dpo" (preferences), "rejection" (imitates what
+    succeeded), "sft" (imitates demonstrations), "apo" (prompt optimisation), "sequential" (a list of these, one after
+    the other), or one of your own."""
     prompts: dict[str, PromptTemplate] = Field(default_factory=dict[str, PromptTemplate])
     """Prompt templates that the agent is given, by name: texts, or tables with `template` and `engine`."""
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
@@ -411,6 +414,12 @@ class TrainConfig(Section):
     air: dict[str, float] = Field(default_factory=dict[str, float])
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a run learns from what was recorded, and `agent`, where there is one, only measures."""
+        own = any(getattr(self.algorithm, name, None) for name in ("dataset", "data"))
+        return self.data.sessions is not None or (own and self.agent is None)
 
     @model_validator(mode="before")
     @classmethod
@@ -436,11 +445,10 @@ class TrainConfig(Section):
                 'warm_start trains on this machine, and policy.kind = "tinker" elsewhere; leave it out, and name a'
                 " model that is warm"
             )
-        stages = self.algorithm.stages if isinstance(self.algorithm, SequentialConfig) else (self.algorithm,)
         if self.warm_start.dataset is not None:
             size = self.warm_start.batch_size
             check_fed(self.policy.processes, size, f"warm_start.batch_size={size}")
-        for stage in stages:
+        for stage in getattr(self.algorithm, "stages", (self.algorithm,)):
             if isinstance(stage, LightningRLConfig):
                 tasks, parts = stage.tasks_per_step, stage.minibatches
                 settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"

@@ -89,6 +89,9 @@ class MissingRewardError(RewardError):
 class RewardServiceError(AgentLightningError):
     """A service or judge that gives rewards cannot be reached, or answers what is no reward. The attempt fails."""
 
+    status: int | None = None
+    """HTTP status, if it answered."""
+
 
 class RolloutRejectedError(AgentLightningError, ValueError):
     """The recorded data of a rollout cannot be used. Never ends a run: the rollout is skipped, named and counted.

@@ -16,13 +16,13 @@ import shutil
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
-from agentlightning.algorithms.recorded.method import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.runner import Hook, check_tracer, with_hooks
 from agentlightning.config import TrainConfig
@@ -72,6 +72,7 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
 from agentlightning.training.recorded import (
+    MethodSetting,
     NothingArrived,
     Recorded,
     RecordedOptions,
@@ -253,7 +254,7 @@ class Trainer:
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
         """`fit`, for callers that have an event loop."""
-        check_live(self.algorithm)
+        check_live(self.algorithm, self.config)
         if (self.algorithm or make_algorithm(self.config.algorithm)).learns_weights:
             require_training()
         self._name_objects(agent)
@@ -316,17 +317,28 @@ class Trainer:
             eval_agent,
             held_out_dataset,
         )
-        recorded = agent is None and self.config.agent is None
-        if self._resumed_from is not None:
-            recorded = read_state(self.run_dir).recorded is not None
+        recorded = self.is_recorded or (self._resumed_from is None and agent is None and self.config.agent is None)
         if recorded and agent is not None:
-            raise ConfigError(f"{self.run_dir} learns from recorded data, without an agent; leave it out")
+            raise ConfigError("the run learns from recorded data, without an agent; leave it out, or data.sessions")
         if recorded:
             if train_dataset is not None or val_dataset is not None:
                 raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
+            if self._resumed_from is None and eval_agent is None and self.config.agent is not None:
+                options = replace(
+                    options,
+                    eval_agent=self.config.agent,
+                    held_out_dataset=held_out_dataset or self.config.data.held_out,
+                )
             return run_sync(self._train_recorded(options))
         self._for_rollouts(options)
         return self.fit(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the settings, or the run that is resumed, learn from recorded data by `train`."""
+        if self._resumed_from is not None:
+            return read_state(self.run_dir).recorded is not None
+        return self.config.is_recorded
 
     def _for_rollouts(self, options: RecordedOptions) -> None:
         """Put the options of `train` into the settings of a run with an agent."""
@@ -455,8 +467,7 @@ class Trainer:
                 if state.recorded is not None:
                     raise ResumeError(
                         f"{self.run_dir} learns from recorded data, without an agent; continue it with Trainer.resume("
-                        f"{str(self.run_dir)!r}).train(), `agl sft --resume {self.run_dir}` or `agl dpo --resume"
-                        f" {self.run_dir}`"
+                        f"{str(self.run_dir)!r}).train(), or `agl train --resume {self.run_dir}`"
                     )
                 check_extensions(self.run_dir, state, self.config, self._named)
                 return run_dir, state, read_tasks(run_dir)

@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import class_name
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig, reward_metrics
+from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.reward_shaping import reward_metrics
 from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.algorithms.training import Collected
+from agentlightning.config import RunConfig
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.trajectory import Trajectory, Transition
@@ -257,8 +259,9 @@ async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch)
 
 def test_an_algorithm_is_made_from_its_settings_by_their_type():
     assert make_algorithm(LightningRLConfig(steps=3)).total_steps == 3
-    with pytest.raises(ConfigError, match=r"no algorithm None\. Known: apo, lightning_rl"):
-        make_algorithm(SFTConfig())
+    assert make_algorithm(SFTConfig(steps=2)).total_steps == 2
+    with pytest.raises(ConfigError, match=r"no algorithm None\. Known: apo, dpo, lightning_rl"):
+        make_algorithm(RunConfig())
 
 
 def test_an_algorithm_shows_its_class_and_its_settings():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.models import tiny_model
 
+from agentlightning.algorithms.agents import unusable
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.policy.base import UpdateOptions
@@ -144,7 +145,7 @@ async def test_margins_are_against_the_reference(loss: str, margins: list[float]
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), {"right": float("nan"), "short": 1.0}])
 def test_a_reward_that_is_not_finite_rejects_its_session_alone(reward: Any) -> None:
     weights = {"right": 1.0, "short": 0.0} if isinstance(reward, dict) else None
-    found = DPO(reward_weights=weights).rejections([session("wrong", reward, GOOD)], None)
+    found = unusable([session("wrong", reward, GOOD)], weights, None)
     assert [(each.rollout_id, each.reason) for each in found] == [("wrong", "bad_reward")]
     assert "which is not finite" in found[0].message
 

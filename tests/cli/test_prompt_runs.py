@@ -89,7 +89,7 @@ def test_the_budget_counts_the_dollars_of_the_agents_calls(run: Path) -> None:
     """The critic and the editor have no price here."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((run / "report.json").read_text())
-    assert any("its budget of 2 (money) is spent" in text for text in report["warnings"])
+    assert any("its budget of 2 in money is spent" in text for text in report["warnings"])
     assert 2.0 <= lines[-1]["apo_money"] == report["cost"]["search_money"] < 3.0
     assert lines[-1]["apo_evaluations"] < 300
 

@@ -1,4 +1,4 @@
-"""The page of all settings: of `agl train`, of the offline algorithms, and of the parts chosen by name."""
+"""The page of all settings: of `agl train`, `agl sft` and `agl dpo`, and of the parts chosen by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 
-from agentlightning.algorithms.preference import DPOConfig
-from agentlightning.algorithms.sft import SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.credit.base import RULES
 from agentlightning.policy.losses import LOSSES
@@ -22,8 +20,9 @@ START = """# Settings
 
 {made}
 A run is described by a TOML file (`agl train --config FILE.toml`), by `section.key=value` on the command line, or by
-`agl.TrainConfig` in Python; `agl train --print-config` prints the settings in effect. Unknown settings are refused with
-the nearest known one. TOML has no null: where the default is `None`, the text `"none"` stands for it.
+`agl.TrainConfig` in Python; `agl sft` and `agl dpo` take those of their `[algorithm]` without its name.
+`agl train --print-config` prints the settings in effect. Unknown settings are refused with the nearest known one. TOML
+has no null: where the default is `None`, the text `"none"` stands for it.
 """
 
 
@@ -31,8 +30,6 @@ def page() -> str:
     """The whole page."""
     parts, seen = [START.format(made=MADE)], set[type[BaseModel]](LOSSES.values())
     parts += _sections(TrainConfig, "", "A training run", seen)
-    parts += ["\n## Supervised learning: `agl sft`\n", *_sections(SFTConfig, "", None, seen)]
-    parts += ["\n## Preferences: `agl dpo`\n", *_sections(DPOConfig, "", None, seen)]
     parts += _family("Credit rules", "algorithm.credit", RULES)
     parts += _family("Losses", "algorithm.loss", LOSSES)
     return "\n".join(parts)
@@ -55,7 +52,8 @@ def sections(
     """Each table of settings with its name: the model itself and, below it, the models its fields may hold."""
     yield path, model
     for name, field in model.model_fields.items():
-        for kind in _models(Annotated[field.annotation, None, *field.metadata]):
+        kinds = _models(Annotated[field.annotation, None, *field.metadata])
+        for kind in sorted(kinds, key=lambda kind: "stages" in kind.model_fields):  # Those of stages are named before.
             if kind not in (*outer, model):
                 yield from sections(kind, f"{path}.{name}".lstrip("."), (*outer, model))
 

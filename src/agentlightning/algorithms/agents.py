@@ -7,16 +7,25 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
 from agentlightning.credit import is_target
-from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.assignment import refuse_not_finite
+from agentlightning.credit.rejection import (
+    MISSING_REWARD,
+    NO_POLICY_CALLS,
+    NO_TARGET_CALLS,
+    UNKNOWN_TOKENS,
+    Rejection,
+    rejection,
+)
 from agentlightning.credit.training_samples import OWN
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, RewardError
 from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
 from agentlightning.trajectory import Trajectory, Transition
 
@@ -139,6 +148,30 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
             " for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
         )
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
+
+
+def unusable(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None, target: str | None
+) -> list[Rejection]:
+    """Rejects rollouts without a reward that is a number, or without a call of the agents to train."""
+    found: list[Rejection] = []
+    for each in trajectories:
+        try:
+            refuse_not_finite(each)
+            reward = team_score(each, weights)
+        except RewardError as error:
+            found.append(rejection(each.rollout_id, error))
+            continue
+        if reward is None:
+            found.append(Rejection(each.rollout_id, MISSING_REWARD, "it has no reward: call agl.emit_reward"))
+        elif not any(is_target(call.agent, target) for call in each.transitions):
+            found.append(Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}"))
+    return found
+
+
+def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+    """The trajectory with the calls of the target agent alone."""
+    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
 
 
 def without_target(trajectories: Sequence[Trajectory], target: str, agents: AbstractSet[str | None]) -> list[Rejection]:

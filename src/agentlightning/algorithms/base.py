@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from agentlightning.algorithms.training import Training
+from agentlightning.algorithms.agents import AgentPattern, unusable
+from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.policy.lora_config import AgentSetting
+from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 from agentlightning.util.plugins import Registry, reference_to
 from agentlightning.util.settings import Part, settings_from
-
-if TYPE_CHECKING:
-    from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -35,6 +34,26 @@ class AlgorithmConfig(Part):
     >>> MeasureConfig(steps=2).steps
     2
     """
+
+
+class RolloutsConfig(AlgorithmConfig):
+    """The settings that algorithms have in common which learn from groups of rollouts, new or recorded."""
+
+    steps: int = Field(default=100, ge=1)
+    """Updates of the whole run, one for each batch of rollouts."""
+    tasks_per_step: int = Field(default=16, ge=1)
+    """Tasks of each step."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of each task; of recorded sessions, at most."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of new rollouts."""
+    target_agent: AgentPattern = None
+    """Only calls of agents whose whole name matches this regular expression are learned from. None: those that the
+    agent itself declares (`LitAgent.trained_agents`), else all."""
+    reward_weights: dict[str, float] | None = None
+    """Weights of the named dimensions of a reward."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """How weights are updated."""
 
 
 class Algorithm(ABC, Generic[C]):
@@ -130,6 +149,39 @@ class Algorithm(ABC, Generic[C]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self, 'config', '')!s})"
+
+
+R = TypeVar("R", bound=RolloutsConfig)
+
+
+class RolloutsAlgorithm(Algorithm[R]):
+    """The base of algorithms that learn from groups of rollouts, a batch at each step."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.steps
+
+    async def run(self, training: Training) -> None:
+        while training.step < self.total_steps:
+            await self._step(training)
+
+    @abstractmethod
+    async def _step(self, training: Training) -> None:
+        """One step."""
+
+    def _target(self, training: Training) -> str | None:
+        """The agents to train, as the settings say, or else the agent itself."""
+        return self.config.target_agent if self.config.target_agent is not None else training.target_agent
+
+    async def _rollouts(self, training: Training) -> Collected:
+        """Those with a reward, and a call of the agents to train."""
+        config, target = self.config, self._target(training)
+        return await training.collect(
+            tasks=config.tasks_per_step,
+            group_size=config.group_size,
+            temperature=config.temperature,
+            check=lambda found: unusable(found, config.reward_weights, target),
+        )
 
 
 ALGORITHMS = Registry("algorithms", "algorithm", Algorithm)

@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentlightning.algorithms import presets
-from agentlightning.algorithms.agents import AgentPattern, AgentRoles, without_calls, without_target
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, register
+from agentlightning.algorithms.agents import AgentRoles, without_calls, without_target
+from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import Models, needed_columns, with_columns
 from agentlightning.algorithms.credit_assignment import (
     CreditAssigner,
@@ -39,6 +39,7 @@ from agentlightning.algorithms.reward_shaping import (
     OverlongPenalty,
     groups_with_spread,
     most_uncertain,
+    reward_metrics,
     truncated_rollouts,
     with_kl_penalty,
     with_overlong_penalty,
@@ -46,7 +47,6 @@ from agentlightning.algorithms.reward_shaping import (
     without_weight,
 )
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.assemble import OVERRIDDEN_CALLS
 from agentlightning.credit import (
     AgentRewards,
     Aggregate,
@@ -58,7 +58,6 @@ from agentlightning.credit import (
     normalization,
     rejections,
 )
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.assignment import EqualGroups
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
@@ -67,12 +66,11 @@ from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.lora_config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class LightningRLConfig(AlgorithmConfig):
+class LightningRLConfig(RolloutsConfig):
     """The settings of LightningRL.
 
     >>> agl.LightningRLConfig(steps=50, group_size=4).tasks_per_step
@@ -84,14 +82,8 @@ class LightningRLConfig(AlgorithmConfig):
     preset: str | None = None
     """A published algorithm whose settings are used where none are given: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo,
     reinforce++, rloo or loop."""
-    steps: int = Field(default=100, ge=1)
-    """Updates of the whole run, one for each batch of rollouts."""
-    tasks_per_step: int = Field(default=16, ge=1)
-    """Tasks of each step."""
     group_size: int = Field(default=8)
     """Rollouts of each task; their mean reward is the baseline."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of the training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Training rollouts are sampled from the most likely tokens that together have this probability. Below 1 these sets
     are recorded, and the policy's probabilities are those over them (`policy.max_kept_tokens`)."""
@@ -152,19 +144,12 @@ class LightningRLConfig(AlgorithmConfig):
     """The share of a step's groups that is learned from: those whose rewards differ most (StarPO-S)."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps for each batch of rollouts, each over its own share of the groups."""
-    reward_weights: dict[str, float] | None = None
-    """Weights of the named dimensions of a reward."""
     timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
     """The reward of a rollout that timed out, whose calls are then learned from. None: it has failed and is left out,
     so that nothing teaches the policy to be quicker."""
-    target_agent: AgentPattern = None
-    """Only calls of agents whose whole name matches this regular expression are trained. None: those that the agent
-    itself declares (`LitAgent.trained_agents`), else all."""
     agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
     """What the calls of each agent train: an adapter of its own (a table with type "lora", r ...), nothing ("frozen"),
     or what all "shared" agents train together. Agents that are not listed are frozen; without any, all are shared."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """How weights are updated."""
 
     @classmethod
     def expand_preset(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +245,7 @@ def assignment_of(config: LightningRLConfig) -> Assignment:
 
 
 @register
-class LightningRL(Algorithm[LightningRLConfig]):
+class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
     """Reinforcement learning with a credit rule for the episode and a loss for the token.
 
     `settings` are the fields of `LightningRLConfig`, over those of `config`; `store` holds the sessions that
@@ -300,20 +285,12 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if self._replay is not None:
             self._replay.load_state_dict(state.get("replay", {}))
 
-    @property
-    def total_steps(self) -> int:
-        return self.config.steps
-
     def check_staleness(self, max_staleness: int) -> None:
         if self.config.proximal == "interpolate" and not max_staleness and self.config.replay is None:
             raise ConfigError(
                 'proximal="interpolate" does nothing with run.max_staleness=0, where no token is of older weights;'
                 " raise max_staleness, or leave proximal out"
             )
-
-    async def run(self, training: Training) -> None:
-        while training.step < self.total_steps:
-            await self._step(training)
 
     async def _step(self, training: Training) -> None:
         config, target = self.config, self._target(training)
@@ -441,9 +418,6 @@ class LightningRL(Algorithm[LightningRLConfig]):
             metrics |= own
         return trajectories, metrics
 
-    def _target(self, training: Training) -> str | None:
-        return self.config.target_agent if self.config.target_agent is not None else training.target_agent
-
     def rejections(self, trajectories: Sequence[Trajectory], target_agent: str | None = None) -> list[Rejection]:
         """The rollouts that it cannot learn from: all of them if they hold no call of the policy, or none of the agents
         to train."""
@@ -456,14 +430,3 @@ class LightningRL(Algorithm[LightningRLConfig]):
         if any(is_target(agent, target_agent) for agent in agents):
             return found
         return [*found, *without_target(left, str(target_agent), agents)]
-
-
-def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Mean reward of a batch, without missing rewards, and counts of its calls."""
-    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
-    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
-    return {
-        "reward": sum(known) / len(known) if known else float("nan"),
-        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
-        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
-    }

@@ -16,46 +16,39 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from agentlightning.algorithms.agents import AgentPattern
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.agents import unusable
+from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import Models, learner_of, scores
 from agentlightning.algorithms.recorded.preference_records import PairsOf, Preference, preference_pairs
 from agentlightning.algorithms.recorded.sessions import without_probabilities
-from agentlightning.algorithms.training import Collected, Training
+from agentlightning.algorithms.reward_shaping import reward_metrics
+from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.assignment import refuse_not_finite
-from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, RewardError
+from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import SettingsSignature, settings_from
 
 
-class DPOConfig(BaseModel):
+class DPOConfig(RolloutsConfig):
     """The settings of preference learning.
 
     >>> agl.DPOConfig(loss="simpo").loss.gamma
     1.0
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    steps: int = Field(default=100, ge=1)
-    """Updates."""
-    tasks_per_step: int = Field(default=16, ge=1)
-    """Tasks of each step."""
-    group_size: int = Field(default=8, ge=1)
-    """Sessions of each task in a step, at most; with an agent, the rollouts of each task."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of new rollouts."""
+    type: str = "dpo"
+    """Which algorithm this is."""
+    data: str | None = None
+    """A JSONL, JSON, CSV or Parquet file of pairs to learn from, in place of sessions."""
     loss: Loss = Field(default_factory=DPOLoss)
     """dpo, ipo, kto or simpo, or a table with its `type` and settings."""
     pairs: PairsOf = "sessions"
@@ -68,14 +61,8 @@ class DPOConfig(BaseModel):
     """The reward from which on a session is good, for loss "kto"."""
     reference: str | None = None
     """The reference model, named as `policy.model`. None: the weights that the run started from."""
-    target_agent: AgentPattern = None
-    """Only calls of agents whose whole name matches this regular expression are learned from. None: all."""
-    reward_weights: dict[str, float] | None = None
-    """Weights of the named dimensions of a reward."""
     seed: int = 0
     """The seed by which pairs are chosen."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """How weights are updated."""
 
     @field_validator("loss")
     @classmethod
@@ -86,7 +73,8 @@ class DPOConfig(BaseModel):
         return loss
 
 
-class DPO(Algorithm[DPOConfig]):
+@register
+class DPO(RolloutsAlgorithm[DPOConfig]):
     """Learns from preferences: between sessions of one task, recorded or new, or pairs of `data`.
 
     data: in place of sessions: a JSONL, JSON, CSV or Parquet file, a list or a Hugging Face dataset of `{"prompt": ...,
@@ -99,13 +87,16 @@ class DPO(Algorithm[DPOConfig]):
     """
 
     name = "dpo"
+    config_class = DPOConfig
 
     __signature__ = SettingsSignature(DPOConfig)
 
     def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Any) -> None:
+        if isinstance(data, str | Path):
+            settings["data"], data = str(data), None
         self.config = settings_from(DPOConfig, settings, base=config, source="from the arguments of DPO")
-        self.data = data
-        if data is not None and self.config.pairs != "sessions":
+        self.data = self.config.data if data is None else data
+        if self.data is not None and self.config.pairs != "sessions":
             raise ConfigError(f"pairs={self.config.pairs!r} is for recorded sessions; data has its own pairs")
 
     @property
@@ -114,50 +105,24 @@ class DPO(Algorithm[DPOConfig]):
         return self.data is not None
 
     @property
-    def total_steps(self) -> int:
-        return self.config.steps
+    def restorable(self) -> bool:
+        return super().restorable and self.data == self.config.data
 
     @property
     def _loss(self) -> PreferenceLoss:
         assert isinstance(self.config.loss, PreferenceLoss)
         return self.config.loss
 
-    async def run(self, training: Training) -> None:
-        while training.step < self.total_steps:
-            await self._step(training)
-
     async def _step(self, training: Training) -> None:
-        config = self.config
-        target = config.target_agent if config.target_agent is not None else training.target_agent
-        collected = await training.collect(
-            tasks=config.tasks_per_step,
-            group_size=config.group_size,
-            temperature=config.temperature,
-            check=lambda trajectories: self.rejections(trajectories, target),
-        )
+        config, collected = self.config, await self._rollouts(training)
+        target = self._target(training)
         compared, counts = await asyncio.to_thread(self.comparisons, collected.trajectories, target, training.step)
-        metrics = {"reward": _mean_reward(collected, config.reward_weights), **counts}
+        metrics = {**reward_metrics(collected, config.reward_weights), **counts}
         if compared:
             samples, own = await self._samples(training, compared)
             metrics |= own
             metrics |= await training.update(samples, UpdateOptions(loss=self._loss))
         await training.finish_step(collected, metrics)
-
-    def rejections(self, trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
-        """Those without a reward that is a number, or without a call of the agents to train."""
-        found: list[Rejection] = []
-        for each in trajectories:
-            try:
-                refuse_not_finite(each)
-                reward = team_score(each, self.config.reward_weights)
-            except RewardError as error:
-                found.append(rejection(each.rollout_id, error))
-                continue
-            if reward is None:
-                found.append(Rejection(each.rollout_id, MISSING_REWARD, "it has no reward: call agl.emit_reward"))
-            elif not any(is_target(call.agent, target) for call in each.transitions):
-                found.append(Rejection(each.rollout_id, NO_TARGET_CALLS, f"no call is of an agent {target!r}"))
-        return found
 
     def comparisons(
         self, trajectories: Sequence[Trajectory], target: str | None, step: int = 0
@@ -188,7 +153,7 @@ class DPO(Algorithm[DPOConfig]):
 
     def check_data(self, trajectories: Sequence[Trajectory], target: str | None) -> None:
         """Raises DatasetError where nothing can be compared, saying what is missing."""
-        refused = {each.rollout_id for each in self.rejections(trajectories, target)}
+        refused = {each.rollout_id for each in unusable(trajectories, self.config.reward_weights, target)}
         usable = [each for each in trajectories if each.rollout_id not in refused]
         if not usable:
             raise DatasetError(
@@ -288,8 +253,3 @@ class Comparison:
             for name, value in own.items():
                 values[name].append(np.full(length, value, np.float32))
         return TrainingSample(self.tree, columns=values, share=share)
-
-
-def _mean_reward(collected: Collected, weights: Mapping[str, float] | None) -> float:
-    known = [reward for each in collected.trajectories if (reward := team_score(each, weights)) is not None]
-    return sum(known) / len(known) if known else float("nan")

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.algorithms.columns import Models, scores
-from agentlightning.algorithms.training import Training
-from agentlightning.assemble import TURN_LIMIT_REACHED, shared_calls, token_tree
+from agentlightning.algorithms.training import Collected, Training
+from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, shared_calls, token_tree
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.policy.losses import REF_LOGPROBS
@@ -176,3 +176,14 @@ def _add(trajectory: Trajectory, change: float, weights: Mapping[str, float] | N
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / max(1, len(numbers))
+
+
+def reward_metrics(collected: Collected, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Mean reward of a batch, without missing rewards, and counts of its calls."""
+    known = [reward for trajectory in collected.trajectories if (reward := team_score(trajectory, weights)) is not None]
+    calls = sum(len(trajectory.transitions) for trajectory in collected.trajectories)
+    return {
+        "reward": sum(known) / len(known) if known else float("nan"),
+        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
+    }

@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any, Protocol, Self
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.agents import of_target
+from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
+from agentlightning.algorithms.reward_shaping import reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
-from agentlightning.chat.base import ChatFormat
+from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy, UpdateOptions
 from agentlightning.policy.lora_config import Lora
@@ -40,7 +42,7 @@ from agentlightning.policy.losses import Loss, NLLLoss
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.requirements import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
-from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
+from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.settings import SettingsSignature, settings_from
 
@@ -48,15 +50,22 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number, from 1, and its metrics."""
 
 
-class SFTConfig(BaseModel):
+class SFTConfig(AlgorithmConfig):
     """The settings of supervised learning.
 
     >>> agl.SFTConfig(epochs=2).shuffle
     True
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
+    type: str = "sft"
+    """Which algorithm this is."""
+    dataset: str | None = None
+    """Conversations: a JSONL, JSON, CSV or Parquet file. None: the successful sessions of the store that a run learns
+    from."""
+    validation: str | None = None
+    """Conversations to measure the loss on, likewise."""
+    output: str | None = None
+    """A directory that the trained model is also written to."""
     steps: int | None = Field(default=None, ge=1)
     """Updates; the data starts again when all of it was used. None: `epochs` times through the data."""
     epochs: int = Field(default=1, ge=1)
@@ -75,7 +84,7 @@ class SFTConfig(BaseModel):
     """Only answers of agents whose whole name matches this regular expression are learned; a message has its agent in
     `name`. None: all answers."""
     lora: Lora | None = None
-    """Train a low-rank adapter of this shape (a table with `r` ...), where `model` is a path. None: all weights."""
+    """Train a low-rank adapter of this shape (a table with `r` ...); in a run, `policy.lora`. None: all weights."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
     """The share of the conversations that is held back to measure the loss on."""
     validate_every: int = Field(default=20, ge=1)
@@ -123,6 +132,7 @@ class SFTResult:
         }
 
 
+@register
 class SFTAlgorithm(Algorithm[SFTConfig]):
     """Supervised learning of `model` on `dataset`: by itself (`train`), or as the algorithm of a `Trainer`, which
     measures an agent before and after, validates and keeps checkpoints.
@@ -146,6 +156,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     """
 
     name = "sft"
+    config_class = SFTConfig
     objective = "supervised"
 
     __signature__ = SettingsSignature(SFTConfig)
@@ -153,7 +164,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     def __init__(
         self,
         model: Any = None,
-        dataset: Any = (),
+        dataset: Any = None,
         *,
         validation: Any = None,
         output: str | Path | None = None,
@@ -161,11 +172,17 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         config: SFTConfig | None = None,
         **settings: Any,
     ) -> None:
+        if isinstance(model, SFTConfig):
+            model, config = None, model
         check_trainable(model)
-        self.config = settings_from(SFTConfig, settings, base=config, source="from the arguments of SFTAlgorithm")
-        self.dataset = dataset
-        self.validation = validation
-        self.output = Path(output) if output is not None else None
+        given = {"dataset": dataset, "validation": validation, "output": output}
+        files = {name: str(each) for name, each in given.items() if isinstance(each, str | Path)}
+        self.config = settings_from(
+            SFTConfig, settings | files, base=config, source="from the arguments of SFTAlgorithm"
+        )
+        self.dataset = self.config.dataset if dataset is None or "dataset" in files else dataset
+        self.validation = self.config.validation if validation is None or "validation" in files else validation
+        self.output = None if self.config.output is None else Path(self.config.output)
         self.on_step = on_step
         self._model = model
         self._loaded: Demonstrations | None = None
@@ -177,7 +194,13 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     @property
     def has_dataset(self) -> bool:
         """Whether it was given anything to learn from."""
-        return isinstance(self.dataset, TrajectoryQuery | str | Path) or len(self.dataset) > 0
+        found = self.dataset
+        return found is not None and (isinstance(found, TrajectoryQuery | str) or len(found) > 0)
+
+    @property
+    def restorable(self) -> bool:
+        own = (self.dataset, self.validation) == (self.config.dataset, self.config.validation)
+        return own and super().restorable
 
     def on(self, *, model: Any = None, dataset: Any = None, on_step: OnStep | None = None) -> SFTAlgorithm:
         """The same learning of another model, or on another dataset."""
@@ -190,8 +213,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     @property
     def total_steps(self) -> int:
-        per_epoch = -(-len(self._demonstrations.training) // self.config.batch_size)
-        return self.config.steps or self.config.epochs * per_epoch
+        config = self.config
+        return config.steps or config.epochs * -(-len(self._demonstrations.training) // config.batch_size)
 
     @property
     def _demonstrations(self) -> Demonstrations:
@@ -204,7 +227,10 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         if self._loaded is None:
             config = self.config
             self._loaded = await load_demonstrations(
-                self.dataset, self.validation, share=config.validation_share, seed=config.seed
+                self.dataset if self.has_dataset else (),
+                self.validation,
+                share=config.validation_share,
+                seed=config.seed,
             )
 
     def train(self) -> SFTResult:
@@ -216,28 +242,25 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         model = self.model
         await self._load()
         if training is not None:
-            if self.config.lora is not None:
-                raise ConfigError("lora is a setting of the trainer's policy here; set policy.lora")
-            return await self._learn(_TrainingLoop(training))
+            return await self._learn(training)
         if model is None:
             raise ConfigError("no model: give model=DIRECTORY and output=DIRECTORY, or give the algorithm to a Trainer")
-        if hasattr(model, "chat"):
-            return await self._learn(_PolicyLoop(model))
         if isinstance(model, str | Path) and self.output is None:
             raise ConfigError(f"model={str(model)!r} is trained in a copy; give output=DIRECTORY to write it to")
-        policy = await asyncio.to_thread(self._open, model, self.total_steps)
-        try:
-            return await self._learn(_PolicyLoop(policy))
-        finally:
-            await policy.close()
+        async with AsyncExitStack() as stack:
+            policy: Any = model
+            if not hasattr(model, "chat"):
+                policy = await asyncio.to_thread(self._open, model, self.total_steps)
+                stack.push_async_callback(policy.close)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="agl-best-")))
+            return await self._learn(_PolicyTraining(policy, folder))
 
-    async def _learn(self, learner: SupervisedLoop) -> SFTResult:
-        """Do the steps after `learner.first_step`."""
-        await self._load()
-        steps, found, target = self.total_steps, self._demonstrations, self.config.target_agent
+    async def _learn(self, training: Any) -> SFTResult:
+        """Do the steps after `training.step`."""
+        first, steps, found, target = training.step, self.total_steps, self._demonstrations, self.config.target_agent
         notes = Counter[str]()
         into = partial(
-            to_examples, target=target, chat=learner.chat, context_length=learner.context_length, notes=notes
+            to_examples, target=target, chat=training.chat, context_length=training.context_length, notes=notes
         )
         examples, left_out = await asyncio.to_thread(into, found.training)
         held_back, unmeasured = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
@@ -248,35 +271,31 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         async def validate(step: int) -> Mapping[str, float]:
             if not trees or not (step % self.config.validate_every == 0 or step == steps):
                 return {}
-            scores = await learner.logprobs(trees)
+            scores = (await learner_of(training).score(trees, {"logprobs"}))["logprobs"]
             total = sum(float(each.sum()) for tree in scores for each in tree)
             validation_losses[step] = -total / sum(tree.num_sampled for tree in trees)
             return {"validation_loss": validation_losses[step]}
 
         async def keep(step: int) -> None:
             if step in validation_losses:
-                await learner.keep_best(step, -validation_losses[step])
+                await training.keep_best(-validation_losses[step])
 
-        async with learner:
-            await validate(learner.first_step)
-            await keep(learner.first_step)
-            for step, batch in enumerate(batches(len(examples), steps, self.config), 1):
-                if step <= learner.first_step:
-                    continue
-                sample = to_sample([examples[index] for index in batch])
-                metrics = await learner.update(
-                    sample, UpdateOptions(loss=self.config.loss, token_budget=self.config.token_budget)
-                )
-                losses.append(metrics["loss"])
-                tokens += int(sum(map(len, sample.weights)))
-                metrics = {**metrics, **await validate(step)}
-                await learner.finish(metrics)
-                await keep(step)
-                if self.on_step is not None:
-                    self.on_step(step, metrics)
-            await learner.restore_best()
+        await validate(first)
+        await keep(first)
+        options = UpdateOptions(loss=self.config.loss, token_budget=self.config.token_budget)
+        for step, batch in islice(enumerate(batches(len(examples), steps, self.config), 1), first, None):
+            sample = to_sample([examples[index] for index in batch])
+            metrics = await training.update([sample], options)
+            losses.append(metrics["loss"])
+            tokens += int(sum(map(len, sample.weights)))
+            metrics = {**metrics, **await validate(step)}
+            await training.finish_step(Collected(()), metrics)
+            await keep(step)
+            if self.on_step is not None:
+                self.on_step(step, metrics)
+        best = await training.restore_best() if isinstance(training, _PolicyTraining) else None
         if self.output is not None:
-            await learner.save(self.output)
+            await training.save(self.output)
         return SFTResult(
             steps,
             len(examples),
@@ -285,7 +304,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             self.output,
             {**found.left_out, **left_out},
             validation_losses,
-            learner.best_step,
+            best,
             dict(notes),
         )
 
@@ -302,113 +321,37 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         return open_trainable(config, model)
 
 
-class SupervisedLoop(Protocol):
-    """The weights that supervised learning trains, and what happens after each step; a context."""
+class _PolicyTraining:
+    """What supervised learning needs of a `Training`, for a policy outside a trainer."""
 
-    chat: ChatFormat
-    context_length: int
-    first_step: int
-    """The number of steps that are done."""
-    best_step: int | None
-    """The step whose weights `restore_best` returns to. None: nothing was validated, or a run keeps the weights."""
+    def __init__(self, policy: Policy, folder: Path) -> None:
+        self.learner, self.chat, self.context_length = policy, policy.chat, policy.context_length
+        self.step = 0
+        self._best: tuple[float, int] | None = None
+        """The highest score, and its step; the weights are in `_folder`."""
+        self._folder = folder
 
-    async def __aenter__(self) -> Self: ...
+    async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions) -> Mapping[str, float]:
+        return await self.learner.train(samples, options)
 
-    async def __aexit__(self, *exc: object) -> None: ...
+    async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
+        self.step += 1
 
-    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
-        """One optimiser step, and its metrics."""
-        ...
+    async def keep_best(self, score: float) -> None:
+        if self._best is None or score > self._best[0]:
+            self._best = score, self.step
+            await self.learner.save(self._folder, training_state=True)
 
-    async def finish(self, metrics: Mapping[str, float]) -> None:
-        """Called after each step, with the validation loss where it was measured."""
-        ...
-
-    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
-        """The log-probability of each sampled token under the present weights."""
-        ...
-
-    async def keep_best(self, step: int, score: float) -> None:
-        """Keep the weights after a step if their score is higher than that of those kept so far."""
-        ...
-
-    async def restore_best(self) -> None:
-        """Return to the weights that were kept."""
-        ...
+    async def restore_best(self) -> int | None:
+        """Return to the weights that were kept; returns their step."""
+        if self._best is None:
+            return None
+        if self._best[1] != self.step:
+            await self.learner.load(self._folder)
+        return self._best[1]
 
     async def save(self, directory: Path) -> None:
-        """Write the weights as transformers loads them."""
-        ...
-
-
-class _PolicyLoop:
-    """Updates a policy outside a trainer; the best weights are in a temporary directory."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.chat, self.context_length, self.first_step = policy.chat, policy.context_length, 0
-        self.best_step: int | None = None
-        self._last, self._best_score = 0, -math.inf
-        self._folder = Path()
-
-    async def __aenter__(self) -> Self:
-        self._folder = Path(mkdtemp(prefix="agl-best-"))
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
-        self._last += 1
-        return await self.policy.train([sample], options)
-
-    async def finish(self, metrics: Mapping[str, float]) -> None: ...
-
-    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
-        return (await self.policy.score(trees, {"logprobs"}))["logprobs"]
-
-    async def keep_best(self, step: int, score: float) -> None:
-        if score > self._best_score:
-            self._best_score, self.best_step = score, step
-            await self.policy.save(self._folder / "best", training_state=True)
-
-    async def restore_best(self) -> None:
-        if self.best_step not in (None, self._last):
-            await self.policy.load(self._folder / "best")
-
-    async def save(self, directory: Path) -> None:
-        await self.policy.save(directory)
-
-
-class _TrainingLoop:
-    """Updates the policy of a trainer's run, one step for each batch. The run keeps the best weights."""
-
-    def __init__(self, training: Training) -> None:
-        self.best_step: int | None = None
-        self.training = training
-        self.chat, self.context_length, self.first_step = training.chat, training.context_length, training.step
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None: ...
-
-    async def update(self, sample: TrainingSample, options: UpdateOptions) -> Mapping[str, float]:
-        return await self.training.update([sample], options)
-
-    async def finish(self, metrics: Mapping[str, float]) -> None:
-        await self.training.finish_step(Collected(()), metrics)
-
-    async def logprobs(self, trees: Sequence[TokenTree]) -> Sequence[tuple[Any, ...]]:
-        return (await learner_of(self.training).score(trees, {"logprobs"}))["logprobs"]
-
-    async def keep_best(self, step: int, score: float) -> None:
-        await self.training.keep_best(score)
-
-    async def restore_best(self) -> None: ...
-
-    async def save(self, directory: Path) -> None:
-        await self.training.save(directory)
+        await self.learner.save(directory)
 
 
 def batches(count: int, steps: int, config: SFTConfig) -> Iterator[list[int]]:
@@ -429,3 +372,49 @@ def to_sample(trajectories: Sequence[Trajectory]) -> TrainingSample:
     tree = token_tree(trajectories)
     share = 1.0 / max(1, tree.num_sampled)
     return TrainingSample(tree, weights=[(share,) * len(node.token_ids) for node in tree.nodes])
+
+
+# -- rejection sampling ----------------------------------------------------------------------------------------------
+
+
+class RejectionSamplingConfig(RolloutsConfig):
+    """The settings of rejection sampling fine-tuning.
+
+    >>> agl.RejectionSamplingConfig(success_threshold=0.9).tasks_per_step
+    16
+    """
+
+    type: str = "rejection"
+    """Which algorithm this is."""
+    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    """The reward from which on a rollout is imitated."""
+
+
+@register
+class RejectionSampling(RolloutsAlgorithm[RejectionSamplingConfig]):
+    """Rejection sampling fine-tuning (Yuan et al. 2023, arXiv:2308.01825): imitates the rollouts, new or recorded, that
+    earned enough. Of a recorded session with several rewards, it imitates the parts that did.
+
+        >>> agl.RejectionSampling(steps=50, success_threshold=1.0).total_steps
+        50
+    """
+
+    name = "rejection"
+    config_class = RejectionSamplingConfig
+    objective = "supervised"
+
+    __signature__ = SettingsSignature(RejectionSamplingConfig)
+
+    def is_success(self, trajectory: Trajectory) -> bool:
+        """Whether a rollout is imitated."""
+        score = team_score(trajectory, self.config.reward_weights)
+        return score is not None and score >= self.config.success_threshold
+
+    async def _step(self, training: Training) -> None:
+        config, collected = self.config, await self._rollouts(training)
+        target = self._target(training)
+        chosen = [of_target(each, target) for each in collected.trajectories if self.is_success(each)]
+        metrics = {**reward_metrics(collected, config.reward_weights), "imitated": float(len(chosen))}
+        if chosen:
+            metrics |= await training.update([to_sample(chosen)], UpdateOptions(loss=NLLLoss()))
+        await training.finish_step(collected, metrics)

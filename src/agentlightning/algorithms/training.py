@@ -200,6 +200,8 @@ class Stage:
     """Whether it chooses its result on the validation tasks itself; the run then does not validate it."""
     settings: str = ""
     """Tells its settings from others; empty where it has none."""
+    lr_factor: float = 1.0
+    """Multiplies the learning rates of the run."""
 
     @property
     def number(self) -> int:

@@ -79,7 +79,7 @@ def sft(
 
         if resume is not None:
             given = {"settings": settings, "--model": model, "--dataset": dataset, "--run-dir": run_dir}
-            _finish(_resumed("sft", resume, given, options, _open(store), output), output)
+            _finish(_resumed(resume, given, options, _open(store), output), output)
             return
         if (dataset is None) == (store is None):
             raise ConfigError("give --dataset FILE or --store STORE: one of them is what is learned from")
@@ -131,7 +131,7 @@ def dpo(
 
         if resume is not None:
             given = {"settings": settings, "--model": model, "--data": data, "--run-dir": run_dir}
-            _finish(_resumed("dpo", resume, given, options, _open(store), output), output)
+            _finish(_resumed(resume, given, options, _open(store), output), output)
             return
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
@@ -159,15 +159,9 @@ def _target(agent: str | None) -> list[str]:
 
 
 def _open(store: str | None) -> LightningStore | None:
-    """Raises DatasetError for a file that is not there: opening would make an empty store."""
-    from agentlightning.errors import DatasetError
-    from agentlightning.store import LightningStore
+    from agentlightning.training.recorded import open_sessions
 
-    if store is None:
-        return None
-    if "://" not in store and not Path(store).exists():
-        raise DatasetError(f"there is no store at {store}; record sessions first, or name another one")
-    return LightningStore(store)
+    return None if store is None else open_sessions(store)
 
 
 def _train(
@@ -196,27 +190,16 @@ def _train(
 
 
 def _resumed(
-    verb: str,
-    run_dir: Path,
-    given: dict[str, Any],
-    options: _Options,
-    store: LightningStore | None,
-    output: Output,
+    run_dir: Path, given: dict[str, Any], options: _Options, store: LightningStore | None, output: Output
 ) -> TrainingResult:
-    """Continue a run of this verb. Raises ConfigError for arguments that a run keeps."""
+    """Continue a run on recorded data. Raises ConfigError for arguments that a run keeps."""
     from agentlightning.errors import ConfigError
     from agentlightning.trainer import Trainer
-    from agentlightning.training.persistence.run_dir import holds_run
-    from agentlightning.training.recorded import learned_by
     from agentlightning.util.progress import Progress
 
     if kept := [name for name, value in given.items() if value]:
         raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-    made = learned_by(run_dir) if holds_run(run_dir) else None
-    if made not in (None, verb):
-        raise ConfigError(f"{run_dir} is a run of `agl {made}`; continue it with  agl {made} --resume {run_dir}")
-    progress = Progress(console=output.console)
-    trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=progress)
+    trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=Progress(console=output.console))
     return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
 
 

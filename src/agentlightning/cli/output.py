@@ -95,7 +95,7 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
     except (OSError, ValueError):
         return ""
     if state.get("recorded"):
-        return _recorded_advice(run_dir)
+        return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
     causes = _causes(run_dir)
     other = " (with --agent or --reward for another one)" if agent_failed else ""
     return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"
@@ -113,12 +113,3 @@ def _causes(run_dir: Path) -> str:
     lines = [f"\n  {each.count:>5}  {each.cause}  {each.example}" for each in found]
     advice = f"\nlook at them: agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
     return f"\nfailed rollouts by cause{''.join(lines)}{advice}" if found else ""
-
-
-def _recorded_advice(run_dir: Path) -> str:
-    """The same for a run on recorded data."""
-    from agentlightning.training.recorded import learned_by
-
-    verb = learned_by(run_dir)
-    way = f"agl {verb} --resume {run_dir}" if verb else f"Trainer.resume({str(run_dir)!r}).train()"
-    return f"\nNothing is lost since the last checkpoint: continue with  {way}"

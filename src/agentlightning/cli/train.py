@@ -72,7 +72,8 @@ def train(
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
     Settings are given as section.key=value, for example algorithm.steps=50 or runner.timeout_seconds=30. Without
-    --config and --resume, those of agl.toml in the current directory are used, if there is one.
+    --config and --resume, those of agl.toml in the current directory are used, if there is one. With
+    data.sessions=STORE, or a file of algorithm.type=sft or dpo, it learns from what was recorded instead.
     """
     output = Output(as_json)
     directory = resume or run_dir
@@ -104,7 +105,7 @@ def train(
             _check(trainer, output)
             return
         directory = trainer.run_dir
-        result = trainer.fit()
+        result = trainer.train() if trainer.is_recorded else trainer.fit()
         output.finish(result.as_json(), lambda console: print_result(result, console))
 
 

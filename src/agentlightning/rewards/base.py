@@ -101,6 +101,7 @@ async def post_json(
             if reply.is_success:
                 return _json(text, url, source)
             failure = RewardServiceError(f"{source} at {url} answered {reply.status_code}: {text[:SHOWN]!r}")
+            failure.status = reply.status_code
             if reply.status_code not in RETRIED:
                 break
             wait = max(wait, _asked_for(reply))

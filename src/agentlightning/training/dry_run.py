@@ -360,6 +360,8 @@ REPEATS: Final = 2
 def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig:
     """Those of a dry run: no warm start, no second attempts, and failures are counted only; the starting weights of a
     run that is `resumed`. Raises ConfigError where runners elsewhere have the agent, or a tracker is not installed."""
+    if config.is_recorded:
+        raise ConfigError("a dry run runs an agent, and this run learns from recorded data, without one")
     if not config.runner.hosts:
         raise ConfigError("a dry run runs the agent here, and runner.hosts=0 leaves it to runners elsewhere")
     runner = config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0})

@@ -14,24 +14,19 @@ import copy
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm, class_name
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.algorithms.preference import DPO, DPOConfig
+from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.recorded.filters import successful
-from agentlightning.algorithms.recorded.method import NAMES, DataCounts, Method, MethodSetting, choose, for_recorded
-from agentlightning.algorithms.recorded.preference_records import (
-    conversations,
-    load_preferences,
-    of_target,
-    to_preferences,
-)
+from agentlightning.algorithms.recorded.preference_records import conversations, load_preferences, to_preferences
 from agentlightning.algorithms.recorded.sessions import (
     NO_LOGPROBS,
     PART,
@@ -45,27 +40,38 @@ from agentlightning.algorithms.recorded.sessions import (
     without_probabilities,
 )
 from agentlightning.algorithms.sequential import Sequential
-from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, SFTResult
+from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm, SFTResult
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.config import TrainConfig
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import MISSING_REWARD, Rejection, count_reasons, describe_reasons
+from agentlightning.credit.base import SMALLEST_SPREAD, spread
+from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, ResumeError, TrainingStopped
 from agentlightning.models.resolve import TINY
+from agentlightning.policy.losses import SAMPLED_LOGPROBS, AWRLoss, CISPOLoss
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset, task_key
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState, read_state
+from agentlightning.training.persistence.run_changes import Tasks, check_objects
+from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState
 from agentlightning.training.report.result import RecordedResult
 from agentlightning.training.starting_policy import make_starting_policy
+from agentlightning.training.trainer_settings import with_lora
 from agentlightning.trajectory import Trajectory
-from agentlightning.util.plugins import reference_to
+from agentlightning.util.plugins import load
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import settings_from
 
+Method: TypeAlias = Literal["importance", "awr", "rejection"]
+MethodSetting: TypeAlias = Literal["auto", "importance", "awr", "rejection"]
+METHODS: Final = ("auto", "importance", "awr", "rejection")
+NAMES: Final = {
+    "importance": "importance-weighted policy gradient",
+    "awr": "advantage-weighted regression",
+    "rejection": "rejection sampling fine-tuning",
+}
 SINGLES: Final = "sessions of tasks with one session"
 """The group of such sessions."""
 POLL_SECONDS: Final = 0.5
@@ -124,8 +130,6 @@ class RecordedOptions:
 
 MAY_CHANGE: Final = frozenset({"num_iterations", "follow_timeout", "eval_agent"})
 """Options that a resumed run may be given anew."""
-CHANGED: Final = {"num_iterations": "steps", "target_agent": "target_agent"}
-"""Options -> the fields of an algorithm's settings that they replace."""
 
 
 def resumed_options(given: RecordedOptions, recorded: Mapping[str, Any], tasks: Any) -> RecordedOptions:
@@ -145,22 +149,98 @@ def resumed_options(given: RecordedOptions, recorded: Mapping[str, Any], tasks: 
     return replace(before, **new, held_out_dataset=tasks)
 
 
-def with_options(algorithm: Any, options: RecordedOptions) -> Any:
+def with_options(algorithm: Algorithm[Any], options: RecordedOptions) -> Algorithm[Any]:
     """The algorithm with the options in its settings. Raises ConfigError where it has no such setting."""
-    given = {field: getattr(options, name) for name, field in CHANGED.items() if getattr(options, name) is not None}
-    if not given:
-        return algorithm
+    values = {"num_iterations": options.num_iterations, "target_agent": options.target_agent}
+    names = {"num_iterations": "steps", "target_agent": "target_agent"}
+    given = {names[name]: value for name, value in values.items() if value is not None}
     config: Any = getattr(algorithm, "config", None)
     known: Mapping[str, Any] = getattr(type(config), "model_fields", {})
-    for name, setting in CHANGED.items():
+    for name, setting in names.items():
         if setting in given and setting not in known:
             raise ConfigError(f"{name}={given[setting]!r}: {type(algorithm).__name__} has no setting {setting}")
-    settings = settings_from(type(config), given, base=config, source="given to train")
-    found = copy.copy(algorithm)
+    return with_settings(algorithm, given, "given to train") if given else algorithm
+
+
+def with_settings(algorithm: Algorithm[Any], given: Mapping[str, Any], source: str) -> Any:
+    """A copy of the algorithm with other settings, which shares nothing that it learns with the original."""
+    found: Any = copy.copy(algorithm)
+    settings = settings_from(type(algorithm.config), given, base=algorithm.config, source=source)
     if isinstance(algorithm, LightningRL):
         LightningRL.__init__(found, settings, store=algorithm.store)
     else:
         found.config = settings
+    return found
+
+
+# -- method ------------------------------------------------------------------------------------------------------------
+
+# How LightningRL learns from sessions that were recorded earlier.
+#
+#     importance   the policy gradient, each token weighed by a clipped importance ratio without gradient (CISPO,
+#                  arXiv:2506.13585, equations 4 and 5): needs the log-probability each token was sampled with
+#     awr          advantage-weighted regression (arXiv:1910.00177, equation 3): needs rewards that differ
+#     rejection    rejection sampling fine-tuning (arXiv:2308.01825): imitates the successful sessions, and needs some
+#
+# The clip of PPO is for data of the present policy: beyond its bounds a token has no gradient, so that sessions of
+# another policy would soon teach nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class DataCounts:
+    """What sessions have to learn from."""
+
+    sessions: int
+    """Those with a reward, in tokens of the model."""
+    logprobs: int
+    """Those whose calls have the log-probabilities they were sampled with."""
+    groups: int
+    groups_with_spread: int
+    """Tasks whose sessions differ in reward."""
+    successful: int
+    """Sessions, or parts of them, with at least the reward that counts as success."""
+
+
+def choose(setting: MethodSetting, counts: DataCounts, threshold: float) -> Method:
+    """The method that the data has what it needs for. Raises DatasetError, saying what is missing."""
+    if setting not in METHODS:
+        raise ConfigError(f"method={setting!r} is none; choose one of {', '.join(METHODS)}")
+    if setting == "importance" and not counts.logprobs:
+        raise DatasetError(
+            f'method="importance" needs log-probabilities of the sampler, and none of {counts.sessions} sessions has'
+            ' them in tokens of this model: record through the gateway with this model, or use method="awr"'
+        )
+    if setting in ("importance", "awr") and not counts.groups_with_spread:
+        raise DatasetError(
+            f'method="{setting}" learns from differences in reward, and the sessions of each of {counts.groups} tasks'
+            ' have the same one; record more of the same task, or use method="rejection"'
+        )
+    if setting != "auto" and (setting != "rejection" or counts.successful):
+        return setting
+    if setting == "auto" and counts.groups_with_spread:
+        return "importance" if counts.logprobs * 2 >= counts.sessions else "awr"
+    if counts.successful:
+        return "rejection"
+    raise DatasetError(
+        f"the sessions of each of {counts.groups} tasks have the same reward, and none of {counts.sessions} has"
+        f" {threshold:g} or more: there is nothing to prefer. Record sessions that differ, or lower success_threshold"
+    )
+
+
+def for_recorded(algorithm: LightningRL, method: Method, success_threshold: float) -> Algorithm[Any]:
+    """What learns by a method: the algorithm, with the loss of the method unless one that fits was set, or rejection
+    sampling of as many sessions at a time as a step of the algorithm has tasks."""
+    config = algorithm.config
+    if method == "rejection":
+        names = ("steps", "tasks_per_step", "target_agent", "reward_weights", "optimizer")
+        shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+        return RejectionSampling(group_size=1, success_threshold=success_threshold, **shared)
+    needs_sampler = any(SAMPLED_LOGPROBS in loss.needs for loss in config.losses)
+    changes: dict[str, Any] = {} if method == "importance" else {"mismatch": None}
+    if needs_sampler != (method == "importance") or "loss" not in config.model_fields_set:
+        changes["loss"] = CISPOLoss() if method == "importance" else AWRLoss()
+    found = with_settings(algorithm, changes, f'for method="{method}"')
+    found.objective = "reinforcement" if method == "importance" else "supervised"
     return found
 
 
@@ -205,26 +285,60 @@ class Planner:
             return await asyncio.to_thread(self._supervised, algorithm, sessions)
         if isinstance(algorithm, DPO) and algorithm.has_dataset:
             return await asyncio.to_thread(self._pairs, algorithm, tokenizer)
-        found, rejected = await asyncio.to_thread(tokenized, sessions.usable, tokenizer)
-        weights = algorithm.reward_weights
-        unscored = missing_rewards([s for s in sessions.usable if s.rollout.rollout_id not in ids(rejected)], weights)
-        found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
-        rejected = [*rejected, *unscored]
-        if not found and unscored and unscored[0].reason != MISSING_REWARD:
-            raise DatasetError(f"no session has a reward that can be used; of the first: {unscored[0].message}")
+        return await asyncio.to_thread(self._of_sessions, algorithm, sessions.usable, tokenizer)
+
+    def _of_sessions(self, algorithm: Algorithm[Any], sessions: Sequence[Session], tokenizer: Tokenizer) -> Plan:
+        weights, threshold = algorithm.reward_weights, self.options.success_threshold
+        found, rejected = scored(sessions, tokenizer, weights)
+        if not found:
+            raise DatasetError(
+                f"no session has a reward and tokens to learn from; the last one: {rejected[-1].message}"
+            )
+        method: Method | None = None
+        refused: dict[str, Rejection] = {}
+        notes: list[str] = []
         if isinstance(algorithm, LightningRL):
-            return await asyncio.to_thread(self._reinforcement, algorithm, sessions.usable, found, rejected, tokenizer)
-        prepared, several = with_options(algorithm, self.options), ()
-        if isinstance(prepared, DPO):
-            several = _note_several(sessions.usable)
-            found, unusable = await asyncio.to_thread(_divide, sessions.usable, found, "awr", tokenizer, weights)
-            found, rejected = [_by_prompt(each) for each in found], [*rejected, *unusable]
-        trajectories = [without_probabilities(each.trajectory) for each in found]
-        if isinstance(prepared, DPO):
-            await asyncio.to_thread(prepared.check_data, trajectories, self.target)
-        rendered, foreign = sum(e.rendered for e in found), sum(e.foreign for e in found)
-        notes = (f"{algorithm.name}: {len(found)} sessions", *several, *describe_notes(tokenizer.counts))
-        return Plan(prepared, trajectories, None, rejected, {}, rendered, foreign, len(found), notes)
+            sampled = [each.trajectory for each in found if each.logprobs]
+            refused = {each.rollout_id: each for each in algorithm.rejections(sampled, self.target)} if sampled else {}
+            parts = divided(sessions, found, "rejection", tokenizer, weights)[0]
+            wins = sum(_score(each.trajectory, weights) >= threshold for each in parts)
+            method = self._method(found, len(sampled) - len(refused), wins, weights, notes)
+            algorithm = for_recorded(algorithm, method, threshold)
+        own: Method | None = "rejection" if isinstance(algorithm, RejectionSampling) else method
+        way = "awr" if isinstance(algorithm, DPO) else own
+        notes += _note_several(sessions) if way is not None else ()
+        found, further = fitted(sessions, found, tokenizer, way, weights, refused)
+        if isinstance(algorithm, RejectionSampling):
+            scores = len(found)
+            found = [each for each in found if algorithm.is_success(each.trajectory)]
+            if not found:
+                bound = algorithm.config.success_threshold
+                raise DatasetError(
+                    f"none of {scores} sessions has a reward of {bound:g} or more; lower success_threshold"
+                )
+        trajectories = [each.trajectory for each in found]
+        if isinstance(algorithm, DPO):
+            trajectories = [_by_prompt(each) for each in trajectories]
+            algorithm.check_data(trajectories, self.target)
+        rendered, foreign = sum(each.rendered for each in found), sum(each.foreign for each in found)
+        if foreign:
+            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        if method is None:
+            notes.insert(0, f"{algorithm.name}: {len(found)} sessions")
+        notes += describe_notes(tokenizer.counts)
+        prepare = partial(prepared, tokenizer=tokenizer, method=way, weights=weights)
+        rejected += further
+        return Plan(
+            algorithm,
+            trajectories,
+            method,
+            rejected,
+            rendered=rendered,
+            foreign=foreign,
+            sessions=len(found),
+            notes=tuple(notes),
+            prepare=prepare,
+        )
 
     async def _tokenizer(self) -> Tokenizer:
         from agentlightning.chat.hf import load_chat_format
@@ -243,9 +357,7 @@ class Planner:
         if query is not None:
             found, left_out = successful(sessions.usable, query)
             algorithm = algorithm.on(dataset=found)
-        made = with_options(algorithm, self.options).on()
-        made.config = made.config.model_copy(update={"lora": None})  # The policy has it.
-        return Plan(made, (), left_out=left_out)
+        return Plan(algorithm.on(), (), left_out=left_out)
 
     def _pairs(self, algorithm: DPO, tokenizer: Tokenizer) -> Plan:
         records = load_preferences(algorithm.data)
@@ -258,79 +370,34 @@ class Planner:
                 f"none of {len(records)} preference pairs can be learned from ({counted}). The first:"
                 f" {rejected[0].rollout_id}: {rejected[0].message}"
             )
-        prepared = with_options(algorithm, self.options)
-        prepared.check_data(trajectories, self.target)
+        algorithm.check_data(trajectories, self.target)
         pairs = len(trajectories) // 2
         notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(tokenizer.counts))
-        return Plan(prepared, trajectories, rejected=rejected, sessions=pairs, notes=notes)
+        return Plan(algorithm, trajectories, rejected=rejected, sessions=pairs, notes=notes)
 
-    def _reinforcement(
-        self,
-        algorithm: LightningRL,
-        sessions: Sequence[Session],
-        found: Sequence[TokenizedSession],
-        rejected: Sequence[Rejection],
-        tokenizer: Tokenizer,
-    ) -> Plan:
-        options, weights = self.options, algorithm.config.reward_weights
-        sampled = [each.trajectory for each in found if each.logprobs]
-        refused = {each.rollout_id: each for each in algorithm.rejections(sampled, self.target)} if sampled else {}
+    def _method(
+        self, found: Sequence[TokenizedSession], known: int, wins: int, weights: Any, notes: list[str]
+    ) -> Method:
+        """How LightningRL learns, which `notes` get with the counts that it follows from."""
+        options = self.options
         groups: dict[str, list[float]] = {}
         for each in found:
             groups.setdefault(each.trajectory.group, []).append(_score(each.trajectory, weights))
-        pooled = [group for group in groups.values() if len(group) > 1]
         singles = [group[0] for group in groups.values() if len(group) == 1]
-        pooled += [singles] if singles else []
-        known = len(sampled) - len(refused)
-        divided, unusable = _divide(sessions, found, "rejection", tokenizer, weights)
-        wins = [each for each in divided if _score(each.trajectory, weights) >= options.success_threshold]
-        counts = DataCounts.of(pooled, known, options.success_threshold)
-        counts = replace(counts, successful=len(wins))
-        method = self._method(counts, known)
-        notes = [
-            f"LightningRL learns by {NAMES[method]}: {counts.sessions} sessions of {len(groups)} tasks, {known} of them"
-            f" with log-probabilities, {counts.successful} with a reward of {options.success_threshold:g} or more"
-        ]
+        pooled = [*(group for group in groups.values() if len(group) > 1), *([singles] if singles else [])]
+        varied = sum(spread(group) > SMALLEST_SPREAD for group in pooled)
+        counts = DataCounts(len(found), known, len(pooled), varied, wins)
+        if options.follow and options.method == "auto" and found:
+            method: Method = "importance" if known * 2 >= len(found) else "awr"
+        else:
+            method = choose(options.method, counts, options.success_threshold)
+        notes.append(
+            f"LightningRL learns by {NAMES[method]}: {len(found)} sessions of {len(groups)} tasks, {known} of them"
+            f" with log-probabilities, {wins} with a reward of {options.success_threshold:g} or more"
+        )
         if singles:
             notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
-        notes += _note_several(sessions)
-        if method == "rejection":
-            found, rejected = wins, [*rejected, *unusable]
-        elif method == "awr":
-            found, unusable = _divide(sessions, found, method, tokenizer, weights)
-            rejected = [*rejected, *unusable]
-        usable, further = _usable(found, method, refused)
-        rendered, foreign = sum(each.rendered for each in usable), sum(each.foreign for each in usable)
-        if foreign:
-            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        notes += describe_notes(tokenizer.counts)
-        trajectories = [_trajectory(each, method) for each in usable]
-        rejected = [*rejected, *further]
-        if method == "rejection":
-            made, prepare = self._rejection_sampling(algorithm, trajectories), None
-        else:
-            made = for_recorded(algorithm, method, options.target_agent, options.num_iterations)
-            prepare = _preparing(tokenizer, made, method)
-        size = len(trajectories)
-        return Plan(made, trajectories, method, rejected, {}, rendered, foreign, size, tuple(notes), prepare)
-
-    def _method(self, counts: DataCounts, known: int) -> Method:
-        options = self.options
-        if options.follow and options.method == "auto" and counts.sessions:
-            return "importance" if known * 2 >= counts.sessions else "awr"
-        return choose(options.method, counts, options.success_threshold)
-
-    def _rejection_sampling(self, algorithm: LightningRL, wins: Sequence[Trajectory]) -> SFTAlgorithm:
-        """Supervised learning on the successful sessions, as many at a time as a step of the algorithm has."""
-        config = algorithm.config
-        own = [of_target(each, self.target) for each in wins]
-        return SFTAlgorithm(
-            dataset=[each for each in own if each.transitions],
-            steps=self.options.num_iterations or config.steps,
-            batch_size=config.tasks_per_step,
-            seed=self.config.run.seed,
-            optimizer=config.optimizer,
-        )
+        return method
 
 
 def query_of(
@@ -350,20 +417,49 @@ def ids(rejected: Sequence[Rejection]) -> set[str]:
     return {each.rollout_id for each in rejected}
 
 
-def _preparing(tokenizer: Tokenizer, algorithm: LightningRL, method: Method) -> Prepare:
-    def prepare(arrived: Sequence[Session]) -> tuple[list[Trajectory], list[Rejection]]:
-        found, rejected = tokenized(arrived, tokenizer)
-        unscored = missing_rewards(arrived, algorithm.reward_weights)
-        found = [each for each in found if each.trajectory.rollout_id not in ids(unscored)]
-        found, unusable = _divide(arrived, found, method, tokenizer, algorithm.reward_weights)
-        unscored += unusable
-        usable, further = _usable(found, method, {})
-        return [_trajectory(each, method) for each in usable], [*rejected, *unscored, *further]
+def scored(
+    sessions: Sequence[Session], tokenizer: Tokenizer, weights: Mapping[str, float] | None
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """The sessions that have a reward, in the model's tokens, and the others."""
+    found: list[TokenizedSession] = []
+    rejected: list[Rejection] = []
+    for session in sessions:
+        made = tokenizer(session)
+        (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
+    refused = ids(rejected)
+    unscored = missing_rewards([each for each in sessions if each.rollout.rollout_id not in refused], weights)
+    refused = ids(unscored)
+    return [each for each in found if each.trajectory.rollout_id not in refused], [*rejected, *unscored]
 
-    return prepare
+
+def fitted(
+    sessions: Sequence[Session],
+    found: Sequence[TokenizedSession],
+    tokenizer: Tokenizer,
+    method: Method | None,
+    weights: Mapping[str, float] | None,
+    refused: Mapping[str, Rejection],
+) -> tuple[list[TokenizedSession], list[Rejection]]:
+    """What was found, in the form that a method learns from, and what it cannot use: it has `refused` some."""
+    if method == "importance":
+        usable = [each for each in found if each.logprobs and each.trajectory.rollout_id not in refused]
+        message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
+        without = [Rejection(each.trajectory.rollout_id, NO_LOGPROBS, message) for each in found if not each.logprobs]
+        return usable, [*without, *refused.values()]
+    parts, rejected = divided(sessions, found, method, tokenizer, weights) if method is not None else (found, [])
+    return [replace(each, trajectory=without_probabilities(each.trajectory)) for each in parts], rejected
 
 
-def _divide(
+def prepared(
+    arrived: Sequence[Session], *, tokenizer: Tokenizer, method: Method | None, weights: Mapping[str, float] | None
+) -> tuple[list[Trajectory], list[Rejection]]:
+    """Sessions that arrive later as the trajectories that a method learns from, and those that it cannot use."""
+    found, rejected = scored(arrived, tokenizer, weights)
+    found, further = fitted(arrived, found, tokenizer, method, weights, {})
+    return [each.trajectory for each in found], [*rejected, *further]
+
+
+def divided(
     sessions: Sequence[Session],
     found: Sequence[TokenizedSession],
     method: Method,
@@ -378,16 +474,11 @@ def _divide(
         for each in sessions
         if each.rewards and each.rollout.rollout_id in known and (method == "rejection" or each.has_independent_parts)
     ]
-    if not several or method == "importance":
-        return list(found), []
     parts = [part for each in several for part in each.parts()]
     parts = [part for part in parts if any(is_target(call.agent, tokenizer.target) for call in part.calls)]
-    made, rejected = tokenized(parts, tokenizer)
-    unscored = missing_rewards(parts, weights)
-    made = [each for each in made if each.trajectory.rollout_id not in ids(unscored)]
-    divided = {each.rollout.rollout_id for each in several}
-    whole = [each for each in found if each.trajectory.rollout_id not in divided]
-    return [*whole, *made], [*rejected, *unscored]
+    made, rejected = scored(parts, tokenizer, weights)
+    cut = {each.rollout.rollout_id for each in several}
+    return [*(each for each in found if each.trajectory.rollout_id not in cut), *made], rejected
 
 
 def _note_several(sessions: Sequence[Session]) -> tuple[str, ...]:
@@ -396,29 +487,11 @@ def _note_several(sessions: Sequence[Session]) -> tuple[str, ...]:
     return (text,) if several else ()
 
 
-def _by_prompt(session: TokenizedSession) -> TokenizedSession:
+def _by_prompt(whole: Trajectory) -> Trajectory:
     """Parts of sessions are compared with those that answer the same prompt, and not with all of their task."""
-    whole = session.trajectory
     if PART not in whole.rollout_id:
-        return session
-    group = f"{whole.group} {task_key(list(whole.transitions[0].prompt_token_ids))}"
-    return replace(session, trajectory=replace(whole, group=group))
-
-
-def _usable(
-    found: Sequence[TokenizedSession], method: Method, refused: Mapping[str, Rejection]
-) -> tuple[list[TokenizedSession], list[Rejection]]:
-    """The sessions that a method can learn from, and the others."""
-    if method != "importance":
-        return list(found), []
-    usable = [each for each in found if each.logprobs and each.trajectory.rollout_id not in refused]
-    message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
-    without = [Rejection(each.trajectory.rollout_id, NO_LOGPROBS, message) for each in found if not each.logprobs]
-    return usable, [*without, *refused.values()]
-
-
-def _trajectory(session: TokenizedSession, method: Method) -> Trajectory:
-    return session.trajectory if method == "importance" else without_probabilities(session.trajectory)
+        return whole
+    return replace(whole, group=f"{whole.group} {task_key(list(whole.transitions[0].prompt_token_ids))}")
 
 
 def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float:
@@ -569,16 +642,6 @@ def chunks(
     return found
 
 
-def tokenized(sessions: Sequence[Session], tokenizer: Tokenizer) -> tuple[list[TokenizedSession], list[Rejection]]:
-    """The sessions in the model's tokens, and those that cannot be."""
-    found: list[TokenizedSession] = []
-    rejected: list[Rejection] = []
-    for session in sessions:
-        made = tokenizer(session)
-        (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
-    return found, rejected
-
-
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -652,18 +715,27 @@ async def open_recorded(
     learn from, saying what is missing, and ResumeError where a part of a resumed run was an object in memory and is not
     given again."""
     data, path = state.recorded, run_dir.path
-    made = given if data is not None else given or make_algorithm(config.algorithm)
+    made = given if data is not None else given or from_settings(config, ())
     store = store if store is not None else getattr(made, "store", None)
+    if store is None and config.data.sessions is not None:
+        store = open_sessions(config.data.sessions)
+        stack.push_async_callback(store.close)
     if data is not None:
-        _check_given(state, path, store=store, reward=reward, eval_agent=options.eval_agent)
+        check_objects(path, state, store, reward)
+        if "eval_agent" in state.objects and options.eval_agent is None:
+            raise ResumeError(
+                f"{path} was started with eval_agent given as an object in memory; give it again:"
+                " train(eval_agent=...), or --eval-agent"
+            )
     if store is None and (data.store is not None if data is not None else made is not None and reads_store(made)):
-        store = LightningStore() if data is None else _open_store(data.store)
+        store = LightningStore() if data is None else open_sessions(str(data.store))
         stack.push_async_callback(store.close)
     if data is not None:
         made = restored_algorithm(given, state, data, config, store, path)
     assert made is not None
     check(made, options, config)
-    target = options.target_agent or getattr(getattr(made, "config", None), "target_agent", None)
+    made = with_options(made, options)
+    target = getattr(getattr(made, "config", None), "target_agent", None)
     query = query_of(made, store, options)
     source = (store if query is None else query.store) if reads_store(made) else None
     progress.phase("reading the data" if source is None else "reading sessions")
@@ -686,7 +758,10 @@ async def open_recorded(
         state.objects += [] if isinstance(options.eval_agent, str | None) else ["eval_agent"]
         state.objects += [] if isinstance(reward, str | None) else ["reward"]
     batches: Any = SessionSource(
-        plan.trajectories, config.run.seed, pools_singles=not isinstance(plan.algorithm, DPO), resumed=data.source
+        plan.trajectories,
+        config.run.seed,
+        pools_singles=not isinstance(plan.algorithm, DPO | RejectionSampling),
+        resumed=data.source,
     )
     data.sessions = plan.sessions or data.sessions
     recorded = Recorded(plan, batches, data, progress)
@@ -695,7 +770,7 @@ async def open_recorded(
         recorded.say(note)
     if options.follow:
         recorded = replace(recorded, batches=_arriving(recorded, store, options, config.run.seed))
-    return _settings(config, made, options), recorded
+    return _settings(with_lora(config, getattr(made, "config", None)), options), recorded
 
 
 def check(algorithm: Algorithm[Any], options: RecordedOptions, config: TrainConfig) -> None:
@@ -714,6 +789,8 @@ def check(algorithm: Algorithm[Any], options: RecordedOptions, config: TrainConf
         "guard": config.guard,
         "group_reward": config.group_reward,
         "run.gateways": config.run.gateways,
+        "data.train": config.data.sessions and config.data.train,
+        "data.validation": config.data.sessions and config.data.validation,
     }
     if options.eval_agent is None:
         for_rollouts["gate"] = config.gate
@@ -733,19 +810,12 @@ def check(algorithm: Algorithm[Any], options: RecordedOptions, config: TrainConf
         raise ConfigError('follow=True learns by "importance" or "awr"; method="rejection" learns from what is there')
 
 
-def _settings(config: TrainConfig, algorithm: Algorithm[Any], options: RecordedOptions) -> TrainConfig:
-    """Those of the run: no measurement without an agent, rare checkpoints, the adapter of supervised learning."""
+def _settings(config: TrainConfig, options: RecordedOptions) -> TrainConfig:
+    """Those of the run: no measurement without an agent, rare checkpoints."""
     run = config.run.model_copy(update={"checkpoint_every": config.run.checkpoint_every or CHECKPOINT_EVERY})
     modes = config.evaluation.modes if options.eval_agent is not None else ()
-    policy, lora = config.policy, algorithm.config.lora if isinstance(algorithm, SFTAlgorithm) else None
-    if lora is not None and policy.lora not in (None, lora):
-        raise ConfigError("lora was given to the algorithm and, another one, as policy.lora; give one of them")
-    changes = {
-        "run": run,
-        "evaluation": config.evaluation.model_copy(update={"modes": modes}),
-        "policy": policy.model_copy(update={"lora": lora or policy.lora}),
-    }
-    return config.model_copy(update=changes)
+    evaluation = config.evaluation.model_copy(update={"modes": modes})
+    return config.model_copy(update={"run": run, "evaluation": evaluation})
 
 
 def reads_store(algorithm: Algorithm[Any]) -> bool:
@@ -785,7 +855,7 @@ def _own_conversations(algorithm: Algorithm[Any]) -> list[Any]:
     found = algorithm.dataset if isinstance(algorithm, SFTAlgorithm) else ()
     if isinstance(found, str | Path):
         return load_dataset(found)
-    return [] if isinstance(found, TrajectoryQuery) else [each for each in found if isinstance(each, Mapping)]
+    return [] if isinstance(found, TrajectoryQuery) else [each for each in found or () if isinstance(each, Mapping)]
 
 
 def _texts(sessions: Sequence[Session]) -> list[Any]:
@@ -813,20 +883,12 @@ def _arriving(
 # -- what a resumed run is made of -----------------------------------------------------------------------------------
 
 
-def _open_store(file: str | None) -> LightningStoreBase:
-    if file is None or not Path(file).exists():
-        raise ResumeError(f"the sessions of this run are in {file}, which does not exist any more; give store=...")
-    return LightningStore(file)
-
-
-def _check_given(state: RunState, run_dir: Path, **given: Any) -> None:
-    for name, value in given.items():
-        if name in state.objects and value is None:
-            where = "train(" if name == "eval_agent" else f"Trainer.resume({str(run_dir)!r}, "
-            raise ResumeError(
-                f"{run_dir} was started with {name} given as an object in memory; give it again: {where}{name}=...), or"
-                f" --{name.replace('_', '-')}"
-            )
+def open_sessions(name: str) -> LightningStoreBase:
+    """A store of sessions: a SQLite file, an address of PostgreSQL, or the URL of a server. Raises DatasetError for a
+    file that is not there: opening would make an empty store."""
+    if "://" not in name and not Path(name).exists():
+        raise DatasetError(f"there is no store at {name}; record sessions first, or name another one")
+    return LightningStore(name)
 
 
 def _described(
@@ -837,21 +899,17 @@ def _described(
     sources: dict[str, Any] = {}
     for name in SOURCES:
         source = getattr(algorithm, name, None)
-        if isinstance(source, str | Path):
-            sources[name] = str(Path(source).resolve()) if Path(source).exists() else str(source)
-        elif isinstance(source, TrajectoryQuery):
+        if isinstance(source, TrajectoryQuery):
             kept = {key: getattr(source, key) for key in TrajectoryQuery.__slots__ if key != "store"}
             sources[name] = {**kept, "reward_weights": dict(source.reward_weights) if source.reward_weights else None}
-        elif source is not None and source != ():
+        elif source not in (None, (), getattr(config, name, None)):
             state.objects.append(name)
-    if (output := getattr(algorithm, "output", None)) is not None:
-        sources["output"] = str(Path(output).resolve())
     path = getattr(store, "path", None)
     if store is not None and not isinstance(path, Path):
         state.objects.append("store")
     return RecordedData(
         algorithm=class_name(algorithm),
-        settings=config.model_dump(mode="json") if isinstance(config, SFTConfig | DPOConfig) else {},
+        settings={},
         given=sorted(getattr(config, "model_fields_set", ())),
         sources=sources,
         options=options.as_json(),
@@ -876,26 +934,27 @@ def restored_algorithm(
         return given
     if lost := [name for name in state.objects if name in (*SOURCES, "algorithm")]:
         raise ResumeError(f"{run_dir} was started with {', '.join(lost)} given as objects in memory; {way_out}")
-    if data.algorithm == reference_to(DPO):
-        return DPO(settings_from(DPOConfig, data.settings), data=data.sources.get("data"))
-    if data.algorithm == reference_to(SFTAlgorithm):
-        sources = {name: _source(each, store) for name, each in data.sources.items()}
-        return SFTAlgorithm(config=settings_from(SFTConfig, data.settings), **sources)
-    made = _from_settings(config, data)
+    sources = {name: _source(each, store) for name, each in data.sources.items()}
+    if data.settings:  # The run was begun when settings.toml could not hold them.
+        cls = load(data.algorithm)
+        return cls(config=settings_from(cls.config_class, data.settings), **sources)
+    own: Any = config.algorithm
+    made: Algorithm[Any] = SFTAlgorithm(config=own, **sources) if sources else from_settings(config, data.given)
     if class_name(made) != data.algorithm:
         raise ResumeError(f"{run_dir} is trained by {data.algorithm}, which its settings do not bring back; {way_out}")
     return made
 
 
-def _from_settings(config: TrainConfig, data: RecordedData) -> Algorithm[Any]:
-    """In config.toml every setting is set: those that nobody gave or has changed are left out again."""
+def from_settings(config: TrainConfig, given: Collection[str]) -> Algorithm[Any]:
+    """The algorithm of the settings. A file of them may have every one: those of LightningRL that nobody has `given` or
+    changed are left out again, as its loss then follows from the data."""
     settings = config.algorithm
     if not isinstance(settings, LightningRLConfig):
         return make_algorithm(settings)
-    known, default = type(settings).model_fields, LightningRLConfig()
-    given = {name: getattr(settings, name) for name in known if name != "type"}
+    default = LightningRLConfig()
+    values = {name: getattr(settings, name) for name in type(settings).model_fields if name != "type"}
     return LightningRL(
-        **{key: each for key, each in given.items() if key in data.given or each != getattr(default, key)}
+        **{name: each for name, each in values.items() if name in given or each != getattr(default, name)}
     )
 
 
@@ -909,17 +968,13 @@ def _source(recorded: Any, store: LightningStoreBase | None) -> Any:
     return TrajectoryQuery(store, **fields)
 
 
-def check_live(algorithm: Algorithm[Any] | None) -> None:
-    """Raises ConfigError for an algorithm whose data a run with an agent would not learn from."""
-    if isinstance(algorithm, DPO) and algorithm.has_dataset:
+def check_live(algorithm: Algorithm[Any] | None, config: TrainConfig) -> None:
+    """Raises ConfigError for data that a run with an agent would not learn from."""
+    if config.data.sessions is not None:
+        raise ConfigError("data.sessions: fit() runs an agent, and train() learns from recorded sessions; call that")
+    stages = algorithm.stages if isinstance(algorithm, Sequential) else (algorithm,)
+    if any(isinstance(each, DPO) and each.has_dataset for each in stages):
         raise ConfigError(
             "DPO was given data, and with an agent it learns from preferences between its rollouts; leave data out, or"
             " leave the agent out: Trainer(...).train(eval_agent=agent, held_out_dataset=tasks) measures it"
         )
-
-
-def learned_by(run_dir: Path) -> str | None:
-    """The verb of the command line that continues the run in a directory. None: it is not one of the two on recorded
-    data, or has none."""
-    data = read_state(run_dir).recorded
-    return None if data is None else {reference_to(each): each.name for each in (DPO, SFTAlgorithm)}.get(data.algorithm)

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -239,6 +239,8 @@ class TrainingRun:
     """What it learns from in place of rollouts."""
     gateways: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
     """What the gateways that the run has joined did for it; None: its own process answers calls."""
+    _lr_factor: float = 1.0
+    """Of the present stage."""
     _evaluations: int = 0
     """Evaluations that the algorithm requested within the step."""
     _writing: float = 0.0
@@ -297,6 +299,7 @@ class TrainingRun:
         return tuple(each for each, updates in zip(found, ages, strict=True) if updates <= max_age)
 
     async def update(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Mapping[str, float]:
+        options = replace(options, lr_factor=options.lr_factor * self._lr_factor)
         metrics = await self._learner().update(samples, options)
         if not self.config.token_ratios:
             return metrics
@@ -439,7 +442,7 @@ class TrainingRun:
                 await self._finish_stage(stage)
             state.begin_stage(record_of(stage, state))
             await self._keep_start()
-        self.total_steps = state.first_step + stage.steps
+        self.total_steps, self._lr_factor = state.first_step + stage.steps, stage.lr_factor
         self.stop_rollouts_at(self.total_steps)
         self.measurements.validates = not stage.selects_result
         steps = None if stage.selects_result else stage.steps

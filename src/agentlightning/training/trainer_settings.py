@@ -41,10 +41,22 @@ def with_arguments(
         changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
     run_by = algorithm or make_algorithm(found.algorithm)
+    for stage in getattr(run_by, "stages", (run_by,)):
+        found = with_lora(found, getattr(stage, "config", None))
     if run_by.selects_result and not run_by.learns_weights:
         found = _in_one_mode(found)
     found.check_sections()
     return found
+
+
+def with_lora(config: TrainConfig, settings: object) -> TrainConfig:
+    """The configuration with the adapter that settings of an algorithm ask for."""
+    lora, policy = getattr(settings, "lora", None), config.policy
+    if lora is None:
+        return config
+    if policy.lora not in (None, lora):
+        raise ConfigError("lora was given to the algorithm and, another one, as policy.lora; give one of them")
+    return config.model_copy(update={"policy": policy.model_copy(update={"lora": lora})})
 
 
 def _in_one_mode(config: TrainConfig) -> TrainConfig:
@@ -75,6 +87,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         "policy": config.policy.model_copy(update=policy),
     }
     changes["algorithm"] = _with_absolute_models(config.algorithm)
+    if config.data.sessions is not None and Path(config.data.sessions).exists():
+        sessions = str(Path(config.data.sessions).resolve())
+        changes["data"] = config.data.model_copy(update={"sessions": sessions})
     if config.gate is not None and config.gate.tasks is not None and Path(config.gate.tasks).exists():
         tasks = str(Path(config.gate.tasks).resolve())
         changes["gate"] = config.gate.model_copy(update={"tasks": tasks})
@@ -91,9 +106,12 @@ def _with_absolute_models(settings: C) -> C:
     """The settings of an algorithm, and of its stages."""
     if isinstance(settings, SequentialConfig):
         return settings.model_copy(update={"stages": tuple(map(_with_absolute_models, settings.stages))})
-    models = {name: getattr(settings, name, None) for name in ("reference", "teacher")}
+    names = ("reference", "teacher", "dataset", "validation", "data", "output")
+    given = {name: path for name in names if (path := getattr(settings, name, None))}
     return settings.model_copy(
-        update={name: str(Path(given).resolve()) for name, given in models.items() if given and Path(given).exists()}
+        update={
+            name: str(Path(path).resolve()) for name, path in given.items() if name == "output" or Path(path).exists()
+        }
     )
 
 

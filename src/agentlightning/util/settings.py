@@ -168,7 +168,8 @@ class SettingsSignature:
         parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]
         fixed = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
         fields = list(inspect.signature(self._settings).parameters.values())
-        return inspect.Signature([*fixed, *(each for each in fields if each.name != "type")])
+        named = {"type", *(each.name for each in fixed)}
+        return inspect.Signature([*fixed, *(each for each in fields if each.name not in named)])
 
 
 def settings_from(
@@ -183,7 +184,11 @@ def settings_from(
     table = _expanded(model, dict(values))
     _fill(table, defaults)
     try:
-        return model.model_validate({**({} if base is None else defaults), **table}, extra="forbid")
+        made = model.model_validate({**({} if base is None else defaults), **table}, extra="forbid")
+        if base is None:
+            return made
+        changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
+        return base.model_copy(update=changed)
     except ValidationError as error:
         lines = _explain(error.errors(), table, [_Source(source, dict(values))], list(dict(_known(model))))
     raise ConfigError("; ".join(lines))

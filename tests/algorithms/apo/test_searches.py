@@ -9,7 +9,9 @@ from collections import Counter
 import pytest
 from tests.support.interacting_world import InteractingWorld
 
-from agentlightning.algorithms.apo.search import BeamSearch, Finals, GepaSearch, ReflectiveSearch
+from agentlightning.algorithms.apo.beam import BeamSearch
+from agentlightning.algorithms.apo.gepa import GepaSearch
+from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
 from agentlightning.algorithms.apo.text import Candidate
 from agentlightning.algorithms.apo.trials import Trial
 from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld
@@ -101,7 +103,7 @@ async def test_a_search_goes_on_from_its_state(context, kind):
 async def test_a_line_that_is_not_needed_is_taken_back(context):
     world = PromptWorld(0, follow=1.0, luck=0.0)
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
-    node = search.pool.favourite
+    node = search.pool[0]
     node.candidate = prompt(ADVICE[0], *world.instructions)
     for line in [ADVICE[0], *world.instructions[:3]]:
         needing = (
@@ -109,8 +111,8 @@ async def test_a_line_that_is_not_needed_is_taken_back(context):
             if (line in world.instructions)
             else [0]
         )
-        search.credits.tasks["prompt", f"- {line}"] = needing[:1]
-    while search._prunable:
+        search.credits["prompt", f"- {line}"] = needing[:1]
+    while search.prunable:
         await search.step()
     text = search.favourite.texts["prompt"]
     assert ADVICE[0] not in text
@@ -121,14 +123,14 @@ async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(conte
     world = PromptWorld(0, follow=1.0, luck=0.0)
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
     kept, lost = world.instructions[:2]
-    parent = search.pool.favourite
+    parent = search.pool[0]
     parent.candidate = prompt(kept, lost)
     child = parent.child(prompt(kept), 1)
     needing = [i for i in range(100) if world.needs(f"{i:04d}") == (1,)]
-    search.credits.tasks["prompt", f"- {lost}"] = needing[:1]
+    search.credits["prompt", f"- {lost}"] = needing[:1]
     [outcome] = await search.context.evaluate(parent.candidate, [Trial(needing[0])])
     parent.add(outcome)
-    assert not await search._guards(child, parent, ())
+    assert not await search.guards(child, parent)
 
 
 # -- the other searches ----------------------------------------------------------------------------------------------

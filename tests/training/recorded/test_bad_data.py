@@ -14,6 +14,7 @@ from agentlightning.errors import DatasetError
 ALGORITHMS = {
     "rl": agl.LightningRL,
     "dpo": agl.DPO,
+    "rejection": agl.RejectionSampling,
     "sft": agl.SFTAlgorithm,
 }
 

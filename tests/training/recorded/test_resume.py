@@ -18,8 +18,10 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.run import RunAccount
+from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
 
@@ -152,11 +154,11 @@ def test_what_a_resumed_run_cannot_bring_back_is_named(
         agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
     with pytest.raises(ResumeError, match=r"dataset given as objects.*algorithm=\.\.\."):
         agl.Trainer.resume(run_dir).train()
-    with pytest.raises(ResumeError, match=r"trained by .*SFTAlgorithm, not by .*DPO"):
+    with pytest.raises(ConfigError, match=r"algorithm\.type, .*a resumed run keeps this"):
         agl.Trainer.resume(run_dir, algorithm=agl.DPO()).train()
     with pytest.raises(ConfigError, match="without an agent"):
         agl.Trainer.resume(run_dir, algorithm=sft).train(agent=print)
-    with pytest.raises(ResumeError, match=r"learns from recorded data.*agl sft --resume"):
+    with pytest.raises(ResumeError, match=r"learns from recorded data.*agl train --resume"):
         agl.Trainer.resume(run_dir, algorithm=sft).fit(print)
     with pytest.raises(ConfigError, match="target_agent: a resumed run keeps this"):
         agl.Trainer.resume(run_dir, algorithm=sft).train(target_agent="writer")
@@ -213,8 +215,6 @@ def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tm
     resumed = CliRunner().invoke(build(), ["sft", "--resume", run, "--json"])
     assert resumed.exit_code == 0, resumed.output
     assert json.loads(resumed.stdout)["steps"] == 3
-    wrong = CliRunner().invoke(build(), ["dpo", "--resume", run])
-    assert "continue it with  agl sft --resume" in wrong.output
     both = CliRunner().invoke(build(), ["sft", "steps=5", "--resume", run])
     assert "--resume uses the run's own settings" in both.output
     missing = CliRunner().invoke(build(), ["sft", "--dataset", "data.jsonl"])
@@ -254,6 +254,24 @@ def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, t
     assert all(torch.equal(kept[name], each) for name, each in weights(resumed).items()), "of the lowest loss"
     assert resumed.held_out["greedy"].gain == 0.25, "of what was measured before"
     assert not (run_dir / "offline.json").exists()
+
+
+def test_a_run_whose_settings_were_not_yet_in_config_toml_goes_on(kill: Any, tiny: Path, tmp_path: Path) -> None:
+    """state.json had those of supervised learning and of preferences."""
+    run_dir, algorithm = tmp_path / "run", algorithm_of("sft", tmp_path)
+    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
+    kill(1)
+    with pytest.raises(Killed):
+        agl.Trainer(config, algorithm=algorithm, model=tiny, run_dir=run_dir).train()
+    state = json.loads((run_dir / "state.json").read_text())
+    new, old = {"type", "dataset", "validation", "output"}, algorithm.config.model_dump(mode="json")
+    state["recorded"]["settings"] = {name: each for name, each in old.items() if name not in new}
+    state["recorded"]["sources"] = {name: str(tmp_path / "conversations.jsonl") for name in ("dataset", "validation")}
+    (run_dir / "state.json").write_text(json.dumps(state))
+    kept = settings_of_run(run_dir).model_copy(update={"algorithm": agl.LightningRLConfig()})
+    (run_dir / "config.toml").write_text(dump_toml(kept))
+    resumed: Any = agl.Trainer.resume(run_dir).train()
+    assert (resumed.steps, resumed.recorded.algorithm, resumed.recorded.sessions) == (STEPS, "sft", 9)
 
 
 def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(

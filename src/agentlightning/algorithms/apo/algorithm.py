@@ -1,7 +1,7 @@
 """APO: optimises the prompts of an agent, and other texts it is steered by, while its model stays as it is.
 
 A critic reads rollouts that earned too little, an editor changes the texts, and a search decides which change stays:
-"reflective" (the default), "gepa" or "beam"; each is described in `search/`. What is optimised are the run's
+"reflective" (the default), "gepa" or "beam"; each is described in its file. What is optimised are the run's
 `PromptTemplate` resources, several at once: prompts, tool descriptions, playbooks. The result is chosen on the
 validation tasks, and its gain measured by the trainer on held-out tasks, which no search sees.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final, Literal, Self
 
+from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.config import (
     APOConfig,
     BeamSearchConfig,
@@ -20,8 +21,10 @@ from agentlightning.algorithms.apo.config import (
     announcement,
     check_budget,
 )
+from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.models import Writer, open_model
-from agentlightning.algorithms.apo.search import BeamSearch, GepaSearch, ReflectiveSearch, Search, SearchContext
+from agentlightning.algorithms.apo.reflective import ReflectiveSearch
+from agentlightning.algorithms.apo.search import Search, SearchContext
 from agentlightning.algorithms.apo.text import placeholders
 from agentlightning.algorithms.apo.trials import RunEvaluator, templates
 from agentlightning.algorithms.base import Algorithm, register

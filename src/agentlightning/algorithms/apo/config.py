@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -201,17 +202,9 @@ class Spending:
 
     def exhausted(self, reserved: int = 0) -> str | None:
         """The limit that is reached, in words. `reserved`: evaluations that are put aside."""
-        budget = self.budget
-        if budget.calls is not None and self.calls + reserved >= budget.calls:
-            aside = f", {reserved} of them for validation" if reserved else ""
-            return f"its budget of {budget.calls} evaluations is spent{aside}"
-        if budget.tokens is not None and self.tokens >= budget.tokens:
-            return f"its budget of {budget.tokens} tokens is spent"
-        if budget.money is not None and self.money >= budget.money:
-            return f"its budget of {budget.money:g} (money) is spent"
-        if budget.seconds is not None and self.elapsed >= budget.seconds:
-            return f"its budget of {budget.seconds:g} seconds is spent"
-        return None
+        found = next(limits(self.budget, [self.calls + reserved, self.tokens, self.money, self.elapsed]), None)
+        aside = f", {reserved} of them for validation" if reserved and "evaluations" in str(found) else ""
+        return None if found is None else f"its budget of {found} is spent{aside}"
 
     def left(self, reserved: int = 0) -> int:
         """Evaluations that may still be made."""
@@ -219,18 +212,21 @@ class Spending:
         return 10**9 if calls is None else max(0, calls - self.calls - reserved)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "calls": self.calls,
-            "model_calls": self.model_calls,
-            "tokens": self.tokens,
-            "money": self.money,
-            "seconds": self.elapsed,
-        }
+        counted = {name: getattr(self, name) for name in ("calls", "model_calls", "tokens", "money")}
+        return {**counted, "seconds": self.elapsed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self._since = time.monotonic()
+
+
+def limits(budget: SearchBudget, used: Sequence[float] | None = None) -> Iterator[str]:
+    """The limits in words, or those that are reached: `used` are evaluations, tokens, money and seconds."""
+    given = {"evaluations": budget.calls, "tokens": budget.tokens, "in money": budget.money, "seconds": budget.seconds}
+    for place, (unit, limit) in enumerate(given.items()):
+        if limit is not None and (used is None or used[place] >= limit):
+            yield f"{limit if isinstance(limit, int) else f'{limit:g}'} {unit}"
 
 
 def price(read: float, written: float, input_price: float, output_price: float) -> float:
@@ -255,13 +251,7 @@ def check_budget(budget: SearchBudget, smallest: int, search: str) -> None:
 
 def announcement(budget: SearchBudget, reserved: int, held_out: int) -> str:
     """What the search is about to spend, and what that can show."""
-    limits = {
-        f"{budget.calls} evaluations": budget.calls is not None,
-        f"{budget.tokens} tokens": budget.tokens is not None,
-        f"{budget.money:g} in money" if budget.money else "": budget.money is not None,
-        f"{budget.seconds:g} seconds" if budget.seconds else "": budget.seconds is not None,
-    }
-    named = " or ".join(text for text, given in limits.items() if given) or "no limit at all"
+    named = " or ".join(limits(budget)) or "no limit at all"
     if budget.money and not (budget.agent_input_price or budget.agent_output_price):
         named += (
             " (the agent's calls count where gateway.providers has a price for them: budget.agent_input_price and"

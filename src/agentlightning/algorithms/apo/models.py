@@ -6,18 +6,24 @@ import asyncio
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
-
-import orjson
+from functools import partial
+from typing import Any, Final
 
 from agentlightning.algorithms.apo.config import PromptModel, Spending
 from agentlightning.algorithms.apo.text import ReplyError, numbered
 from agentlightning.algorithms.apo.trials import Outcome
-from agentlightning.errors import AgentLightningError, ConfigError, PolicyError, TrainingStopped
-from agentlightning.transport import Transport, TransportError, open_transport
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    MissingRewardError,
+    PolicyError,
+    RewardServiceError,
+    TrainingStopped,
+)
+from agentlightning.rewards.base import post_json
 
 # -- language model --------------------------------------------------------------------------------------------------
 
@@ -25,8 +31,7 @@ from agentlightning.transport import Transport, TransportError, open_transport
 
 Message = dict[str, str]
 DEFAULT_URL: Final = "https://api.openai.com/v1"
-RETRIED: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
-ATTEMPTS: Final = 3
+RETRIES: Final = 2
 BACKOFF_SECONDS: Final = 0.5
 
 
@@ -49,142 +54,79 @@ class Completion:
     """Whether it was cut off at its limit of tokens."""
 
 
-class LanguageModel(Protocol):
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
     """A model that completes a conversation."""
 
     settings: PromptModel
+    send: Callable[[PromptModel, list[Message]], Awaitable[Completion]]
+    failures: tuple[type[Exception], ...] = (RewardServiceError, LookupError, TypeError, AttributeError)
+    """What `send` raises where there is no reply."""
 
     async def complete(self, messages: Sequence[Message]) -> Completion:
         """Raises ModelError where there is no reply in time, ConfigError for a rejected key or model."""
-        ...
-
-
-@dataclass(slots=True)
-class EndpointModel:
-    """A model behind an OpenAI-compatible endpoint."""
-
-    settings: PromptModel
-    transport: Transport
-
-    @property
-    def base_url(self) -> str:
-        return (self.settings.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_URL).rstrip("/")
-
-    async def complete(self, messages: Sequence[Message]) -> Completion:
-        settings = self.settings
-        body = orjson.dumps(
-            {
-                "model": settings.model,
-                "messages": list(messages),
-                "temperature": settings.temperature,
-                "max_tokens": settings.max_tokens,
-            }
-        )
+        settings, name = self.settings, self.settings.path or self.settings.model
         try:
             async with asyncio.timeout(settings.timeout_seconds):
-                return await self._send(body)
-        except TimeoutError as error:
-            seconds = settings.timeout_seconds
-            raise ModelError("timeout", f"{settings.model} gave no reply within {seconds:g} s") from error
-
-    async def _send(self, body: bytes) -> Completion:
-        key = os.environ.get(self.settings.api_key_env, "")
-        headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer {key}".encode())]
-        url, problem = f"{self.base_url}/chat/completions", ""
-        for attempt in range(ATTEMPTS):
-            try:
-                async with await self.transport.send("POST", url, headers, body) as response:
-                    status, content = response.status, await response.read()
-            except TransportError as error:
-                problem = str(error)
-            else:
-                if status == 200:
-                    return read_completion(content)
-                problem = f"status {status}: {content[:300].decode(errors='replace')}"
-                if status not in RETRIED:
-                    raise self._refused(status, problem)
-            await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
-        raise ModelError("failed", f"{self.settings.model} at {self.base_url} gave no reply: {problem}")
-
-    def _refused(self, status: int, problem: str) -> AgentLightningError:
-        if status in (401, 403):
-            return ConfigError(
-                f"{self.base_url} refuses the key in {self.settings.api_key_env} ({problem}); set that variable, or"
-                " api_key_env to the one that holds the key"
-            )
-        if status == 404:
-            return ConfigError(
-                f"{self.base_url} does not serve the model {self.settings.model!r} ({problem}); set model and base_url"
-            )
-        return ModelError("failed", f"{self.settings.model} at {self.base_url} refuses the request: {problem}")
+                return await self.send(settings, list(messages))
+        except (TimeoutError, MissingRewardError) as error:
+            text = f"{name} gave no reply within {settings.timeout_seconds:g} s"
+            raise ModelError("timeout", text) from error
+        except self.failures as error:
+            if getattr(error, "status", None) in (401, 403, 404):
+                raise ConfigError(
+                    f"{error}; set its model and base_url, and the key in {settings.api_key_env}, or api_key_env"
+                    " to the variable that holds it"
+                ) from error
+            raise ModelError("failed", f"{name} gave no reply: {type(error).__name__}: {error}") from error
 
 
-@dataclass(slots=True)
-class ClientModel:
-    """A model called through a client object with the interface of `openai.AsyncOpenAI`."""
-
-    settings: PromptModel
-    client: Any
-
-    async def complete(self, messages: Sequence[Message]) -> Completion:
-        settings = self.settings
-        try:
-            async with asyncio.timeout(settings.timeout_seconds):
-                reply = await self.client.chat.completions.create(
-                    model=settings.model, messages=list(messages), temperature=settings.temperature
-                )
-        except TimeoutError as error:
-            seconds = settings.timeout_seconds
-            raise ModelError("timeout", f"{settings.model} gave no reply within {seconds:g} s") from error
-        except Exception as error:
-            raise ModelError("failed", f"{settings.model} gave no reply: {type(error).__name__}: {error}") from error
-        usage, choice = getattr(reply, "usage", None), reply.choices[0]
-        return Completion(
-            choice.message.content or "",
-            int(getattr(usage, "prompt_tokens", 0) or 0),
-            int(getattr(usage, "completion_tokens", 0) or 0),
-            getattr(choice, "finish_reason", None) == "length",
-        )
+async def ask_endpoint(settings: PromptModel, messages: list[Message]) -> Completion:
+    """The reply of a model behind an OpenAI-compatible endpoint."""
+    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_URL).rstrip("/")
+    key = os.environ.get(settings.api_key_env)
+    body = {"model": settings.model, "messages": messages, "temperature": settings.temperature}
+    reply = await post_json(
+        f"{url}/chat/completions",
+        body | {"max_tokens": settings.max_tokens},
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=settings.timeout_seconds,
+        retries=RETRIES,
+        backoff=BACKOFF_SECONDS,
+        source=f"the model {settings.model!r}",
+    )
+    choice, usage = reply["choices"][0], reply.get("usage") or {}
+    return Completion(
+        choice["message"].get("content") or "",
+        int(usage.get("prompt_tokens") or 0),
+        int(usage.get("completion_tokens") or 0),
+        choice.get("finish_reason") == "length",
+    )
 
 
-@dataclass(slots=True)
-class LocalModel:
-    """A model in this process."""
-
-    settings: PromptModel
-    engine: Any
-
-    async def complete(self, messages: Sequence[Message]) -> Completion:
-        from agentlightning.engine.base import SamplingParams
-
-        chat, settings = self.engine.chat, self.settings
-        prompt = chat.encode(chat.render([dict(each) for each in messages]))
-        params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
-        try:
-            async with asyncio.timeout(settings.timeout_seconds):
-                sample = await self.engine.sample(prompt, params)
-        except TimeoutError as error:
-            seconds = settings.timeout_seconds
-            raise ModelError("timeout", f"{settings.path} gave no reply within {seconds:g} s") from error
-        except PolicyError as error:
-            raise ModelError("failed", f"{settings.path} gave no reply: {error}") from error
-        text = chat.decode(sample.token_ids, skip_special_tokens=True)
-        return Completion(text, len(prompt), len(sample.token_ids), sample.finish_reason == "length")
+async def ask_client(client: Any, settings: PromptModel, messages: list[Message]) -> Completion:
+    """The reply of a client object with the interface of `openai.AsyncOpenAI`."""
+    reply = await client.chat.completions.create(
+        model=settings.model, messages=messages, temperature=settings.temperature
+    )
+    usage, choice = getattr(reply, "usage", None), reply.choices[0]
+    return Completion(
+        choice.message.content or "",
+        int(getattr(usage, "prompt_tokens", 0) or 0),
+        int(getattr(usage, "completion_tokens", 0) or 0),
+        getattr(choice, "finish_reason", None) == "length",
+    )
 
 
-def read_completion(content: bytes) -> Completion:
-    """A response of `/chat/completions`. Raises ModelError for anything else."""
-    try:
-        reply = orjson.loads(content)
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
-        return Completion(
-            choice["message"].get("content") or "",
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-            choice.get("finish_reason") == "length",
-        )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError("failed", f"the reply is no chat completion: {content[:200]!r}") from error
+async def ask_engine(engine: Any, settings: PromptModel, messages: list[Message]) -> Completion:
+    """The reply of a model in this process."""
+    from agentlightning.engine.base import SamplingParams
+
+    prompt = engine.chat.encode(engine.chat.render(messages))
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
+    sample = await engine.sample(prompt, params)
+    text = engine.chat.decode(sample.token_ids, skip_special_tokens=True)
+    return Completion(text, len(prompt), len(sample.token_ids), sample.finish_reason == "length")
 
 
 async def open_model(settings: PromptModel, client: Any, stack: AsyncExitStack, part: str) -> LanguageModel:
@@ -194,14 +136,12 @@ async def open_model(settings: PromptModel, client: Any, stack: AsyncExitStack, 
 
         policy = await open_frozen(part, settings.path)
         stack.push_async_callback(policy.close)
-        return LocalModel(settings, policy)
+        return LanguageModel(settings, partial(ask_engine, policy), (PolicyError,))
     if not settings.model:
         raise ConfigError(f"algorithm.{part} names no model; set its model (and base_url), or its path")
     if client is not None:
-        return ClientModel(settings, client)
-    transport = open_transport()
-    stack.push_async_callback(transport.close)
-    return EndpointModel(settings, transport)
+        return LanguageModel(settings, partial(ask_client, client), (Exception,))
+    return LanguageModel(settings, ask_endpoint)
 
 
 # -- critic ----------------------------------------------------------------------------------------------------------
@@ -268,7 +208,7 @@ class Writer:
         """What the texts lack, from these rollouts. None: skipped and counted."""
         counters = [COUNTERS_TASK.format(names=", ".join(playbooks))] if playbooks else []
         shown = [show_rollout(each, number, self.max_transcript_chars) for number, each in enumerate(rollouts, 1)]
-        parts = ["# Texts", show_texts(texts), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
+        parts = ["# Texts", show_texts(texts, {}), "# Rollouts", *shown, "# Your task", CRITIC_TASK, *counters]
         reply = await self.ask("critic", CRITIC_ROLE, "\n\n".join(parts))
         if reply is None:
             return None
@@ -290,10 +230,11 @@ class Writer:
     ) -> str | None:
         """The editor's reply. `rejected` are edits of these texts that did not help; `notes` follow the texts they are
         named after. None: skipped and counted."""
-        earlier = ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
-        parts = ["# Texts", show_texts(texts, notes), "# Advice", critique, *(earlier if rejected else [])]
-        task = EDITOR_TASK.format(max_edits=self.max_edits)
-        reply = await self.ask("editor", EDITOR_ROLE, "\n\n".join([*parts, "# Your task", task]))
+        parts = ["# Texts", show_texts(texts, notes or {}), "# Advice", critique]
+        if rejected:
+            parts += ["# Edits tried before that did not help", "\n".join(f"- {each}" for each in rejected)]
+        parts += ["# Your task", EDITOR_TASK.format(max_edits=self.max_edits)]
+        reply = await self.ask("editor", EDITOR_ROLE, "\n\n".join(parts))
         return None if reply is None else reply.text
 
     async def ask(self, part: str, role: str, text: str) -> Completion | None:
@@ -331,13 +272,10 @@ class Writer:
             )
 
 
-def show_texts(texts: Mapping[str, str], notes: Mapping[str, str] | None = None) -> str:
+def show_texts(texts: Mapping[str, str], notes: Mapping[str, str]) -> str:
     """The texts with numbered lines."""
-    notes = notes or {}
-    return "\n\n".join(
-        "\n".join([f"## {name}", numbered(text), *([notes[name]] if notes.get(name) else [])])
-        for name, text in texts.items()
-    )
+    shown = {name: [f"## {name}", numbered(text), notes.get(name)] for name, text in texts.items()}
+    return "\n\n".join("\n".join(filter(None, parts)) for parts in shown.values())
 
 
 def show_rollout(outcome: Outcome, number: int, limit: int) -> str:

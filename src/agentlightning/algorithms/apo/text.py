@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -20,7 +20,7 @@ from agentlightning.resources import PromptTemplate, f_string_fields
 # A candidate: one text for each resource that is optimised, and how it differs from another.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """Texts by the name of their resource.
 
@@ -40,19 +40,10 @@ class Candidate:
         return Candidate({**self.texts, **texts})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Candidate) and dict(self.texts) == dict(other.texts)
+        return isinstance(other, Candidate) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
-
-
-def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """What changed, as a unified diff with a part for each resource; empty where nothing did."""
-    parts: list[str] = []
-    for name in after:
-        old, new = before.get(name, "").splitlines(), after[name].splitlines()
-        parts += difflib.unified_diff(old, new, f"{name} before", f"{name} after", lineterm="")
-    return "\n".join(parts)
 
 
 # -- placeholders ----------------------------------------------------------------------------------------------------
@@ -173,47 +164,42 @@ def read_edits(reply: str, max_edits: int, max_chars: int) -> tuple[list[Edit], 
 def apply_edits(candidate: Candidate, edits: Sequence[Edit]) -> Candidate:
     """The candidate with these edits. A line that is there already is not added again. Raises ReplyError for a resource
     or a line that does not exist."""
-    texts: dict[str, str] = dict(candidate.texts)
-    by_resource: dict[str, list[Edit]] = {}
-    for edit in edits:
-        name = edit.resource or (next(iter(texts)) if len(texts) == 1 else "")
-        if name not in texts:
-            raise ReplyError("edit_unknown_resource", f"an edit changes {name!r}; there are {', '.join(texts)}")
-        by_resource.setdefault(name, []).append(edit)
-    for name, own in by_resource.items():
-        texts[name] = _edited(texts[name], own)
+    texts = dict(candidate.texts)
+    for name in dict.fromkeys(each.resource for each in edits):
+        own = name or (next(iter(texts)) if len(texts) == 1 else "")
+        if own not in texts:
+            raise ReplyError("edit_unknown_resource", f"an edit changes {own!r}; there are {', '.join(texts)}")
+        texts[own] = _edited(texts[own], [each for each in edits if each.resource == name])
     return Candidate(texts)
 
 
 def _edited(text: str, edits: Iterable[Edit]) -> str:
-    lines: list[str] = text.splitlines()
-    kept: list[str | None] = list(lines)
-    added: dict[int, list[str]] = {}
+    lines = text.splitlines()
+    kept: list[list[str | None]] = [[None], *([line] for line in lines)]
+    """Each line, None where it was deleted, and what follows it; before the first, what is before all."""
     present = {" ".join(line.split()) for line in lines}
     for edit in edits:
-        place = (len(lines) if edit.after < 0 else edit.after) if edit.op == "add" else edit.line
-        if not (0 if edit.op == "add" else 1) <= place <= len(lines):
+        adds = edit.op == "add"
+        place = (len(lines) if edit.after < 0 else edit.after) if adds else edit.line
+        if not (0 if adds else 1) <= place <= len(lines):
             raise ReplyError("edit_unknown_line", f"an edit names line {place} of a text of {len(lines)}")
-        if edit.op == "add":
-            if " ".join(edit.text.split()) not in present:
-                added.setdefault(place, []).append(edit.text)
-        else:
-            kept[place - 1] = edit.text if edit.op == "replace" else None
-    result = list(added.get(0, []))
-    for number, line in enumerate(kept, 1):
-        result += [] if line is None else [line]
-        result += added.get(number, [])
-    return "\n".join(result) + ("\n" if text.endswith("\n") and result else "")
+        if adds and " ".join(edit.text.split()) not in present:
+            kept[place].append(edit.text)
+        elif not adds:
+            kept[place][0] = edit.text if edit.op == "replace" else None
+    return joined([line for own in kept for line in own if line is not None], text)
+
+
+def joined(lines: Sequence[str], before: str) -> str:
+    """Lines as a text, which ends as the one `before` did."""
+    return "\n".join(lines) + ("\n" if before.endswith("\n") and lines else "")
 
 
 def _json_in(reply: str) -> Any:
     """The first JSON object or array in a reply, which models like to wrap in words and fences."""
-    decoder = json.JSONDecoder()
     for start in re.finditer(r"[{\[]", reply):
-        try:
-            return decoder.raw_decode(reply, start.start())[0]
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            return json.JSONDecoder().raw_decode(reply, start.start())[0]
     raise ReplyError("editor_nonsense", f"the editor's reply holds no JSON: {reply[:200]!r}")
 
 
@@ -253,8 +239,7 @@ class Playbook:
 
     def pruned(self, candidate: Candidate) -> Candidate:
         """The candidate without items that harm more than they help."""
-        texts = {name: self._pruned(candidate.texts[name]) for name in self._own(candidate)}
-        return candidate.changed(**texts) if texts else candidate
+        return candidate.changed(**{name: self._pruned(candidate.texts[name]) for name in self._own(candidate)})
 
     def _own(self, candidate: Candidate) -> list[str]:
         return [name for name in self.names if name in candidate.texts]
@@ -266,12 +251,9 @@ class Playbook:
                 yield f"Item [{number}] helped {helped} and harmed {harmed} times."
 
     def _pruned(self, text: str) -> str:
-        kept = [line for line in text.splitlines() if not self._harms(line)]
-        return "\n".join(kept) + ("\n" if text.endswith("\n") and kept else "")
-
-    def _harms(self, line: str) -> bool:
-        helped, harmed = self.counts.get(_item(line), (0, 0))
-        return harmed - helped >= PRUNE_MARGIN
+        counts = {line: self.counts.get(_item(line), (0, 0)) for line in text.splitlines()}
+        kept = [line for line in text.splitlines() if counts[line][1] - counts[line][0] < PRUNE_MARGIN]
+        return joined(kept, text)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": self.counts}

@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunEvaluator:
-    """Implements `record.Evaluator` with the rollouts of a training run."""
+    """Implements `Evaluator` with the rollouts of a training run."""
 
     training: Training
     start: Mapping[str, PromptTemplate]
@@ -142,18 +142,20 @@ class RunEvaluator:
     """With the prices of the agent's calls."""
 
     async def evaluate(self, candidate: Candidate, trials: Sequence[Trial]) -> list[Outcome]:
-        tasks = {f"{candidate.digest}-{each.split}{each.task:05d}-{each.repeat}": self._task(each) for each in trials}
+        splits = {"train": self.training.train_tasks, "validation": self.training.validation_tasks}
+        names = [f"{candidate.digest}-{each.split}{each.task:05d}-{each.repeat}" for each in trials]
+        tasks = dict(zip(names, (splits[each.split][each.task] for each in trials), strict=True))
         reports = await self.training.try_resources(dict(templates(self.start, candidate)), tasks)
         found = dict(zip(tasks, reports, strict=True))
-        rows = zip(trials, tasks.items(), strict=True)
-        return [self._outcome(each, task, found[name]) for each, (name, task) in rows]
-
-    def _outcome(self, trial: Trial, task: Any, report: RolloutReport) -> Outcome:
-        return Outcome(trial.task, report.score, transcript(task, report), *usage(report.spans, self.budget))
-
-    def _task(self, trial: Trial) -> Any:
-        tasks = self.training.train_tasks if trial.split == "train" else self.training.validation_tasks
-        return tasks[trial.task]
+        return [
+            Outcome(
+                trial.task,
+                found[name].score,
+                transcript(tasks[name], found[name]),
+                *usage(found[name].spans, self.budget),
+            )
+            for name, trial in zip(names, trials, strict=True)
+        ]
 
 
 def templates(start: Mapping[str, PromptTemplate], candidate: Candidate) -> dict[str, PromptTemplate]:

@@ -11,9 +11,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.recorded.sessions import (
     RecordedCall,
     Session,
@@ -23,7 +24,6 @@ from agentlightning.algorithms.recorded.sessions import (
     to_trajectories,
 )
 from agentlightning.chat.base import ChatFormat
-from agentlightning.credit import is_target
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
@@ -198,7 +198,7 @@ def to_examples(
             rejected.append(made)
         else:
             found.append(made.trajectory)
-    examples = [each for one in found if (each := _of_target(one, target)).transitions]
+    examples = [each for one in found if (each := of_target(one, target)).transitions]
     counts = Counter(each.reason for each in rejected)
     counts["no_target_calls"] += len(found) - len(examples)
     if not examples:
@@ -209,9 +209,3 @@ def to_examples(
             f" {', '.join(seen) or 'none'}).{first}"
         )
     return examples, {reason: count for reason, count in counts.items() if count}
-
-
-def _of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
-    if target is None:
-        return trajectory
-    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))

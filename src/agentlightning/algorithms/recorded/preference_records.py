@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal, TypeAlias, cast
 
+from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, AnswerRenderer, too_long
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import read_message, read_tools
@@ -114,11 +115,6 @@ def _tokens(trajectory: Trajectory) -> list[tuple[int, ...]]:
 
 def _only(trajectory: Trajectory, call: Transition) -> Trajectory:
     return replace(trajectory, transitions=(call,))
-
-
-def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
-    """The trajectory with the calls of the target agent alone."""
-    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
 
 
 FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'

@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.engine.adapter_view import AdapterView, AgentEngines
@@ -277,10 +276,10 @@ class ReplicaPool(AgentEngines):
         chat: ChatFormat,
         transport: Transport,
         *,
-        model: str | None = None,
-        max_context: int | None = None,
-        retry_policy: RetryPolicy | None = None,
-        weights: PoolWeights | None = None,
+        model: str | None,
+        max_context: int | None,
+        retry_policy: RetryPolicy,
+        weights: PoolWeights,
     ) -> None:
         self.model = model or info[0].model
         self.chat = chat
@@ -288,8 +287,8 @@ class ReplicaPool(AgentEngines):
         self.replicas = list(replicas)
         self._served_name = info[0].model
         self._transport = transport
-        self._retry_policy = retry_policy or RetryPolicy()
-        self._weights = weights or PoolWeights(replicas)
+        self._retry_policy = retry_policy
+        self._weights = weights
         self.on_new_weights: OnNewWeights | None = None
         """Called with new weights before any server has them."""
         self._adapters = PoolAdapters()
@@ -326,8 +325,16 @@ class ReplicaPool(AgentEngines):
         for replica in replicas:
             await replica.server.verify(weights_change=weights_change)
             replica.label = await replica.server.weight_label()
-        options: dict[str, Any] = {"model": model, "max_context": max_context, "retry_policy": retry_policy}
-        return cls(replicas, info, chat, transport, weights=weights, **options)
+        return cls(
+            replicas,
+            info,
+            chat,
+            transport,
+            model=model,
+            max_context=max_context,
+            retry_policy=retry_policy or RetryPolicy(),
+            weights=weights or PoolWeights(replicas),
+        )
 
     @property
     def policy_version(self) -> int:

@@ -1,0 +1,105 @@
+"""Search "beam": textual gradients with a beam of prompts (ProTeGi, Pryzant et al. 2023, arXiv:2305.03495, algorithm
+1).
+
+Each round, every prompt of the beam gets `branch_factor` children: the critic reads `gradient_batch_size` rollouts of
+the parent (the textual gradient), and the editor applies what it says. All prompts are then scored on `val_batch_size`
+validation tasks, and the best `beam_width` stay. The best of each round is scored on all validation tasks; the best of
+these is the result. This is what `agl.APO` of Agent Lightning 0.x did, with edits that are bounded and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from agentlightning.algorithms.apo.search import Search, SearchContext, score_of
+from agentlightning.algorithms.apo.text import Candidate
+from agentlightning.algorithms.apo.trials import Outcome, Split, Trial
+
+
+class BeamSearch(Search):
+    """See the module."""
+
+    def __init__(self, context: SearchContext) -> None:
+        super().__init__(context)
+        self.settings = context.config.beam
+        self.beam = [context.seed]
+        self.best_score: float | None = None
+        self.round = 0
+        self.runs = 0
+        """Evaluations so far, which tells repetitions of a task apart."""
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.settings.gradient_batch_size + 2 * min(self.settings.val_batch_size, self.context.validation_tasks)
+
+    async def step(self) -> None:
+        spending, tasks = self.context.spending, range(self.context.validation_tasks)
+        if not tasks:
+            return self.end("there are no validation tasks to score prompts on; give some")
+        if self.round == 0 and self.settings.run_initial_validation and spending.left() >= len(tasks):
+            self.best_score = await self._score(self.best, tasks)
+        spent = spending.exhausted()
+        if spent is None and self.round < self.settings.beam_rounds:
+            await self._round()
+            self.round += 1
+            spent = spending.exhausted()
+        if spent is not None or self.round >= self.settings.beam_rounds:
+            self.end(spent or f"all {self.round} rounds are done", budget=spent is not None)
+        return None
+
+    async def _round(self) -> None:
+        context, children = self.context, list(self.beam)
+        for parent in self.beam:
+            for _ in range(self.settings.branch_factor):
+                child = await self._child(parent)
+                if child is not None and child not in children:
+                    children.append(child)
+        everything = range(context.validation_tasks)
+        tasks = sorted(self.random.sample(everything, min(self.settings.val_batch_size, len(everything))))
+        scores: dict[Candidate, float] = {}
+        for each in children:
+            if context.spending.left() < len(tasks):
+                break
+            scores[each] = await self._score(each, tasks)
+        self.beam = sorted(scores, key=lambda each: -scores[each])[: self.settings.beam_width] or self.beam
+        first = self.beam[0]
+        if not scores or first == self.best or context.spending.left() < len(everything):
+            return
+        score = await self._score(first, everything)
+        if self.best_score is None or score > self.best_score:
+            self.best, self.best_score = first, score
+            context.counts["accepted"] += 1
+            context.on_favourite(first)
+
+    async def _child(self, parent: Candidate) -> Candidate | None:
+        context = self.context
+        count = min(self.settings.gradient_batch_size, context.train_tasks, context.spending.left())
+        if count == 0:
+            return None
+        found = await self.write(parent, await self._run(parent, self.random.sample(range(context.train_tasks), count)))
+        context.counts["proposed"] += found is not None
+        return None if found is None else found[0]
+
+    async def _score(self, candidate: Candidate, tasks: Sequence[int]) -> float:
+        return fmean(map(score_of, await self._run(candidate, tasks, "validation")))
+
+    async def _run(self, candidate: Candidate, tasks: Sequence[int], split: Split = "train") -> list[Outcome]:
+        self.runs += 1
+        return await self.context.evaluate(candidate, [Trial(task, self.runs, split) for task in tasks])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "beam": [dict(each.texts) for each in self.beam],
+            "best": dict(self.best.texts),
+            "best_score": self.best_score,
+            "round": self.round,
+            "runs": self.runs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.beam, self.best = [Candidate(texts) for texts in state["beam"]], Candidate(state["best"])
+        self.best_score, self.round, self.runs = state["best_score"], state["round"], state["runs"]

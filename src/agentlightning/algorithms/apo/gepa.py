@@ -1,0 +1,157 @@
+"""Search "gepa": the package `gepa` (Agrawal et al. 2025, arXiv:2507.19457) on this run's agent, critic and budget.
+
+The package runs in a thread and calls back for evaluations and replies; its own state is in the run directory, from
+which it continues. Its candidates are checked like all others: one that breaks a template scores 0 without a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
+from typing import Any, TypeVar
+
+from agentlightning.algorithms.apo.search import BudgetSpentError, Search, SearchContext, score_of
+from agentlightning.algorithms.apo.text import Candidate, ReplyError
+from agentlightning.algorithms.apo.trials import Outcome, Trial
+from agentlightning.errors import MissingExtraError, TrainingStopped
+
+T = TypeVar("T")
+ROLE = "You improve the texts that steer an AI agent. Keep all placeholders in braces as they are."
+
+
+class GepaSearch(Search):
+    """See the module. It is the `gepa.GEPAAdapter` of its own search, whose calls come from gepa's thread."""
+
+    propose_new_texts = None
+    """gepa asks for it, and skips every mutation without a word where the attribute is missing."""
+
+    def __init__(self, context: SearchContext) -> None:
+        super().__init__(context)
+        self.runs = 0
+        self.failure: BaseException | None = None
+        """What ended the search: gepa itself goes on after errors."""
+        self.stopping = False
+        limit, tasks = context.config.gepa.validation_tasks, context.validation_tasks
+        self.validation = tasks if limit is None else min(limit, tasks)
+        """The number of validation tasks that are used."""
+        try:
+            import gepa  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("gepa", "gepa") from error
+
+    @property
+    def smallest_budget(self) -> int:
+        return 2 * (self.validation + self.context.config.gepa.minibatch)
+
+    async def step(self) -> None:
+        """The whole search."""
+        if self.validation == 0:
+            return self.end("there are no validation tasks to score prompts on; give some")
+        self._loop, spending = asyncio.get_running_loop(), self.context.spending
+        self.failure = None
+        task = asyncio.create_task(asyncio.to_thread(self._optimize))
+        try:
+            result: Any = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.stopping = True
+            raise
+        if self.failure is not None and not isinstance(self.failure, BudgetSpentError):
+            raise self.failure
+        spent = spending.exhausted()
+        if result is None:
+            spent = f"what is left of its budget of {spending.budget.calls} evaluations is too little"
+        else:
+            self.best = Candidate(dict(result.best_candidate))
+        self.end(spent or "gepa found nothing more to try", budget=spent is not None)
+        return None
+
+    def _optimize(self) -> Any:
+        import gepa  # pyright: ignore[reportMissingImports]
+
+        config, context = self.context.config, self.context
+        optimize: Any = vars(gepa)["optimize"]
+        with suppress(BudgetSpentError):
+            return optimize(
+                dict(context.seed.texts),
+                [Trial(task) for task in range(context.train_tasks)],
+                [Trial(task, split="validation") for task in range(self.validation)],
+                adapter=self,
+                reflection_lm=self.reflect,
+                reflection_minibatch_size=config.gepa.minibatch,
+                candidate_selection_strategy=config.gepa.candidate_selection,
+                use_merge=config.gepa.use_merge,
+                perfect_score=config.success,
+                stop_callbacks=self._stops,
+                logger=_Silent(),
+                run_dir=str(context.directory / "gepa"),
+                seed=config.seed,
+            )
+
+        return None
+
+    def _stops(self, state: Any) -> bool:
+        scores = [fmean(each.values()) if each else 0.0 for each in state.prog_candidate_val_subscores]
+        self.context.counts["accepted"] = max(0, len(scores) - 1)
+        if scores:
+            best = Candidate(dict(state.program_candidates[scores.index(max(scores))]))
+            if best != self.best:
+                self.best = best
+                self.context.on_favourite(best)
+        return self.stopping or self.failure is not None or self.context.spending.exhausted() is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": dict(self.best.texts), "runs": self.runs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.runs = Candidate(state["best"]), state["runs"]
+
+    # -- what gepa calls -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Sequence[Trial], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        from gepa.core.adapter import EvaluationBatch  # pyright: ignore[reportMissingImports]
+
+        outcomes = self._call(self._evaluate(batch, Candidate(dict(candidate))))
+        make: Any = EvaluationBatch
+        return make(
+            outputs=[each.transcript for each in outcomes],
+            scores=[score_of(each) for each in outcomes],
+            trajectories=list(outcomes) if capture_traces else None,
+        )
+
+    async def _evaluate(self, batch: Sequence[Trial], candidate: Candidate) -> list[Outcome]:
+        try:
+            self.context.check(candidate)
+        except ReplyError as error:
+            return [Outcome(trial.task, None, str(error)) for trial in batch]
+        self.runs += 1
+        return await self.context.evaluate(candidate, [Trial(each.task, self.runs, each.split) for each in batch])
+
+    def make_reflective_dataset(
+        self, candidate: dict[str, str], eval_batch: Any, components_to_update: Sequence[str]
+    ) -> dict[str, list[dict[str, str]]]:
+        most = self.context.config.max_transcript_chars
+        shown = [{"Rollout": each.transcript[:most], "Reward": str(each.score)} for each in eval_batch.trajectories]
+        return dict.fromkeys(components_to_update, shown)
+
+    def reflect(self, prompt: Any) -> str:
+        """A reply of the critic, which also writes in this search; empty where there was none."""
+        self.context.counts["proposed"] += 1
+        reply = self._call(self.context.writer.ask("critic", ROLE, str(prompt)))
+        return "" if reply is None else reply.text
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.stopping:
+            work.close()
+            raise TrainingStopped("the run ended")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+class _Silent:
+    def log(self, *_: Any, **__: Any) -> None:
+        """What gepa reports of itself is in its own files."""

@@ -1,0 +1,439 @@
+"""Search "reflective": an edit is tried first on the failures that it was written for.
+
+Each step takes a candidate of the pool, has the critic read a few of its recorded failures, and the editor write a
+child. The child then has to pass three stages, each of which ends as soon as it is lost:
+
+    screen    the failures it was written for: at least one must turn out better
+    confirm   one of these once more, because one good result may be luck
+    guard     recorded successes of the parent: none may be lost twice
+
+Results of the parent are never bought again, so a bad edit costs about `reflection_size` evaluations and a good one
+about five. No validation task is used meanwhile: at the end, the best `finalists` are compared on them, pair by pair,
+by a sequential test. A rejected child that is proposed again is screened on other failures only. Now and then a line is
+taken back, if the failures that it turned stay turned without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from statistics import fmean
+from typing import Any, Final
+
+from agentlightning.algorithms.apo.search import BudgetSpentError, Search, SearchContext, score_of
+from agentlightning.algorithms.apo.text import Candidate
+from agentlightning.algorithms.apo.trials import Outcome, Trial
+from agentlightning.evaluation.sequential import PairedSequentialTest, fewest_pairs
+
+Line = tuple[str, str]
+"""Name of the resource, text."""
+FAVOURITE_SHARE: Final = 0.85
+"""How often the search goes on from its favourite instead of another candidate of the pool."""
+PRIOR_STRENGTH: Final = 8
+"""How many drawn tasks the expectation of a new candidate is worth."""
+EXPECTED_GAIN: Final = 0.1
+"""The share of what is missing that an accepted child is expected to gain."""
+MAX_REFLECTIONS: Final = 2
+"""How often the critic reads the same failure."""
+WAVE: Final = 5
+"""Pairs of finalists' rollouts that run at the same time."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A candidate, and the outcomes that are known of it."""
+
+    candidate: Candidate
+    number: int = 0
+    """Its place in the order of proposals."""
+    outcomes: dict[int, list[Outcome]] = field(default_factory=dict[int, list[Outcome]])
+    """Its own, by task."""
+    inherited: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
+    """Those of its ancestors on tasks that it did not run."""
+    reflections: Counter[int] = field(default_factory=Counter[int])
+    """How often the critic has read the last failure of a task."""
+    rejected: list[str] = field(default_factory=list[str])
+    """Edits of it that did not help."""
+    prior: float = 0.0
+    """What was expected of it before it ran on tasks that were not chosen for it."""
+    drawn: list[float] = field(default_factory=list[float])
+    """Its scores on such tasks."""
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.setdefault(outcome.task, []).append(outcome)
+        self.inherited.pop(outcome.task, None)
+        self.reflections.pop(outcome.task, None)
+
+    def score(self, task: int) -> float:
+        """What is known of a task: the mean of its own outcomes, else the inherited one."""
+        return fmean(map(score_of, self.outcomes.get(task) or [self.inherited[task]]))
+
+    @property
+    def tasks(self) -> set[int]:
+        return self.outcomes.keys() | self.inherited.keys()
+
+    @property
+    def estimate(self) -> float:
+        """The expected score on any task. Failures that a child was written for, and their repetitions, do not count:
+        some of them were bad luck, and turn by themselves."""
+        return (PRIOR_STRENGTH * self.prior + sum(self.drawn)) / (PRIOR_STRENGTH + len(self.drawn))
+
+    def last(self, task: int) -> Outcome:
+        return (self.outcomes.get(task) or [self.inherited[task]])[-1]
+
+    def failures(self, success: float) -> list[Outcome]:
+        """Recorded failures that the critic may still read: its own first, the least read first."""
+        found = [self.last(task) for task in self.tasks if self.reflections[task] < MAX_REFLECTIONS]
+        failed = [each for each in found if score_of(each) < success]
+        return sorted(failed, key=lambda each: (self.reflections[each.task], each.task in self.inherited, each.task))
+
+    def child(self, candidate: Candidate, number: int) -> Node:
+        known = {task: self.last(task) for task in self.tasks}
+        prior = self.estimate + EXPECTED_GAIN * max(0.0, 1 - self.estimate)
+        return Node(candidate, number, inherited=known, prior=prior)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "texts": dict(self.candidate.texts),
+            "number": self.number,
+            "outcomes": [each.as_json() for own in self.outcomes.values() for each in own],
+            "inherited": [each.as_json() for each in self.inherited.values()],
+            "reflections": {str(task): count for task, count in self.reflections.items()},
+            "rejected": self.rejected,
+            "prior": self.prior,
+            "drawn": self.drawn,
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Node:
+        node = cls(Candidate(state["texts"]), state["number"], rejected=list(state["rejected"]), prior=state["prior"])
+        for each in state["outcomes"]:
+            node.add(Outcome(*each))
+        node.inherited, node.drawn = {each[0]: Outcome(*each) for each in state["inherited"]}, list(state["drawn"])
+        node.reflections = Counter({int(task): count for task, count in state["reflections"].items()})
+        return node
+
+
+class ReflectiveSearch(Search):
+    """See the module."""
+
+    def __init__(self, context: SearchContext) -> None:
+        super().__init__(context)
+        self.pool = [Node(context.seed)]
+        """The candidates to go on from; the best come first."""
+        self.credits: dict[Line, list[int]] = {}
+        """Added line -> the tasks whose failures it turned. A child that loses a line is tried on just these."""
+        self.examined: set[Line] = set()
+        """Lines that were found to be needed."""
+        self.children: dict[str, Node] = {}
+        """Rejected children by digest of parent and child, with what is known of them."""
+        self.number = 0
+        self.fruitless = 0
+        """Proposals in a row of which none was accepted."""
+        self.finals: Finals | None = None
+        self.order = list(range(context.train_tasks))
+        self.random.shuffle(self.order)
+
+    @property
+    def favourite(self) -> Candidate:
+        return self.pool[0].candidate if self.finals is None else self.finals.best
+
+    @property
+    def reserved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Half of the budget at most: two finalists on the validation tasks, in pairs."""
+        calls, finalists = self.context.spending.budget.calls, self.context.config.finalists
+        wanted = finalists * self.context.validation_tasks if finalists > 1 else 0
+        return wanted if calls is None else min(wanted, calls // 2)
+
+    @property
+    def smallest_budget(self) -> int:
+        return 2 * (2 * self.context.config.reflection_size + 1 + self.context.config.guards)
+
+    async def step(self) -> None:
+        context = self.context
+        if self.finals is not None:
+            await self.finals.decide(context)
+            return self.end(self.finals.why, budget=self.finals.for_budget)
+        spent = context.spending.exhausted(self.reserved)
+        if spent is not None or self.fruitless >= context.config.patience:
+            why = spent or f"none of the last {self.fruitless} proposals was accepted"
+            return self.end_search(why, budget=spent is not None)
+        self.number += 1
+        try:
+            line = self.prunable
+            accepted = await (self._propose() if line is None else self._prune(line))
+        except BudgetSpentError:
+            calls = context.spending.budget.calls
+            return self.end_search(f"what is left of its budget of {calls} evaluations is too little", budget=True)
+        self.fruitless = 0 if accepted else self.fruitless + 1
+        context.on_favourite(self.favourite)
+        return None
+
+    def end_search(self, why: str, *, budget: bool) -> None:
+        """Go on with the finals."""
+        finalists = [node.candidate for node in self.pool[: self.context.config.finalists]]
+        known = [score_of(node.last(task)) for node in self.pool for task in node.tasks]
+        self.finals = Finals(finalists, why, budget, span=max([*known, 1.0]) - min([*known, 0.0]))
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.finals = None
+
+    # -- one proposal ----------------------------------------------------------------------------------------------
+
+    def _sort(self) -> None:
+        self.pool.sort(key=lambda node: (-node.estimate, -node.number))
+
+    def _add(self, node: Node) -> None:
+        self.pool.append(node)
+        self._sort()
+        del self.pool[self.context.config.pool :]
+
+    async def _propose(self) -> bool:
+        context, others = self.context, self.pool[1:]
+        # Now and then another than the favourite, so that one unlucky rejection does not end the search.
+        parent = self.random.choice(others) if others and self.random.random() > FAVOURITE_SHARE else self.pool[0]
+        failures = await self._failures(parent)
+        if not failures:
+            context.counts["without_failures"] += 1
+            return False
+        parent.reflections.update(failure.task for failure in failures)
+        proposed = await self.write(parent.candidate, failures, parent.rejected[-8:])
+        if proposed is None:
+            return False
+        candidate, words = proposed
+        if any(node.candidate == candidate for node in self.pool):
+            context.counts["unchanged"] += 1
+            return False
+        key = f"{parent.candidate.digest}-{candidate.digest}"
+        child = self.children.pop(key, None) or parent.child(candidate, self.number)
+        lost = await self._lost(child, parent, failures)
+        context.counts["proposed"] += 1
+        context.counts[f"rejected_{lost}" if lost else "accepted"] += 1
+        if lost is None:
+            self._add(child)
+            return True
+        self.children[key] = child
+        if words not in parent.rejected:
+            parent.rejected.append(words)
+        return False
+
+    async def _failures(self, node: Node) -> list[Outcome]:
+        """Failures to reflect on: recorded ones, and those of tasks of which the least is known: untried ones, then
+        those that only ancestors ran, then the rest."""
+        config, spending = self.context.config, self.context.spending
+        found, rounds = node.failures(config.success), 0
+        while len(found) < (config.reflection_size if rounds == 0 else 1) and rounds < 4:
+            ranked = sorted(self.order, key=lambda task: (task in node.tasks, len(node.outcomes.get(task, ()))))
+            fresh = ranked[: min(config.reflection_size, spending.left(self.reserved))]
+            if not fresh:
+                break
+            node.drawn += map(score_of, await self._run(node, fresh))
+            found, rounds = node.failures(config.success), rounds + 1
+        self._sort()
+        return found[: config.reflection_size]
+
+    async def _run(self, node: Node, tasks: Sequence[int]) -> list[Outcome]:
+        trials = [Trial(task, repeat=len(node.outcomes.get(task, ()))) for task in tasks]
+        outcomes = await self.context.evaluate(node.candidate, trials)
+        for outcome in outcomes:
+            node.add(outcome)
+        return outcomes
+
+    async def _lost(self, child: Node, parent: Node, failures: Sequence[Outcome]) -> str | None:
+        """The stage that a child does not pass; None if it passes all."""
+        before = {each.task: score_of(each) for each in failures}
+        screened = await self._run(child, [each.task for each in failures if each.task not in child.outcomes])
+        flips = [each.task for each in screened if score_of(each) > before[each.task]]
+        if not flips:
+            return "screen"
+        [again] = await self._run(child, flips[:1])
+        if score_of(again) <= before[again.task]:
+            return "confirm"
+        if not await self.guards(child, parent, before):
+            return "guard"
+        for line in added_lines(parent.candidate, child.candidate):
+            self.credits[line] = sorted({*self.credits.get(line, ()), *flips})
+        return None
+
+    async def guards(self, child: Node, parent: Node, screened: Collection[int] = ()) -> bool:
+        """Whether the child keeps the parent's successes, tried one after the other: first those that lines turned
+        which it no longer has. Fewer are tried where the parent seldom succeeds: its successes are then mostly luck."""
+        config = self.context.config
+        solved = {task for task in parent.tasks if parent.score(task) >= config.success} - set(screened)
+        missing = added_lines(child.candidate, parent.candidate)
+        endangered = sorted(solved & {task for line in missing for task in self.credits.get(line, ())})
+        others = sorted(solved - set(endangered))
+        self.random.shuffle(others)
+        count = max(len(endangered[:2]), round(config.guards * parent.estimate))
+        for task in [*endangered, *others][:count]:
+            for _ in range(2):
+                [outcome] = await self._run(child, [task])
+                if score_of(outcome) >= parent.score(task):
+                    break
+            else:
+                return False
+        return True
+
+    @property
+    def prunable(self) -> Line | None:
+        """An added line of the favourite to try to do without: the oldest that was not examined since three others were
+        added."""
+        added = [line for line in lines_of(self.pool[0].candidate) if line in self.credits]
+        waiting = [line for line in added if line not in self.examined]
+        return waiting[0] if len(waiting) > 3 else None
+
+    async def _prune(self, line: Line) -> bool:
+        """Take a line back if the failures that it turned stay turned without it, twice."""
+        name, text = line
+        node = self.pool[0]
+        self.examined.add(line)
+        lines = node.candidate.texts[name].splitlines()
+        lines.remove(text)
+        shorter = node.child(node.candidate.changed(**{name: "\n".join(lines)}), self.number)
+        for task in (self.credits[line][:2] * 2)[:2]:
+            [outcome] = await self._run(shorter, [task])
+            if score_of(outcome) < self.context.config.success:
+                return False
+        self.context.counts["pruned"] += 1
+        self.pool.remove(node)
+        self._add(shorter)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "pool": [node.as_json() for node in self.pool],
+            "children": {key: node.as_json() for key, node in self.children.items()},
+            "credits": {
+                "credits": [[*line, tasks] for line, tasks in self.credits.items()],
+                "examined": sorted(map(list, self.examined)),
+            },
+            "number": self.number,
+            "fruitless": self.fruitless,
+            "finals": None if self.finals is None else self.finals.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.pool = [Node.from_json(each) for each in state["pool"]]
+        self.children = {key: Node.from_json(each) for key, each in state["children"].items()}
+        self.credits = {(name, text): list(tasks) for name, text, tasks in state["credits"]["credits"]}
+        self.examined = {(name, text) for name, text in state["credits"]["examined"]}
+        self.number, self.fruitless = state["number"], state["fruitless"]
+        self.finals = None if state["finals"] is None else Finals.from_state(state["finals"])
+
+
+def lines_of(candidate: Candidate) -> list[Line]:
+    return [(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
+
+
+def added_lines(before: Candidate, after: Candidate) -> list[Line]:
+    known = set(lines_of(before))
+    return [line for line in lines_of(after) if line not in known and line[1].strip()]
+
+
+# -- finals ----------------------------------------------------------------------------------------------------------
+
+# The best candidates meet on the validation tasks, which the search has not used before.
+#
+# The favourite meets one challenger after the other, task by task. A sequential test looks at the differences as they
+# come and stops as soon as it can tell the two apart; where it cannot, the higher mean decides. Results of the
+# favourite are bought once for all challengers.
+
+
+@dataclass(slots=True)
+class Duel:
+    """What a comparison of two finalists found."""
+
+    verdict: str
+    """better or worse: the challenger is; exhausted: no difference could be shown; budget: it was not finished."""
+    pairs: int
+    difference: float
+    """Mean of challenger - favourite."""
+    p_value: float
+
+
+@dataclass(slots=True)
+class Finals:
+    """Chooses among the finalists."""
+
+    finalists: list[Candidate]
+    """The favourite of the search first."""
+    why: str = ""
+    """Why the search ended."""
+    for_budget: bool = False
+    span: float = 1.0
+    """The largest difference of two rewards; a larger one counts as this."""
+    scores: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    """Digest -> validation task -> score."""
+    duels: list[Duel] = field(default_factory=list[Duel])
+    winner: Candidate | None = None
+
+    @property
+    def best(self) -> Candidate:
+        return self.winner or self.finalists[0]
+
+    async def decide(self, context: SearchContext) -> None:
+        """Spend the validation tasks, and choose."""
+        best = self.finalists[0]
+        for challenger in self.finalists[1:] if context.validation_tasks else ():
+            duel = await self._duel(context, best, challenger)
+            self.duels.append(duel)
+            if duel.verdict == "better" or (duel.verdict in ("exhausted", "budget") and duel.difference > 0):
+                best = challenger
+        self.winner = best
+
+    async def _duel(self, context: SearchContext, best: Candidate, challenger: Candidate) -> Duel:
+        tasks, alpha = range(context.validation_tasks), context.config.alpha
+        test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
+        differences: list[float] = []
+        verdict = "continue"
+        for start in range(0, len(tasks), WAVE):
+            wave = tasks[start : start + WAVE]
+            if context.spending.left() < 2 * len(wave) or context.spending.exhausted() is not None:
+                verdict = "budget"
+                break
+            theirs, ours = await self._scores(context, best, wave), await self._scores(context, challenger, wave)
+            for mine, other in zip(ours, theirs, strict=True):
+                differences.append(mine - other)
+                verdict = test.update(max(-self.span, min(self.span, mine - other)))
+                if verdict != "continue":
+                    break
+            if verdict != "continue":
+                break
+        mean = fmean(differences) if differences else 0.0
+        return Duel("exhausted" if verdict == "continue" else verdict, len(differences), mean, test.p_value)
+
+    async def _scores(self, context: SearchContext, candidate: Candidate, tasks: Sequence[int]) -> list[float]:
+        known = self.scores.setdefault(candidate.digest, {})
+        missing = [Trial(task, split="validation") for task in tasks if task not in known]
+        known |= {outcome.task: score_of(outcome) for outcome in await context.evaluate(candidate, missing)}
+        return [known[task] for task in tasks]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "finalists": [dict(each.texts) for each in self.finalists],
+            "why": self.why,
+            "for_budget": self.for_budget,
+            "span": self.span,
+            "scores": {
+                digest: {str(task): value for task, value in known.items()} for digest, known in self.scores.items()
+            },
+            "duels": [list(astuple(each)) for each in self.duels],
+            "winner": None if self.winner is None else dict(self.winner.texts),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Finals:
+        winner = state["winner"]
+        return cls(
+            [Candidate(texts) for texts in state["finalists"]],
+            state["why"],
+            state["for_budget"],
+            state["span"],
+            {digest: {int(task): value for task, value in known.items()} for digest, known in state["scores"].items()},
+            [Duel(*each) for each in state["duels"]],
+            None if winner is None else Candidate(winner),
+        )
