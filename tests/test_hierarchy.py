@@ -134,7 +134,7 @@ def test_calls_and_rewards_carry_the_name_of_their_level(tmp_path: Path) -> None
 def test_what_cannot_be_a_level_is_refused_by_name() -> None:
     with pytest.raises(agl.AgentError, match="'low', steps=0"):
         agl.Level("low", lambda *_: "go", Line(), steps=0)
-    with pytest.raises(agl.AgentError, match="'low'.*no reset and step"):
+    with pytest.raises(agl.AgentError, match=r"'low'.*no reset and step"):
         agl.Level("low", lambda *_: "go", "a world")
 
 

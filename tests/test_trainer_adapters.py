@@ -35,7 +35,7 @@ from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.trainer import Trainer
-from agentlightning.training.report import write_report
+from agentlightning.training.report import reward_curve
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -118,7 +118,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_report, "draw_curve", lambda *_: None)
+    monkeypatch.setattr(reward_curve, "draw_curve", lambda *_: None)
 
 
 async def one_call(ask: Ask) -> float:

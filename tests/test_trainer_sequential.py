@@ -24,7 +24,7 @@ from agentlightning.policy import open as opening
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import PromptWorld
 from agentlightning.training.persistence.run_changes import changed_settings, check_changes
-from agentlightning.training.report import write_report
+from agentlightning.training.report import reward_curve
 from agentlightning.training.report.result import as_html, markdown_report
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -83,7 +83,7 @@ class Run:
             return self.policy
 
         monkeypatch.setattr(opening, "open_policy", open_policy)
-        monkeypatch.setattr(write_report, "draw_curve", lambda *_: None)
+        monkeypatch.setattr(reward_curve, "draw_curve", lambda *_: None)
 
     def apo(self, **settings: Any) -> agl.APO:
         models = {part: {"model": part, "base_url": self.server.url} for part in ("critic", "editor")}

@@ -15,7 +15,8 @@ Training: Trainer (trains an agent), TrainConfig (its settings), TrainingResult 
     (its settings), SFTResult (what it did), RejectionSampling (imitates rollouts that succeeded),
     RejectionSamplingConfig (its settings), DPO (learning from preferences), DPOConfig (its settings), RecordedResult
     (what was learned from recorded sessions), TrajectoryQuery (which of them are demonstrations), Algorithm (the base
-    of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it), RolloutSource (where
+    of your own), AlgorithmConfig (of its settings), Training (the run, as an algorithm sees it),
+    Callback (code of your own at its points), FinishedStep (what it is given there), RolloutSource (where
     its rollouts come from),
     RolloutRequest (a batch of them), Want (some of one task), BranchPoint (or off another rollout), Collected (what
     came back), Learner (the weights), RolloutReport (a rollout as
@@ -213,8 +214,9 @@ if TYPE_CHECKING:
     from agentlightning.tracing.air import air_rule
     from agentlightning.tracing.status import RecordingStatus
     from agentlightning.trainer import Trainer
+    from agentlightning.training.callbacks import Callback, FinishedStep
     from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
-    from agentlightning.training.governance.audit import AuditRecord, read_audit
+    from agentlightning.training.governance import AuditRecord, read_audit
     from agentlightning.training.report.result import Cost, RecordedResult, StageResult, TrainingResult
     from agentlightning.trajectory import Node, Step, TokenTree, TrainingSample, Trajectory, Transition
     from agentlightning.util.kept_sets import KeptSets
@@ -287,7 +289,8 @@ _NAMES = {
     "tracing.air": "air_rule",
     "tracing.status": "RecordingStatus",
     "trainer": "Trainer",
-    "training.governance.audit": "AuditRecord read_audit",
+    "training.callbacks": "Callback FinishedStep",
+    "training.governance": "AuditRecord read_audit",
     "training.dry_run": "DryRun DryRunCheck DryRunRollout",
     "training.report.result": "Cost RecordedResult TrainingResult StageResult",
     "trajectory": "Node Step TokenTree TrainingSample Trajectory Transition",
@@ -315,6 +318,7 @@ __all__ = [
     "BeamSearchConfig",
     "BranchPoint",
     "Branching",
+    "Callback",
     "Capabilities",
     "ChatFormat",
     "Collected",
@@ -337,6 +341,7 @@ __all__ = [
     "Evaluation",
     "EvaluationConfig",
     "ExtensionError",
+    "FinishedStep",
     "FunctionAgent",
     "FunctionalAlgorithm",
     "Gain",

@@ -36,6 +36,7 @@ TRACKERS = Registry(
     },
 )
 HOOKS = Registry("hooks", "hook", "agentlightning.compat.runner:Hook")
+CALLBACKS = Registry("callbacks", "callback", "agentlightning.training.callbacks:Callback")
 
 
 class DataConfig(Section):
@@ -326,6 +327,9 @@ class RunConfig(Section):
     token_ratios: bool = False
     """Whether the tokens of each update are scored once more after it, for the dashboard's view of the ratio of new to
     old: one more forward pass, and about 8 bytes a token in `ratios/`."""
+    callbacks: tuple[Annotated[str, Named(CALLBACKS)], ...] = ()
+    """Code of your own at the points of a run: subclasses of `agl.Callback`, as `module:Class`
+    (docs/guides/extend.md)."""
     host: str = "127.0.0.1"
     """Address the gateway listens on."""
     port: int = Field(default=0, ge=0, le=65535)

@@ -76,8 +76,8 @@ class Level:
         if not all(callable(getattr(below, method, None)) for method in ("reset", "step")):
             raise AgentError(f"Level({name!r}): {below!r} has no reset and step; give another Level, or an environment")
         self.name, self.act, self.below, self.steps = name, act, below, steps
-        self.observe = observe or (lambda step: step.observations[-1])
-        self.reward = reward or (lambda step: step.reward)
+        self.observe = observe or _last_observation
+        self.reward = reward or _sum_of_rewards
         self.credit = credit
         self._seen: Any = None
         self._plays = False
@@ -119,3 +119,11 @@ class Level:
 
 async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def _last_observation(step: LevelStep) -> Any:
+    return step.observations[-1]
+
+
+def _sum_of_rewards(step: LevelStep) -> float:
+    return step.reward

@@ -36,6 +36,7 @@ from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training import dry_run
+from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
@@ -46,7 +47,8 @@ from agentlightning.training.agent_runner import (
     report_missing_runners,
     run_beside,
 )
-from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_reporting
+from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_watching
+from agentlightning.training.callbacks import Callback, make_callbacks
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.health.examination import starting_warnings
@@ -83,7 +85,7 @@ from agentlightning.training.recorded import (
 )
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
-from agentlightning.training.run import RunAccount, TrainingRun
+from agentlightning.training.run import TrainingRun
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.trainer_settings import (
     algorithm_of_run,
@@ -126,14 +128,18 @@ class Trainer:
         initial_resources: NamedResources | None = None,
         progress: Progress | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
+        callbacks: Sequence[Callback[Any] | type[Callback[Any]] | str] = (),
         tracer: Any | None = None,
         adapter: Any | None = None,
     ) -> None:
         check_tracer(tracer)
         self.hooks = hooks
+        self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
+        """Those that are objects; the settings name the others."""
         self.algorithm = with_adapter(None if algorithm is None else check_algorithm(algorithm), adapter)
         runners = n_workers if n_runners is None else n_runners
-        self.config = with_arguments(config or TrainConfig(), self.algorithm, model, runners, seed)
+        named = [each for each in callbacks if not isinstance(each, Callback)]
+        self.config = with_arguments(config or TrainConfig(), self.algorithm, model, runners, seed, named)
         prompts, others = split_prompts(initial_resources or {})
         self.config = self.config.model_copy(update={"prompts": {**self.config.prompts, **prompts}})
         self.reward = reward if reward is not None else self.config.reward
@@ -212,6 +218,7 @@ class Trainer:
             initial_resources=self.initial_resources,
             progress=self.progress,
             hooks=self.hooks,
+            callbacks=self.callbacks,
         )
         return trainer.fit(agent, tasks, held_out_dataset=load_dataset(val_dataset) if val_dataset else tasks)
 
@@ -349,7 +356,7 @@ class Trainer:
         if self.algorithm is None:
             self.algorithm = make_algorithm(self.config.algorithm)
         self.algorithm = with_options(self.algorithm, options)
-        self.config = with_arguments(self.config, self.algorithm, None, None, None)
+        self.config = with_arguments(self.config, self.algorithm)
 
     async def _train_recorded(self, options: RecordedOptions) -> TrainingResult:
         require_training()
@@ -396,15 +403,27 @@ class Trainer:
     def _open_recorded(self, resumes: bool) -> tuple[RunDir, RunState]:
         """The directory of a run on recorded data: new, resumed, or one whose result a further run begins with."""
         if self._trained is None and not resumes:
-            return RunDir.create(self.run_dir), RunState(f"r{secrets.token_hex(4)}")
+            return RunDir.create(self.run_dir), self._new_state()
         run_dir = RunDir.open(self.run_dir)
         if resumes:
-            return run_dir, run_dir.read_state()
+            try:
+                state = run_dir.read_state()
+                check_extensions(self.run_dir, state, self.config, self._named, self.callbacks)
+            except BaseException:
+                run_dir.close()
+                raise
+            return run_dir, state
         for earlier in (run_dir.start, run_dir.reference):
             shutil.rmtree(earlier, ignore_errors=True)
         settings = {"model": str(self._trained)}
         self.config = self.config.model_copy(update={"policy": self.config.policy.model_copy(update=settings)})
-        return run_dir, RunState(f"r{secrets.token_hex(4)}", step=len(run_dir.read_metrics()))
+        return run_dir, self._new_state(step=len(run_dir.read_metrics()))
+
+    def _new_state(self, **parts: Any) -> RunState:
+        """That of a run which begins."""
+        objects = [*parts.pop("objects", ()), *(["callbacks"] if self.callbacks else ())]
+        extensions = extensions_of(self.config)
+        return RunState(f"r{secrets.token_hex(4)}", objects=objects, extensions=extensions, **parts)
 
     def _name_objects(self, agent: Any) -> None:
         """Treat an agent or a reward that is given as a name as a setting."""
@@ -469,7 +488,7 @@ class Trainer:
                         f"{self.run_dir} learns from recorded data, without an agent; continue it with Trainer.resume("
                         f"{str(self.run_dir)!r}).train(), or `agl train --resume {self.run_dir}`"
                     )
-                check_extensions(self.run_dir, state, self.config, self._named)
+                check_extensions(self.run_dir, state, self.config, self._named, self.callbacks)
                 return run_dir, state, read_tasks(run_dir)
             except BaseException:
                 run_dir.close()
@@ -483,9 +502,7 @@ class Trainer:
         name = algorithm_to_record(self.algorithm)
         parts = {"agent": agent, "reward": self.reward, "store": self.store}
         objects = [name for name, part in parts.items() if part is not None and not isinstance(part, str)]
-        state = RunState(
-            run_id=f"r{secrets.token_hex(4)}", algorithm=name, objects=objects, extensions=extensions_of(self.config)
-        )
+        state = self._new_state(algorithm=name, objects=objects)
         run_dir.write_state(state)
         return run_dir, state, tasks
 
@@ -504,14 +521,10 @@ class Trainer:
         self.progress.phase("training", None if algorithm.selects_result else run.total_steps, done=state.step)
         if state.step >= run.total_steps:
             self.progress.note(f"all {state.step} steps are done; with more (algorithm.steps=N) the run continues")
-        run.account.read_records()
-        if run.learner is not None:
-            await run.learner.publish()
         await run.begin()
         with calls_of(type(algorithm), "algorithm"):
             await self._learn(algorithm, run)
-        await run.judge()
-        await run.load_best()
+        await run.finish()
         if measurements.rollouts:
             self.progress.phase("measuring the trained policy", measurements.rollouts)
         after = await measurements.measure_trained()
@@ -523,7 +536,7 @@ class Trainer:
         except NothingArrived as ended:
             assert run.recorded is not None
             run.recorded.say(f"training ended: {ended}")
-            await run.checkpoint()
+            await run.checkpoints.save()
         else:
             if run.recorded is not None:
                 run.recorded.finish(outcome)
@@ -580,7 +593,7 @@ class Trainer:
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
-            await start_reporting(config, account, stack)
+            start_watching(config, account, stack)
             url = joined_url(config) or config.run.public_url or server.url
             await collector.move(state.run_id, url)
             if runner is None and runs_agent:
@@ -591,6 +604,8 @@ class Trainer:
                 await runner.start(joined_url(config) or server.url)
                 stack.push_async_callback(runner.stop)
             parts = tasks, policy, server, self.initial_resources
-            run = make_training_run(config, algorithm, account, *parts, url, joined, recorded)
+            others = make_callbacks(config.run.callbacks, self.callbacks)
+            run = await make_training_run(config, algorithm, account, *parts, url, joined, recorded, others)
+            stack.push_async_callback(run.close)
             run.target_agent = trained_agents(agent)
             yield runner, run

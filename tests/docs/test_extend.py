@@ -51,7 +51,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def test_what_a_distribution_announces_is_known_by_its_name(installed: Path, tmp_path: Path) -> None:
     text = agl(installed, tmp_path, "train", "--help").stdout
-    for kind, name in {"losses": "plain", "credit_rules": "last_call", "trackers": "lines", "hooks": "timer"}.items():
+    for kind, name in {
+        "losses": "plain",
+        "credit_rules": "last_call",
+        "trackers": "lines",
+        "callbacks": "best_batch",
+    }.items():
         assert any(line.split()[:1] == [kind] and name in line for line in text.splitlines()), text
     run = agl(installed, tmp_path, "train", "--print-config", "algorithm.loss=plane", fails=True)
     assert "there is no loss 'plane'; did you mean 'plain'" in run.stderr
@@ -71,6 +76,7 @@ def test_a_run_is_made_of_parts_of_others_and_resumes_with_them(installed: Path,
         "algorithm.credit.baseline=0.1",
         "reward=brevity",
         'tracking.trackers=["lines"]',
+        'run.callbacks=["best_batch"]',
         'runner.hooks=["timer"]',
         "policy.kind=logged",
         'policy.backend={name = "ours"}',
@@ -84,7 +90,8 @@ def test_a_run_is_made_of_parts_of_others_and_resumes_with_them(installed: Path,
     assert any(b"lab.seconds" in file.read_bytes() for file in run.glob("store.db*"))
     named = json.loads((run / "state.json").read_text())["extensions"]
     assert named["algorithm.loss.type=plain"]["file"] == str(installed / "lab_loss.py")
-    assert len(named) == 6, named
+    assert len(named) == 7, named
+    assert metrics(run)[0]["best_batch"] == metrics(run)[0]["reward"]
 
     changed = installed / "lab_loss.py"
     before = changed.read_text()

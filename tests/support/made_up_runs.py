@@ -22,7 +22,7 @@ from agentlightning.resources import PromptTemplate, ProxyLLM
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.types import RolloutRecord
-from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord
+from agentlightning.training.governance import AUDIT_FILE, AuditRecord
 from agentlightning.training.health.examination import read_records
 from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunState

@@ -26,7 +26,7 @@ class FakeLearner:
 
 def run_in(run_dir: RunDir, step: int = 0) -> TrainingRun:
     account = SimpleNamespace(run_dir=run_dir, state=RunState("r", step=step))
-    parts: dict[str, Any] = dict.fromkeys(("config", "rollouts", "measurements", "checkpoints", "recovery", "audit"))
+    parts: dict[str, Any] = dict.fromkeys(("rollouts", "measurements", "checkpoints"))
     return TrainingRun(account=account, learner=FakeLearner(), total_steps=9, **parts)  # type: ignore[arg-type]
 
 

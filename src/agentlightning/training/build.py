@@ -32,20 +32,22 @@ from agentlightning.store.instrumented import instrument
 from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
+from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import rollout_config, routes_models
+from agentlightning.training.callbacks import Callback
 from agentlightning.training.curriculum import task_order
-from agentlightning.training.governance.audit import AuditLog
-from agentlightning.training.governance.gate import GuardSet, PromotionGate, guard_tasks
-from agentlightning.training.governance.reward_watch import RewardWatch, SecondReward
-from agentlightning.training.health.recovery import Recovery
+from agentlightning.training.governance import Audit, Gate, Guard, guard_tasks
+from agentlightning.training.health.recovery import Health
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import Recorded
-from agentlightning.training.run import CountedSource, RunAccount, TrainingRun
+from agentlightning.training.report.reward_curve import Curve
+from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.training.sources.group_rewards import GroupRewardSource
 from agentlightning.training.sources.in_flight_limit import InFlightLimit
@@ -126,7 +128,7 @@ def load_rule(name: str) -> Any:
     return load_object(function_spec(name, "AIR rule"), "AIR rule")
 
 
-def make_training_run(
+async def make_training_run(
     config: TrainConfig,
     algorithm: Algorithm[Any],
     account: RunAccount,
@@ -137,17 +139,30 @@ def make_training_run(
     url: str,
     joined: JoinedGateways | None = None,
     recorded: Recorded | None = None,
+    callbacks: Sequence[Callback[Any]] = (),
 ) -> TrainingRun:
     """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its calls
     go to `url`: the gateway of `server`, or one that was joined. It learns from what was `recorded`, else from
-    rollouts."""
-    state, collector = account.state, account.collector
-    max_calls = config.runner.max_calls
-    publisher = ResourcePublisher(collector.store, url, policy, resources, max_calls)
+    rollouts. `callbacks`: those of others."""
+    state, collector, weights = account.state, account.collector, algorithm.reward_weights
+    publisher = ResourcePublisher(collector.store, url, policy, resources, config.runner.max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
     learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
-    watch = make_watch(config, algorithm, state, collector)
+    checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
+    checkpoints.restore_algorithm(state.checkpoint)
+    measurements = Measurements(
+        collector,
+        publisher,
+        state,
+        tasks,
+        config.evaluation,
+        weights,
+        on_collected=account.name_evaluated if algorithm.learns_weights else account.name_left_out,
+        on_progress=account.progress.update,
+        write_state=account.write_state,
+        validates=not algorithm.selects_result,
+    )
     source: RolloutSource
     if recorded is not None:
         source, stop_at = recorded, None
@@ -157,49 +172,39 @@ def make_training_run(
         if config.group_reward is not None:
             judge = load_object(function_spec(config.group_reward, "group reward"), "group reward")
             source = GroupRewardSource(source, judge, collector.store)
-        source = CountedSource(source, account, watch)
-    audit = AuditLog(account.run_dir, state, collector.store, algorithm.name)
-    checkpoints = Checkpoints(account.run_dir, learner, publisher, algorithm, state)
-    checkpoints.restore_algorithm(state.checkpoint)
-    return TrainingRun(
-        config=config.run,
-        account=account,
-        rollouts=source,
-        learner=learner,
-        measurements=Measurements(
-            collector,
-            publisher,
-            state,
-            tasks,
-            config.evaluation,
-            algorithm.reward_weights,
-            on_collected=account.name_evaluated if algorithm.learns_weights else account.name_left_out,
-            on_progress=account.progress.update,
-            write_state=account.write_state,
-            validates=not algorithm.selects_result,
-        ),
-        checkpoints=checkpoints,
-        recovery=Recovery(config.run, state, checkpoints),
+    run = TrainingRun(
+        account,
+        source,
+        learner,
+        measurements,
+        checkpoints,
         total_steps=state.first_step + algorithm.total_steps if recorded else algorithm.total_steps,
         recorded=recorded,
         start_prompts=prompts_in(resources),
-        audit=audit,
-        watch=watch,
-        gate=make_gate(config, algorithm, tasks, collector, checkpoints, audit),
         stop_rollouts_at=stop_at or (lambda step: None),
         uses_providers=bool(config.gateway.providers),
         gateways=None if joined is None else joined.report,
     )
+    account.add(Curve(account.run_dir, required=learner is not None))
+    account.add(await asyncio.to_thread(Tracking, config, account, measurements))
+    if config.guard is not None:
+        account.add(Guard(config.guard, account, weights))
+    if config.run.token_ratios and learner is not None:
+        account.add(TokenRatios(account, learner))
+    account.add(audit := Audit(account, checkpoints, algorithm.name))
+    account.add(health := Health(config.run, account, checkpoints, judges=recorded is None))
+    if config.gate is not None:
+        account.add(Gate(config.gate, account, checkpoints, audit, health, guard_tasks(config.gate, tasks), weights))
+    for callback in callbacks:
+        callback.run = run
+        account.add(callback)
+    return run
 
 
-async def start_reporting(config: TrainConfig, account: RunAccount, stack: AsyncExitStack) -> None:
-    """Start the trackers of the settings, or continue their runs, and watch the rollouts. Raises MissingExtraError."""
-    run_dir, step = account.run_dir.path, account.state.step
-    account.tracking = await asyncio.to_thread(Tracking, config, run_dir, step)
-    stack.push_async_callback(asyncio.to_thread, account.tracking.close)
-    account.warn_of_trackers()
+def start_watching(config: TrainConfig, account: RunAccount, stack: AsyncExitStack) -> None:
+    """Watch the rollouts, where there is a display."""
     if account.progress.enabled:
-        own, timeout = (run_dir / "store.db").exists(), config.runner.timeout_seconds
+        own, timeout = (account.run_dir.path / "store.db").exists(), config.runner.timeout_seconds
         store, run_id = account.collector.store, account.state.run_id
         watching = asyncio.create_task(watch_rollouts(store, run_id, account.progress, timeout, own_store=own))
         stack.push_async_callback(_cancel, watching)
@@ -208,39 +213,6 @@ async def start_reporting(config: TrainConfig, account: RunAccount, stack: Async
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def make_watch(
-    config: TrainConfig, algorithm: Algorithm[Any], state: RunState, collector: RolloutCollector
-) -> RewardWatch | None:
-    """The check of rewards, where the settings ask for one."""
-    guard, weights = config.guard, algorithm.reward_weights
-    if guard is None:
-        return None
-    return RewardWatch(guard, state, weights, SecondReward.load(collector.store, guard.reward, weights))
-
-
-def make_gate(
-    config: TrainConfig,
-    algorithm: Algorithm[Any],
-    tasks: Tasks,
-    collector: RolloutCollector,
-    checkpoints: Checkpoints,
-    audit: AuditLog,
-) -> PromotionGate | None:
-    """The promotion gate, where the settings ask for one. Raises ConfigError for a guard set that cannot be used."""
-    gate, weights = config.gate, algorithm.reward_weights
-    if gate is None:
-        return None
-    guard_set = GuardSet(
-        collector,
-        guard_tasks(gate, tasks),
-        gate.mode,
-        checkpoints.publisher.write,
-        weights,
-        SecondReward.load(collector.store, gate.reward, weights),
-    )
-    return PromotionGate(gate, audit.state, checkpoints, guard_set, audit)
 
 
 def make_learner(
@@ -267,7 +239,6 @@ def make_learner(
         policy,
         updating,
         config.policy.token_budget,
-        lr_factor=lambda: state.lr_factor,
         resumes=state.resumes,
         weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
     )

@@ -7,9 +7,10 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -20,10 +21,8 @@ from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
 from agentlightning.models.resolve import TINY
-from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
@@ -34,10 +33,9 @@ from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutPlan, describe_failure
-from agentlightning.training.sources.group_rewards import transcript_of
+from agentlightning.training.sources.transcripts import transcript_of
 from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking.tracking import check_installed
-from agentlightning.trajectory import Trajectory
 
 # -- observation -----------------------------------------------------------------------------------------------------
 
@@ -108,29 +106,17 @@ def _error(span: Span) -> str:
 
 def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
     """Of recorded tool calls; and of the results that the model was given, which say it in words."""
-    recorded = [f"{step.name}: {step.error}"[:MOST_TEXT] for step in steps(spans) if step.kind == "tool" and step.error]
-    if recorded:
-        return tuple(recorded)
-    named = {
-        str(part.get("id")): str(part.get("name"))
-        for message in transcript_of(spans)
-        for part in _parts(message)
-        if part.get("type") == "tool_call"
-    }
-    return tuple(
-        f"{named.get(str(part.get('id')), 'tool')}: {text.strip()}"[:MOST_TEXT]
-        for message in transcript_of(spans)
-        for part in _parts(message)
-        if part.get("type") == "tool_call_response" and TOOL_ERROR.match(text := _result(part))
-    )
-
-
-def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [part for part in message.get("parts") or () if isinstance(part, Mapping)]
-
-
-def _result(part: Mapping[str, Any]) -> str:
-    return str(part.get("response", part.get("result", part.get("content", ""))))
+    recorded = [f"{step.name}: {step.error}" for step in steps(spans) if step.kind == "tool" and step.error]
+    if not recorded:
+        named: dict[Any, Any] = {}
+        messages = (message.get("parts") or () for message in transcript_of(spans))
+        for part in (part for parts in messages for part in parts if isinstance(part, Mapping)):
+            if part.get("type") == "tool_call":
+                named[part.get("id")] = part.get("name")
+            elif part.get("type") == "tool_call_response":
+                text = str(part.get("response", part.get("result", part.get("content", "")))).strip()
+                recorded += [f"{named.get(part.get('id'), 'tool')}: {text}"] if TOOL_ERROR.match(text) else []
+    return tuple(each[:MOST_TEXT] for each in recorded)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -185,36 +171,43 @@ class DryRun:
         }
 
 
-def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights: bool) -> list[DryRunCheck]:
+def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights: bool) -> Iterator[DryRunCheck]:
     """`trains`: whether the calls of a policy are learned from; `random_weights`: whether it knows nothing yet."""
-    found = [check_rollouts(rollouts)]
-    if trains:
-        found.append(check_calls(rollouts))
-        found += [check_tokens(rollouts, random_weights)] if any(each.policy_calls for each in rollouts) else []
-    else:
-        found.append(check_recorded_calls(rollouts))
-    found += check_prompts(rollouts)
-    found += check_tools(rollouts)
-    return [*found, *check_reward(rollouts, random_weights)]
-
-
-def check_rollouts(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
-    """Whether the agent ended without an error."""
     failed = [each for each in rollouts if each.failure is not None]
-    slowest = max(each.seconds for each in rollouts)
-    if not failed:
-        return DryRunCheck(
-            "rollouts", "ok", f"{len(rollouts)} of {len(rollouts)} ended well, the slowest in {slowest:.1f} s"
-        )
-    first = failed[0]
-    hung = sum(each.status == "timeout" for each in failed)
-    times = f", {hung} of them because they took longer than runner.timeout_seconds" if hung else ""
-    return DryRunCheck(
-        "rollouts",
-        "failed" if len(failed) * 2 > len(rollouts) else "warning",
-        f"{len(failed)} of {len(rollouts)} failed{times}. The first, {first.rollout_id}:\n{first.failure}",
-        "run the agent on this task by itself: " + _short(first.task),
+    ended = (
+        f"{len(rollouts)} of {len(rollouts)} ended well, the slowest in {max(each.seconds for each in rollouts):.1f} s"
     )
+    if failed:
+        hung = sum(each.status == "timeout" for each in failed)
+        times = f", {hung} of them because they took longer than runner.timeout_seconds" if hung else ""
+        ended = (
+            f"{len(failed)} of {len(rollouts)} failed{times}. The first, {failed[0].rollout_id}:\n{failed[0].failure}"
+        )
+    yield DryRunCheck(
+        "rollouts",
+        "ok" if not failed else "failed" if len(failed) * 2 > len(rollouts) else "warning",
+        ended,
+        "run the agent on this task by itself: " + _short(failed[0].task) if failed else None,
+    )
+    yield check_calls(rollouts) if trains else check_recorded_calls(rollouts)
+    if trains and any(each.policy_calls for each in rollouts):
+        yield check_tokens(rollouts, random_weights)
+    share = answers_in_prompts(
+        [(each.task, json.dumps(_asked(each), ensure_ascii=False, default=str)) for each in rollouts]
+    )
+    if share is not None and share >= LEAK_SHARE:
+        text = f"the answer of the task is in the prompt of {share:.0%} of the tasks: the policy may learn to copy it"
+        advice = "do not give the agent the field of the task that the reward compares with"
+        yield DryRunCheck("prompts", "warning", text, advice)
+    if errors := [error for each in rollouts for error in each.tool_errors]:
+        counts = Counter(error.partition(":")[0] for error in errors)
+        named = ", ".join(f"{name} {count} times" for name, count in counts.most_common())
+        advice = (
+            "where the model's arguments are at fault, it can learn; where the tool is (a key, a file), mend it first"
+        )
+        yield DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)
+    if len(failed) < len(rollouts):
+        yield check_reward([each for each in rollouts if each.failure is None], random_weights)
 
 
 def check_recorded_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
@@ -237,107 +230,77 @@ def check_calls(rollouts: Sequence[DryRunRollout]) -> DryRunCheck:
     calls = [each.policy_calls for each in rollouts]
     silent = sum(not each for each in calls)
     errors = [error for each in rollouts for error in each.failed_calls]
-    others = sorted({model for each in rollouts for model in each.other_models})
-    if silent == len(calls) and others:
-        text = f"no call was answered by the model that is to learn; {', '.join(others)} answered"
-        return DryRunCheck(
-            "calls", "failed", text, "change the routes of [gateway], or the name of the model in the agent"
-        )
-    if silent == len(calls) and errors:
-        return DryRunCheck("calls", "failed", f"all {len(errors)} calls were refused: {errors[0]}", "mend what it says")
-    if silent == len(calls):
-        text = "the agent made no call to the model that is to learn"
+    others = ", ".join(sorted({model for each in rollouts for model in each.other_models}))
+    text, outcome, advice = f"{sum(calls)} calls of the model in {len(calls)} rollouts", "failed", None
+    if silent < len(calls):
+        outcome = "warning" if errors or silent else "ok"
+        if errors:
+            text += f", and {len(errors)} that were refused: {errors[0]}"
+        elif silent:
+            text += f"; {silent} rollouts made none"
+            advice = "nothing is learned from those; see whether the agent skips the call, or catches an error"
+        elif others:
+            text += f"; also answered: {others}"
+    elif others:
+        text = f"no call was answered by the model that is to learn; {others} answered"
+        advice = "change the routes of [gateway], or the name of the model in the agent"
+    elif errors:
+        text, advice = f"all {len(errors)} calls were refused: {errors[0]}", "mend what it says"
+    else:
+        text, advice = "the agent made no call to the model that is to learn", IGNORED_ADDRESS
         if all(each.failure for each in rollouts):  # Its error may be why, or what a wrong address leads to.
-            return DryRunCheck(
-                "calls", "failed", f"{text} before it failed", f"see the error above first. Or: {IGNORED_ADDRESS}"
-            )
-        return DryRunCheck("calls", "failed", text, IGNORED_ADDRESS)
-    text = f"{sum(calls)} calls of the model in {len(calls)} rollouts"
-    if errors:
-        return DryRunCheck("calls", "warning", f"{text}, and {len(errors)} that were refused: {errors[0]}")
-    if silent:
-        advice = "nothing is learned from those; see whether the agent skips the call, or catches an error"
-        return DryRunCheck("calls", "warning", f"{text}; {silent} rollouts made none", advice)
-    return DryRunCheck("calls", "ok", text + (f"; also answered: {', '.join(others)}" if others else ""))
+            text, advice = f"{text} before it failed", f"see the error above first. Or: {IGNORED_ADDRESS}"
+    return DryRunCheck("calls", outcome, text, advice)
 
 
 def check_tokens(rollouts: Sequence[DryRunRollout], random_weights: bool) -> DryRunCheck:
     """Whether the sampled tokens arrive with their log-probabilities."""
-    calls = sum(each.policy_calls for each in rollouts)
-    unknown = sum(each.without_tokens for each in rollouts)
-    unusable = Counter(each.reason for each in rollouts if each.reason and "reward" not in each.reason)
+    calls, unknown, tokens, truncated = (
+        sum(getattr(each, name) for each in rollouts)
+        for name in ("policy_calls", "without_tokens", "sampled_tokens", "truncated")
+    )
+    unusable = [each for each in rollouts if each.reason and "reward" not in each.reason]
     if unknown:
         advice = "the server that answers must report token ids and log-probabilities (docs/guides/operations/vllm.md)"
         return DryRunCheck("tokens", "failed", f"the tokens of {unknown} of {calls} calls are not known", advice)
     if unusable:
-        named = next(str(each.rejection) for each in rollouts if each.reason in unusable)
-        return DryRunCheck("tokens", "failed", f"{unusable.total()} rollouts cannot be learned from: {named}")
-    tokens, truncated = sum(each.sampled_tokens for each in rollouts), sum(each.truncated for each in rollouts)
+        text = f"{len(unusable)} rollouts cannot be learned from: {unusable[0].rejection}"
+        return DryRunCheck("tokens", "failed", text)
     text = f"{tokens} sampled tokens with their log-probabilities, {tokens / max(1, calls):.0f} an answer"
     if truncated * 2 <= calls or random_weights:
         return DryRunCheck("tokens", "ok", text)
     advice = "raise max_tokens in the agent, unless answers are meant to be cut off"
-    return DryRunCheck(
-        "tokens", "warning", f"{text}; {truncated} of {calls} answers were cut off at their limit", advice
-    )
-
-
-def check_prompts(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:
-    """Whether prompts give the answers of their tasks away; nothing where they do not, or tasks have no answer."""
-    pairs = [(each.task, json.dumps(_asked(each), ensure_ascii=False, default=str)) for each in rollouts]
-    share = answers_in_prompts(pairs)
-    if share is None or share < LEAK_SHARE:
-        return []
-    text = f"the answer of the task is in the prompt of {share:.0%} of the tasks: the policy may learn to copy it"
-    advice = "do not give the agent the field of the task that the reward compares with"
-    return [DryRunCheck("prompts", "warning", text, advice)]
+    text += f"; {truncated} of {calls} answers were cut off at their limit"
+    return DryRunCheck("tokens", "warning", text, advice)
 
 
 def _asked(rollout: DryRunRollout) -> list[Any]:
     """The messages before the first answer."""
-    roles = [message.get("role") for message in rollout.transcript]
-    return list(rollout.transcript[: roles.index("assistant") if "assistant" in roles else None])
+    return list(takewhile(lambda message: message.get("role") != "assistant", rollout.transcript))
 
 
-def check_tools(rollouts: Sequence[DryRunRollout]) -> list[DryRunCheck]:
-    """Tools that raised; nothing where none did."""
-    errors = [error for each in rollouts for error in each.tool_errors]
-    if not errors:
-        return []
-    names = Counter(error.partition(":")[0] for error in errors)
-    named = ", ".join(f"{name} {count} times" for name, count in names.most_common())
-    advice = "where the model's arguments are at fault, it can learn; where the tool is (a key, a file), mend it first"
-    return [DryRunCheck("tools", "warning", f"tools raised: {named}. The first: {errors[0]}", advice)]
-
-
-def check_reward(rollouts: Sequence[DryRunRollout], random_weights: bool) -> list[DryRunCheck]:
-    """Whether rollouts have rewards, and these differ; nothing where none ended well."""
-    ended = [each for each in rollouts if each.failure is None]
+def check_reward(ended: Sequence[DryRunRollout], random_weights: bool) -> DryRunCheck:
+    """Whether the rollouts that ended well have rewards, and these differ."""
     rewards = [each.reward for each in ended if each.reward is not None]
     missing = [each for each in ended if each.reward is None]
-    if not ended:
-        return []
     if missing:
         why = missing[0].rejection or "the agent returned no number, and no reward function is set"
         text = f"{len(missing)} of {len(ended)} rollouts have none: {why}"
         advice = "return a number from the agent, set a reward function (--reward), or call agl.emit_reward"
-        return [DryRunCheck("reward", "warning" if len(missing) * 2 < len(ended) else "failed", text, advice)]
+        return DryRunCheck("reward", "warning" if len(missing) * 2 < len(ended) else "failed", text, advice)
     low, high = min(rewards), max(rewards)
     if low < high:
-        mean = sum(rewards) / len(rewards)
-        return [DryRunCheck("reward", "ok", f"{mean:.3f} on average, from {low:g} to {high:g}")]
-    shown = f"The first output was {_short(ended[0].output)} for the task {_short(ended[0].task)}"
-    return [
-        DryRunCheck(
-            "reward",
-            "warning",
-            f"all {len(rewards)} rewards are {low:g}: rollouts that do not differ teach nothing. {shown}",
-            "the model has random weights here, and its answers are noise: see what the reward gives a right answer"
-            if random_weights
-            else "see whether the reward reads the answer in the form that the agent gives it, and what it gives a"
-            " right and a wrong one; else take tasks that the model solves sometimes",
-        )
-    ]
+        return DryRunCheck("reward", "ok", f"{sum(rewards) / len(rewards):.3f} on average, from {low:g} to {high:g}")
+    return DryRunCheck(
+        "reward",
+        "warning",
+        f"all {len(rewards)} rewards are {low:g}: rollouts that do not differ teach nothing. The first output was"
+        f" {_short(ended[0].output)} for the task {_short(ended[0].task)}",
+        "the model has random weights here, and its answers are noise: see what the reward gives a right answer"
+        if random_weights
+        else "see whether the reward reads the answer in the form that the agent gives it, and what it gives a right"
+        " and a wrong one; else take tasks that the model solves sometimes",
+    )
 
 
 def _short(value: Any) -> str:
@@ -476,40 +439,23 @@ async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunR
     attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
     spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
     rejected = {each.rollout_id: each for each in collected.rejected}
-    scored = {each.rollout_id: each for each in collected.trajectories}
-    model = collector.reader.model
-    return tuple(
-        DryRunRollout(
-            plan.rollout_id,
-            plan.task,
-            **_attempt_fields(attempts.get(plan.rollout_id)),
-            **_reward_fields(plan.rollout_id, scored, rejected, algorithm.reward_weights),
-            **observe_calls(spans.get(plan.rollout_id, []), model),
+    scores = {each.rollout_id: team_score(each, algorithm.reward_weights) for each in collected.trajectories}
+    found: list[DryRunRollout] = []
+    for plan in plans:
+        attempt, refused = attempts.get(plan.rollout_id), rejected.get(plan.rollout_id)
+        ended = attempt is not None and attempt.status == "succeeded"
+        found.append(
+            DryRunRollout(
+                plan.rollout_id,
+                plan.task,
+                "failed" if attempt is None else attempt.status,
+                0.0 if attempt is None else (attempt.end_time or attempt.start_time) - attempt.start_time,
+                None if attempt is None else attempt.metadata.get("output"),
+                scores.get(plan.rollout_id),
+                failure=None if ended else describe_failure(attempt),
+                rejection=refused and refused.message,
+                reason=refused and refused.reason,
+                **observe_calls(spans.get(plan.rollout_id, []), collector.reader.model),
+            )
         )
-        for plan in plans
-    )
-
-
-def _attempt_fields(attempt: Attempt | None) -> dict[str, Any]:
-    if attempt is None:
-        return {"status": "failed", "seconds": 0.0, "failure": describe_failure(None)}
-    ended = attempt.end_time if attempt.end_time is not None else attempt.start_time
-    return {
-        "status": attempt.status,
-        "seconds": ended - attempt.start_time,
-        "output": attempt.metadata.get("output"),
-        "failure": None if attempt.status == "succeeded" else describe_failure(attempt),
-    }
-
-
-def _reward_fields(
-    rollout_id: str,
-    scored: Mapping[str, Trajectory],
-    rejected: Mapping[str, Rejection],
-    weights: Mapping[str, float] | None,
-) -> dict[str, Any]:
-    if rollout_id in scored:
-        return {"reward": team_score(scored[rollout_id], weights)}
-    if rollout_id in rejected:
-        return {"rejection": rejected[rollout_id].message, "reason": rejected[rollout_id].reason}
-    return {}
+    return tuple(found)

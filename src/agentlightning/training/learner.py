@@ -85,8 +85,6 @@ class PolicyLearner:
     """Holds model calls back while its body changes the weights; yields whether some continue across the change."""
     token_budget: int
     """Tokens of a micro-batch, unless the update says otherwise."""
-    lr_factor: Callable[[], float] = lambda: 1.0
-    """The factor of the learning rate, lower after a return to an earlier checkpoint."""
     resumes: Resumes = ()
     """Of the run: loading a checkpoint raises the version, and is no update."""
     weights: WeightPublisher | None = None
@@ -128,8 +126,7 @@ class PolicyLearner:
         """`Policy.train`. The metrics also have the age of the samples and the seconds until calls had finished. A
         policy that trains other weights than those that sample holds calls back only while these are replaced."""
         own = dict(await asyncio.to_thread(staleness, samples, self.version_of, self.resumes))
-        budget, factor = options.token_budget or self.token_budget, options.lr_factor * self.lr_factor()
-        options = replace(options, token_budget=budget, lr_factor=factor)
+        options = replace(options, token_budget=options.token_budget or self.token_budget)
         metrics: dict[str, float] = {}
         apart = cast(SeparatePolicy, self.policy) if capabilities_of(self.policy).separate else None
         if apart is not None:

@@ -79,12 +79,11 @@ async def evaluate_tasks(
 
 
 def _plans(tasks: Sequence[Any], name: str, repeats: int) -> list[RolloutPlan]:
-    if repeats == 1:
-        return [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(tasks)]
+    ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
     return [
-        RolloutPlan(f"{name}-{index:05d}-{repeat}", task, f"{name}-{index}-{repeat}")
+        RolloutPlan(f"{name}-{index:05d}{end}", task, f"{name}-{index}{end}")
         for index, task in enumerate(tasks)
-        for repeat in range(repeats)
+        for end in ends
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ from agentlightning.util.settings import chosen, settings_from
 def with_arguments(
     config: TrainConfig,
     algorithm: Algorithm[Any] | None,
-    model: str | Path | None,
-    n_runners: int | None,
-    seed: int | None,
+    model: str | Path | None = None,
+    n_runners: int | None = None,
+    seed: int | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> TrainConfig:
     """The configuration with the arguments of a trainer in it. Raises ConfigError where they do not go together."""
     changes: dict[str, Any] = {}
@@ -37,8 +39,11 @@ def with_arguments(
     if n_runners is not None:
         values = {"hosts": n_runners}
         changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
-    if seed is not None:
-        changes["run"] = settings_from(RunConfig, {"seed": seed}, base=config.run, source="given to Trainer")
+    run: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if callbacks:
+        run["callbacks"] = (*config.run.callbacks, *callbacks)
+    if run:
+        changes["run"] = settings_from(RunConfig, run, base=config.run, source="given to Trainer")
     found = config.model_copy(update=changes)
     run_by = algorithm or make_algorithm(found.algorithm)
     for stage in getattr(run_by, "stages", (run_by,)):

@@ -14,8 +14,7 @@ from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import describe_failure
-from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.tracking import said, text_of
+from agentlightning.training.sources.transcripts import said, text_of, transcript_of
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentlightning.config import RunConfig
 from agentlightning.errors import ResumeError
 from agentlightning.training.persistence.checkpoints import ALGORITHM_FILE, Checkpoints
 from agentlightning.training.persistence.run_dir import RunDir, RunState
@@ -44,8 +46,8 @@ def run_dir(tmp_path: Any) -> Any:
 
 
 def checkpoints(run_dir: RunDir, algorithm: Any, revision: int = 0) -> Checkpoints:
-    state = RunState(run_id="r", revision=revision)
-    return Checkpoints(run_dir, None, Publisher(), algorithm, state)  # pyright: ignore[reportArgumentType]
+    account = SimpleNamespace(run_dir=run_dir, state=RunState(run_id="r", revision=revision))
+    return Checkpoints(account, RunConfig(), None, Publisher(), algorithm)  # type: ignore[arg-type]
 
 
 async def test_what_an_algorithm_learned_comes_back_from_its_checkpoint(run_dir: RunDir) -> None:

@@ -18,9 +18,9 @@ import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.training.account import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import read_state
-from agentlightning.training.run import RunAccount
 from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
@@ -117,6 +117,20 @@ def test_a_finished_run_goes_on_with_more_steps(store: Any, fill: Any, tiny: Pat
     assert made.train(2).steps == 2
     resumed: Any = agl.Trainer.resume(tmp_path / "run").train(4)
     assert (resumed.steps, [line["step"] for line in lines(tmp_path / "run")]) == (4, [1, 2, 3, 4])
+
+
+def test_a_loss_that_has_changed_since_is_noticed(
+    store: Any, fill: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store)
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "recorded_loss.py"
+    own.write_text("from agentlightning.policy.losses import PPOLoss\n\nclass Mine(PPOLoss):\n    pass\n")
+    algorithm = agl.LightningRL(steps=1, tasks_per_step=2, group_size=2, loss="recorded_loss.py:Mine", optimizer=FAST)
+    agl.Trainer(store=store, algorithm=algorithm, model=tiny, run_dir=tmp_path / "run").train(method="awr")
+    own.write_text(own.read_text() + "# another formula\n")
+    with pytest.raises(ResumeError, match=r"Mine of algorithm.loss\S* has changed since the run began: .*loss.py"):
+        agl.Trainer.resume(tmp_path / "run").train(2)
 
 
 @pytest.mark.slow

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentlightning.algorithms.training import Collected
+from agentlightning.training.callbacks import FinishedStep
 from agentlightning.training.report import reward_curve
-from agentlightning.training.report.reward_curve import SECONDS, LiveCurve
+from agentlightning.training.report.reward_curve import SECONDS, Curve
 
 pytest.importorskip("matplotlib")
 
@@ -20,11 +23,21 @@ class Clock:
         return self.now
 
 
-def lines(steps: int) -> list[dict[str, Any]]:
-    return [{"step": step, "reward": step / 10} for step in range(1, steps + 1)]
+class Lines:
+    """A run directory with so many steps."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps, self.reads = path, steps, 0
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        self.reads += 1
+        return [{"step": step, "reward": step / 10} for step in range(1, self.steps + 1)]
 
 
-def drawn(curve: LiveCurve, path: Path) -> bytes:
+STEP = FinishedStep(Collected(()), {})
+
+
+def drawn(curve: Curve, path: Path) -> bytes:
     thread = curve._thread
     assert thread is not None
     thread.join()
@@ -32,36 +45,38 @@ def drawn(curve: LiveCurve, path: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_picture_follows_the_steps_and_not_more_often_than_every_half_minute(tmp_path: Path):
-    clock, path = Clock(), tmp_path / "curve.png"
-    curve = LiveCurve(path, clock)
-    curve.draw(lambda: lines(2))
+async def test_the_picture_follows_the_steps_and_not_more_often_than_every_half_minute(tmp_path: Path):
+    clock, path, run = Clock(), tmp_path / "curve.png", Lines(tmp_path, 3)
+    curve = Curve(run, required=True, clock=clock)  # type: ignore[arg-type]
+    await curve.on_step_end(STEP)
     assert not path.exists(), "the run has just begun"
     clock.now += SECONDS
-    curve.draw(lambda: lines(3))
+    await curve.on_step_end(STEP)
     first = drawn(curve, path)
     assert first.startswith(b"\x89PNG")
     clock.now += SECONDS - 1
-    curve.draw(lambda: pytest.fail("it is not time"))
-    clock.now += 1
-    curve.draw(lambda: lines(9))
+    await curve.on_step_end(STEP)
+    assert run.reads == 1, "it is not time"
+    clock.now, run.steps = clock.now + 1, 9
+    await curve.on_step_end(STEP)
     assert drawn(curve, path) != first
-    curve.close()
+    await curve.close()
     clock.now += SECONDS
-    curve.draw(lambda: pytest.fail("the run is over"))
-    assert [each.name for each in tmp_path.iterdir()] == ["curve.png"]
+    await curve.on_step_end(STEP)
+    assert run.reads == 2, "the run is over"
+    assert os.listdir(tmp_path) == ["curve.png"]
 
 
-def test_a_picture_that_cannot_be_drawn_is_said_once_and_not_tried_again(tmp_path: Path, monkeypatch, caplog):
+async def test_a_picture_that_cannot_be_drawn_is_said_once_and_not_tried_again(tmp_path: Path, monkeypatch, caplog):
     def broken(*_: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(reward_curve, "draw_curve", broken)
     clock = Clock()
-    curve = LiveCurve(tmp_path / "curve.png", clock)
+    curve = Curve(Lines(tmp_path, 2), required=True, clock=clock)  # type: ignore[arg-type]
     for _ in range(3):
         clock.now += SECONDS
-        curve.draw(lambda: lines(2))
+        await curve.on_step_end(STEP)
         if curve._thread is not None:
             curve._thread.join()
     assert len(caplog.records) == 1

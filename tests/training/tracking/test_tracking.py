@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from agentlightning.algorithms.training import Collected
 from agentlightning.config import TrainConfig
 from agentlightning.errors import MissingExtraError
+from agentlightning.training.callbacks import FinishedStep
+from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.tracking import tracking as module
 from agentlightning.training.tracking.trackers import Transcript
 from agentlightning.training.tracking.tracking import Tracking, flat_settings
@@ -33,20 +39,72 @@ def config(*trackers: str, **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate({"agent": "mine.py:solve", "tracking": {"trackers": trackers, **changes}})
 
 
+@dataclass
+class Result:
+    """As far as trackers see it."""
+
+    curve: Path | None
+    warnings: tuple[str, ...] = ()
+    tracker_failures: dict[str, int] = field(default_factory=dict[str, int])
+
+    def as_json(self) -> dict[str, Any]:
+        return RESULT
+
+
+class Reported:
+    """The trackers of a run, and what it was warned of."""
+
+    def __init__(self, settings: TrainConfig, run_dir: Path, step: int) -> None:
+        self.warnings: dict[str, str] = {}
+        self.state = RunState("r", step=step)
+        self.account: Any = SimpleNamespace(
+            run_dir=SimpleNamespace(path=run_dir),
+            state=self.state,
+            warn=self.warnings.update,
+            collector=SimpleNamespace(store=None),
+        )
+        measurements: Any = SimpleNamespace(validation=[], validation_name=str)
+        self.tracking = Tracking(settings, self.account, measurements)
+
+    async def log(self, step: int, line: dict[str, Any]) -> None:
+        self.state.step = step
+        await self.tracking.on_step_end(FinishedStep(Collected(()), line))
+
+    async def transcripts(self, step: int) -> None:
+        self.state.step = step
+        await self.tracking.on_validation({})
+
+    async def result(self, curve: Path) -> Result:
+        found: Any = await self.tracking.on_end(Result(curve))  # type: ignore[arg-type]
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _one_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rows(*_: Any) -> list[Transcript]:
+        return [ROW]
+
+    monkeypatch.setattr(module, "validation_transcripts", rows)
+
+
 def report(run_dir: Path, settings: TrainConfig) -> dict[str, int]:
     """A run of three steps that is interrupted after the second, and resumed from the first."""
     run_dir.mkdir(exist_ok=True)
-    first = Tracking(settings, run_dir, 0)
+    return asyncio.run(_report(run_dir, settings))
+
+
+async def _report(run_dir: Path, settings: TrainConfig) -> dict[str, int]:
+    first = Reported(settings, run_dir, 0)
     for step in (1, 2):
-        first.log(step, {"step": step, "reward": step / 10, "note": "text", "entropy": float("nan")})
-        first.transcripts(step, [ROW])
-    first.close()
-    again = Tracking(settings, run_dir, 1)
+        await first.log(step, {"step": step, "reward": step / 10, "note": "text", "entropy": float("nan")})
+        await first.transcripts(step)
+    await first.tracking.close()
+    again = Reported(settings, run_dir, 1)
     for step in (2, 3):
-        again.log(step, {"step": step, "reward": step / 10})
-    again.transcripts(3, [ROW])
+        await again.log(step, {"step": step, "reward": step / 10})
+    await again.transcripts(3)
     (run_dir / "curve.png").write_bytes(PNG)
-    return again.result(3, RESULT, run_dir / "curve.png")
+    return (await again.result(run_dir / "curve.png")).tracker_failures
 
 
 class Broken:
@@ -86,30 +144,30 @@ def test_transcripts_are_in_a_file_whether_there_is_a_tracker_or_not(tmp_path: P
     assert rows[0]["output"] == "red"
 
 
-def test_a_tracker_that_fails_is_named_once_and_counted(tmp_path: Path, tracker_is: Any) -> None:
+async def test_a_tracker_that_fails_is_named_once_and_counted(tmp_path: Path, tracker_is: Any) -> None:
     tracker_is(Broken)
-    tracking = Tracking(config("tensorboard"), tmp_path, 0)
+    run = Reported(config("tensorboard"), tmp_path, 0)
     for step in (1, 2, 3):
-        tracking.log(step, {"reward": 0.5})
-    tracking.transcripts(3, [ROW])
-    assert tracking.result(3, RESULT, tmp_path / "curve.png") == {"tensorboard": 4}
-    (text,) = tracking.warnings().values()
+        await run.log(step, {"reward": 0.5})
+    await run.transcripts(3)
+    result = await run.result(tmp_path / "curve.png")
+    assert result.tracker_failures == {"tensorboard": 4}
+    (text,) = run.warnings.values() or result.warnings
     assert text.startswith("tensorboard failed to log metrics: ConnectionError: the server is gone. The run goes on")
 
 
-def test_a_tracker_that_does_not_start_is_named_and_every_call_counted(tmp_path: Path, tracker_is: Any) -> None:
+async def test_a_tracker_that_does_not_start_is_named_and_every_call_counted(tmp_path: Path, tracker_is: Any) -> None:
     tracker_is(Absent)
-    tracking = Tracking(config("tensorboard"), tmp_path, 0)
-    assert "failed to start: TimeoutError: no answer" in tracking.warnings()["tracker_tensorboard"]
-    tracking.log(1, {"reward": 0.5})
-    tracking.close()
-    assert tracking.failures == {"tensorboard": 3}
+    run = Reported(config("tensorboard"), tmp_path, 0)
+    assert "failed to start: TimeoutError: no answer" in run.warnings["tracker_tensorboard"]
+    await run.log(1, {"reward": 0.5})
+    assert (await run.result(tmp_path / "curve.png")).tracker_failures == {"tensorboard": 4}
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'agentlightning\[mlflow\]'"):
-        Tracking(config("mlflow"), tmp_path, 0)
+        Reported(config("mlflow"), tmp_path, 0)
 
 
 def test_no_secret_is_among_the_settings() -> None:
@@ -159,7 +217,9 @@ def test_trackio_reads_the_run_back(tmp_path: Path) -> None:
     program = """
 import sys; sys.path.insert(0, sys.argv[1])
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from test_tracking import config, report
 assert report(Path(sys.argv[2]), config("trackio", project="words")) == {}
 import trackio

@@ -62,7 +62,7 @@ def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[flo
 
 def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
     """The state of a run as JSON values."""
-    from agentlightning.training.report.result import prompts_of
+    from agentlightning.training.persistence.checkpoints import prompts_of
 
     state, rewards = found.state, [each.reward for each in records if each.reward is not None]
     validated = next((each for each in reversed(records) if each.validation), None)

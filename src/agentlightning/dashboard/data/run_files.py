@@ -13,7 +13,7 @@ import orjson
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.training.governance.audit import AUDIT_FILE, AuditRecord, read_audit
+from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_audit
 from agentlightning.training.health.examination import read_records
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord

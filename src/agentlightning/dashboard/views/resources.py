@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from agentlightning.dashboard.data.run_data import DashboardData
@@ -12,7 +12,7 @@ from agentlightning.dashboard.data.run_files import HIDDEN, RunFiles
 from agentlightning.dashboard.data.summary import Updates
 from agentlightning.dashboard.query import Query
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
-from agentlightning.training.governance.audit import AuditRecord
+from agentlightning.training.governance import AuditRecord
 from agentlightning.training.learner import Resumes, updates_of
 
 PAGE: Final = 50
@@ -69,8 +69,7 @@ def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str
     """The lines of two templates: kind `same`, `added` or `removed`."""
     kinds = {" ": "same", "+": "added", "-": "removed"}
     lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
-    found = [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds]
-    return found[:MOST_LINES]
+    return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
 
 
 async def list_weights(data: DashboardData, query: Query) -> dict[str, Any]:
@@ -89,14 +88,14 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
         "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
-        "promoted_step": state.promoted["step"] if state.promoted else None,
+        "promoted_step": state.kept.get("promoted", {}).get("step"),
         "checkpoint_step": state.step,
         "resumes": state.resumes,
         "has_audit": bool(records),
     }
 
 
-def _record(record: AuditRecord, kept: Sequence[str] | set[str], resumes: Resumes) -> dict[str, Any]:
+def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> dict[str, Any]:
     version = None if record.version is None else updates_of(record.version, resumes)
     return {
         "action": record.action,
@@ -106,7 +105,7 @@ def _record(record: AuditRecord, kept: Sequence[str] | set[str], resumes: Resume
         "algorithm": record.algorithm,
         "time": record.time,
         "rollouts": len(record.rollouts),
-        "scores": dict(record.scores),
+        "scores": record.scores,
         "reason": record.reason,
         "resources_id": record.resources_id,
         "returned_to": record.returned_to,

@@ -16,8 +16,9 @@ from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
 from agentlightning.evaluation.intervals import mean_interval, student_quantile
+from agentlightning.training.persistence.checkpoints import prompts_of
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.report.result import cost_of_steps, prompts_of
+from agentlightning.training.report.result import cost_of_steps
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
@@ -197,8 +198,7 @@ def _report(files: RunFiles, state: RunState) -> dict[str, Any] | None:
     report = files.report()
     if report is None:
         return None
-    known = set(state.warnings.values())
-    warnings = [text for text in report.get("warnings") or () if text not in known]
+    warnings = [text for text in report.get("warnings") or () if text not in state.warnings.values()]
     return {name: report.get(name) for name in IN_REPORT} | {"warnings": warnings}
 
 
@@ -207,11 +207,10 @@ def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:
     for role, directory in (
         ("current", state.checkpoint),
         ("best", state.best_checkpoint),
-        ("healthy", state.healthy and state.healthy["directory"]),
-        ("promoted", state.promoted and state.promoted["directory"]),
+        *((role, each["directory"]) for role, each in state.kept.items() if role != "candidate"),
     ):
         if directory:
-            roles.setdefault(str(directory), []).append(role)
+            roles.setdefault(directory, []).append(role)
     found: list[dict[str, Any]] = []
     for path in sorted((files.path / "checkpoints").glob("step-*")):
         name = f"checkpoints/{path.name}"

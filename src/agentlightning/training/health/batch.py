@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Final
 
 from agentlightning.assemble import SEEDED_CALLS
@@ -20,7 +19,7 @@ from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.errors import RewardError
 from agentlightning.training.health.signs import answer_metrics
 from agentlightning.training.health.step_record import DIMENSION
-from agentlightning.trajectory import Reward, Trajectory
+from agentlightning.trajectory import Trajectory
 
 LOG_CHANCE: Final = math.log(1e-9)
 """Identical outputs less probable than this are repeated and no chance: once in a billion groups."""
@@ -46,15 +45,20 @@ def batch_metrics(
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
-    rewards = {each.rollout_id: _reward(each, reward_weights) for each in trajectories}
     groups = group_trajectories(trajectories)
-    return {
-        **_rewards(groups, rewards),
-        **_dimensions(trajectories),
-        **_causes(groups, rewards),
-        **_outputs(trajectories, groups),
-        **answer_metrics(trajectories),
-    }
+    rewards = [[_reward(each, reward_weights) for each in group] for group in groups]
+    known = [[reward for reward in group if reward is not None] for group in rewards]
+    batch = [reward for group in known for reward in group]
+    found: dict[str, float] = {f"groups_{cause}": 0.0 for cause in CAUSES}
+    for group, own in zip(groups, known, strict=True):
+        if (cause := _cause(group, own, batch)) is not None:
+            found[f"groups_{cause}"] += 1
+    found["calls_seeded"] = float(sum(each.metadata.get(SEEDED_CALLS, 0) for each in trajectories))
+    if batch:
+        found |= {"reward_lowest": min(batch), "reward_highest": max(batch)}
+    if spreads := [statistics.pstdev(own) for own in known if len(own) > 1]:
+        found["reward_std"] = statistics.fmean(spreads)
+    return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
 
 
 def _reward(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
@@ -65,74 +69,36 @@ def _reward(trajectory: Trajectory, weights: Mapping[str, float] | None) -> floa
     return number if number is not None and math.isfinite(number) else None
 
 
-# -- rewards -----------------------------------------------------------------------------------------------------------
-
-
-def _rewards(groups: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float | None]) -> dict[str, float]:
-    known = [reward for reward in rewards.values() if reward is not None]
-    if not known:
-        return {}
-    spreads = [statistics.pstdev(own) for group in groups if len(own := _known(group, rewards)) > 1]
-    found = {"reward_lowest": min(known), "reward_highest": max(known)}
-    return {**found, "reward_std": statistics.fmean(spreads)} if spreads else found
-
-
-def _known(group: Sequence[Trajectory], rewards: Mapping[str, float | None]) -> list[float]:
-    return [reward for each in group if (reward := rewards[each.rollout_id]) is not None]
-
-
-def _dimensions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _named(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of each named dimension, and of the intermediate rewards of a rollout."""
     named: defaultdict[str, list[float]] = defaultdict(list)
-    intermediate: list[float] = []
     for each in trajectories:
         for name, value in each.reward.items() if isinstance(each.reward, dict) else ():
-            named[name].append(value)
-        intermediate.append(sum(_total(call.reward) for call in each.transitions))
-    found = {f"{DIMENSION}{name}": statistics.fmean(values) for name, values in named.items()}
-    has_steps = any(call.reward is not None for each in trajectories for call in each.transitions)
-    return {**found, "intermediate_reward": statistics.fmean(intermediate)} if has_steps else found
-
-
-def _total(reward: Reward | None) -> float:
-    return sum(reward.values()) if isinstance(reward, dict) else float(reward or 0.0)
-
-
-# -- groups without spread, and why ------------------------------------------------------------------------------------
-
-
-def _causes(groups: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float | None]) -> dict[str, float]:
-    known = [reward for reward in rewards.values() if reward is not None]
-    found: dict[str, int] = dict.fromkeys(CAUSES, 0)
-    for group in groups:
-        if len(group) > 1 and (cause := _cause(group, _known(group, rewards), known)):
-            found[cause] += 1
-    seeded = sum(each.metadata.get(SEEDED_CALLS, 0) for group in groups for each in group)
-    return {**{f"groups_{cause}": float(count) for cause, count in found.items()}, "calls_seeded": float(seeded)}
+            named[f"{DIMENSION}{name}"].append(value)
+    steps = [call.reward for each in trajectories for call in each.transitions if call.reward is not None]
+    found = {name: statistics.fmean(values) for name, values in named.items()}
+    if steps:
+        sums = (sum(each.values()) if isinstance(each, dict) else each for each in steps)
+        found["intermediate_reward"] = math.fsum(sums) / len(trajectories)
+    return found
 
 
 def _cause(group: Sequence[Trajectory], own: Sequence[float], batch: Sequence[float]) -> str | None:
     """Why the rollouts of a group cannot be told apart; None where they can."""
-    if len({output_of(each) for each in group}) == 1 and output_of(group[0]):
-        return "repeated" if (len(group) - 1) * _logprob(group[0]) < LOG_CHANCE else "certain"
+    if len(group) > 1 and output_of(group[0]) and len(set(map(output_of, group))) == 1:
+        logprob = sum(sum(call.logprobs) for call in group[0].transitions)
+        return "repeated" if (len(group) - 1) * logprob < LOG_CHANCE else "certain"
     if len(own) < 2 or spread(own) > SMALLEST_SPREAD:
         return None
-    if spread(batch) <= SMALLEST_SPREAD:
-        return "constant"
-    if math.isclose(own[0], min(batch), abs_tol=SMALLEST_SPREAD):
-        return "failed"
-    return "solved" if math.isclose(own[0], max(batch), abs_tol=SMALLEST_SPREAD) else "constant"
+    if spread(batch) > SMALLEST_SPREAD:
+        for cause, limit in (("failed", min(batch)), ("solved", max(batch))):
+            if math.isclose(own[0], limit, abs_tol=SMALLEST_SPREAD):
+                return cause
+    return "constant"
 
 
 def output_of(trajectory: Trajectory) -> Output:
-    return tuple(call.response_token_ids for call in trajectory.transitions)
-
-
-def _logprob(trajectory: Trajectory) -> float:
-    return sum(sum(call.logprobs) for call in trajectory.transitions)
-
-
-# -- outputs -----------------------------------------------------------------------------------------------------------
+    return tuple([call.response_token_ids for call in trajectory.transitions])
 
 
 def _outputs(trajectories: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
@@ -145,13 +111,12 @@ def _outputs(trajectories: Sequence[Trajectory], groups: Sequence[Sequence[Traje
         "truncated": sum(call.finish_reason == "length" for call in calls) / len(calls),
         "sampling_entropy": -sum(sum(call.logprobs) for call in calls) / tokens,
     }
-    step = max(1, len(calls) // MOST_OUTPUTS)
-    long = (call.response_token_ids for call in calls[::step] if len(call.response_token_ids) >= LEAST_TOKENS)
-    shares = [repeated_ngrams(output) for output in islice(long, MOST_OUTPUTS)]
-    if shares:
-        found["repeated_ngrams"] = statistics.fmean(shares)
-    if len(groups) > 1:
-        found["common_output"] = common_output(groups)
+    chosen = [call.response_token_ids for call in calls[:: max(1, len(calls) // MOST_OUTPUTS)]]
+    if long := [output for output in chosen if len(output) >= LEAST_TOKENS][:MOST_OUTPUTS]:
+        found["repeated_ngrams"] = statistics.fmean(map(repeated_ngrams, long))
+    if len(groups) > 1:  # the share of groups in which the most frequent output of all occurs
+        count = Counter(output for group in groups for output in set(map(output_of, group)) if output)
+        found["common_output"] = max(count.values(), default=0) / len(groups)
     return found
 
 
@@ -164,9 +129,3 @@ def repeated_ngrams(tokens: Sequence[int]) -> float:
     tokens = tokens[-MOST_TOKENS:]
     ngrams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def common_output(groups: Sequence[Sequence[Trajectory]]) -> float:
-    """The share of groups in which the most frequent output of all occurs."""
-    count = Counter(output for group in groups for output in {output_of(each) for each in group} if output)
-    return max(count.values(), default=0) / len(groups)

@@ -21,6 +21,7 @@ from agentlightning.task import Overlap
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
+from agentlightning.training.sources.collector import describe_failure
 
 # -- milestones ------------------------------------------------------------------------------------------------------
 
@@ -86,10 +87,10 @@ def closing_warnings(records: Sequence[StepRecord], gains: Mapping[str, Gain]) -
     return found
 
 
+MOST_TEXT: Final = 240
+"""Characters of an example."""
 MOST_FAILURES: Final = 2000
 """Failed rollouts that are read from the store, the newest ones."""
-MOST_TEXT: Final = 200
-"""Characters of an error that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,11 @@ def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures
         notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
         return ()
     counts = Counter(_cause(attempt) for attempt in attempts)
-    examples = {_cause(attempt): f"{attempt.rollout_id}: {_message(attempt)}" for attempt in attempts}
-    return tuple(Failures(cause, count, examples[cause]) for cause, count in counts.most_common())
+    examples = {
+        _cause(attempt): f"{attempt.rollout_id}: {describe_failure(attempt).splitlines()[-1][:MOST_TEXT]}"
+        for attempt in attempts
+    }
+    return tuple(Failures(cause, count, examples[cause][:MOST_TEXT]) for cause, count in counts.most_common())
 
 
 async def _failed_attempts(path: Path, run_id: str) -> list[Attempt]:
@@ -231,10 +235,3 @@ def _cause(attempt: Attempt) -> str:
     error = attempt.metadata.get("error")
     kind = error.get("type") if isinstance(error, dict) else None
     return str(kind) if kind else attempt.status
-
-
-def _message(attempt: Attempt) -> str:
-    error = attempt.metadata.get("error")
-    message = str(error.get("message") or "") if isinstance(error, dict) else ""
-    lines = message.strip().splitlines()
-    return lines[-1][:MOST_TEXT] if lines else f"the attempt ended as {attempt.status}"

@@ -149,6 +149,26 @@ class StepRecord:
         return self.entropy if self.entropy is not None else self.sampling_entropy
 
     @property
+    def reward_size(self) -> float | None:
+        """The size of the largest reward."""
+        if self.reward_lowest is None or self.reward_highest is None:
+            return None
+        return max(abs(self.reward_lowest), abs(self.reward_highest))
+
+    @property
+    def fresh_kl(self) -> float | None:
+        """`approx_kl` of an update by rollouts of the present weights."""
+        return None if self.staleness else self.approx_kl
+
+    @property
+    def mismatch(self) -> float | None:
+        """What sampler and trainer disagree about, with the very weights that sampled. None where these have changed
+        since."""
+        if self.mismatch_kl is not None and not self.staleness:
+            return self.mismatch_kl
+        return self.fresh_kl if self.optimizer_steps == 1 else None
+
+    @property
     def is_last_of_history(self) -> bool:
         """Whether later steps begin from other weights, so that they are not judged together with this one."""
         return bool(self.rolled_back or self.stopped)

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,24 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.config import RunConfig
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
-from agentlightning.errors import PolicyError, ResumeError
+from agentlightning.errors import AgentLightningError, PolicyError, ResumeError
 from agentlightning.policy.base import Policy
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.account import RunAccount
 from agentlightning.training.learner import PolicyLearner
-from agentlightning.training.persistence.run_dir import ALGORITHM_FILE, RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_changes import settings_of_run
+from agentlightning.training.persistence.run_dir import (
+    ALGORITHM_FILE,
+    KeptCheckpoint,
+    RunDir,
+    RunState,
+    write_atomically,
+)
+from agentlightning.training.report.result import prompt_diff
 
 # -- publisher -------------------------------------------------------------------------------------------------------
 
@@ -81,17 +92,14 @@ class ResourcePublisher:
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
-        given |= self._policy_resources(sampling, None)
-        if await self._store.get_resources_by_id(resources_id) is None:
-            await self._store.add_resources(given, resources_id)
-        elif self._policy is not None:
-            await self._store.update_resources(resources_id, given)
-        return resources_id
+        return await self._put(resources_id, given | self._policy_resources(sampling, None))
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
-        resources = {**self.resources, **self._policy_resources(sampling, max_calls)}
+        return await self._put(resources_id, {**self.resources, **self._policy_resources(sampling, max_calls)})
+
+    async def _put(self, resources_id: str, resources: NamedResources) -> str:
         if await self._store.get_resources_by_id(resources_id) is None:
             await self._store.add_resources(resources, resources_id)
         else:
@@ -134,20 +142,43 @@ class SavedWeights:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+SLOW_CHECKPOINT: Final = 1.0
+"""Seconds. One that takes less is written after each step ..."""
+CHECKPOINT_SHARE: Final = 9
+"""... and of others so few that training takes nine times as long."""
+
+
+@dataclass(slots=True)
 class Checkpoints:
     """Writes and restores what the run has learned."""
 
-    run_dir: RunDir
+    account: RunAccount
+    config: RunConfig
     learner: PolicyLearner | None
     publisher: ResourcePublisher
-    algorithm: Algorithm[Any] | None = None
-    state: RunState | None = None
+    algorithm: Algorithm[Any]
     saved: SavedWeights = field(default_factory=SavedWeights)
+    _slowest: float = 0.0
+    """The most seconds that one took."""
+    _finished: float = 0.0
+    """When the last one was."""
+
+    @property
+    def version(self) -> int | None:
+        """That of the present weights."""
+        return None if self.learner is None else self.learner.policy_version
+
+    @property
+    def written(self) -> KeptCheckpoint | None:
+        """The last one that was saved; None before the first."""
+        state = self.account.state
+        if state.checkpoint is None:
+            return None
+        return {"directory": state.checkpoint, "step": state.step, "version": self.version}
 
     async def write(self, step: int) -> str:
         """A checkpoint of the present weights and resources. Returns its directory, relative to the run's."""
-        directory = self.run_dir.checkpoint(step)
+        directory = self.account.run_dir.checkpoint(step)
         if self.learner is not None:
             version = self.learner.policy_version
             if not await asyncio.to_thread(self.saved.link, version, directory):
@@ -155,7 +186,36 @@ class Checkpoints:
                 self.saved.begin(version, directory)
         await self._write_resources(directory)
         await self._write_algorithm(directory)
-        return str(directory.relative_to(self.run_dir.path))
+        return str(directory.relative_to(self.account.run_dir.path))
+
+    async def keep(self) -> KeptCheckpoint:
+        """Write one to return to."""
+        step = self.account.state.step
+        return {"directory": await self.write(step), "step": step, "version": self.version}
+
+    async def save(self) -> None:
+        """Write a checkpoint, then name it in state.json: only then does the step count."""
+        state, started = self.account.state, time.monotonic()
+        state.checkpoint = await self.write(state.step)
+        self._finished = time.monotonic()
+        took = self._finished - started
+        if self._slowest < SLOW_CHECKPOINT <= took and self.config.checkpoint_every is None:
+            self.account.progress.note(
+                f"a checkpoint takes {took:.1f} s to write, so that one is written about every"
+                f" {CHECKPOINT_SHARE * took:.0f} s (run.checkpoint_every)"
+            )
+        self._slowest = max(self._slowest, took)
+        state.checkpoint_version = self.version
+        await self.account.each(lambda callback: callback.on_checkpoint())
+        self.account.write_state()
+        self.account.run_dir.prune_checkpoints(state, self.config.keep_checkpoints)
+
+    def is_due(self, *, is_last: bool) -> bool:
+        """Whether the step, perhaps the last one, is one to save."""
+        every = self.config.checkpoint_every
+        if is_last or every is not None:
+            return is_last or self.account.state.step % (every or 1) == 0
+        return self._slowest < SLOW_CHECKPOINT or time.monotonic() - self._finished >= CHECKPOINT_SHARE * self._slowest
 
     async def export(self, directory: Path) -> None:
         """The present weights as transformers loads them, and the resources."""
@@ -167,18 +227,18 @@ class Checkpoints:
         """Return to the weights and resources of a checkpoint. `version`: that of its weights, to count updates from;
         they have a new one from now on."""
         if self.learner is not None:
-            await self.learner.rollback(self.run_dir.path / checkpoint)
-            if self.state is not None and version is not None:
-                self.state.resumes.append([version, self.learner.policy_version])
-        self.publisher.publish(read_resources(self.run_dir.path, checkpoint))
+            await self.learner.rollback(self.account.run_dir.path / checkpoint)
+            if version is not None:
+                self.account.state.resumes.append([version, self.learner.policy_version])
+        self.publisher.publish(read_resources(self.account.run_dir.path, checkpoint))
         self.restore_algorithm(checkpoint)
 
     def restore_algorithm(self, checkpoint: str | None) -> None:
         """Give the algorithm what it had learned at a checkpoint. Not if rewards have changed their meaning since.
         Raises ResumeError where it cannot be read."""
-        if checkpoint is None or self.algorithm is None:
+        if checkpoint is None:
             return
-        path = self.run_dir.path / checkpoint / ALGORITHM_FILE
+        path = self.account.run_dir.path / checkpoint / ALGORITHM_FILE
         try:
             record = orjson.loads(path.read_bytes())
             revision, learned = record["revision"], record["state"]
@@ -186,19 +246,15 @@ class Checkpoints:
             return
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
-        if revision == self._revision:
+        if revision == self.account.state.revision:
             self.algorithm.load_state_dict(learned)
 
-    @property
-    def _revision(self) -> int:
-        return 0 if self.state is None else self.state.revision
-
     async def _write_algorithm(self, directory: Path) -> None:
-        learned = {} if self.algorithm is None else self.algorithm.state_dict()
+        learned = self.algorithm.state_dict()
         if not learned:
             (directory / ALGORITHM_FILE).unlink(missing_ok=True)
         else:
-            content = orjson.dumps({"revision": self._revision, "state": learned})
+            content = orjson.dumps({"revision": self.account.state.revision, "state": learned})
             await asyncio.to_thread(_write, directory / ALGORITHM_FILE, content)
 
     async def _write_resources(self, directory: Path) -> None:
@@ -223,6 +279,16 @@ def read_resources(run_dir: Path, checkpoint: str | None) -> NamedResources:
         return {}
     except (OSError, ValueError) as error:
         raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+
+
+def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    """The prompt templates in a checkpoint of a run, and what has changed in them since it began, as JSON values."""
+    found = prompts_in(read_resources(run_dir, checkpoint))
+    try:
+        start = settings_of_run(run_dir).prompts if found else {}
+    except AgentLightningError:  # Those of another version: the templates are shown as they are.
+        start = {}
+    return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": prompt_diff(start, found)}
 
 
 async def load_weights(policy: Policy, run_dir: RunDir, state: RunState, store: LightningStoreBase) -> None:

@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel
 
 from agentlightning.algorithms.base import ALGORITHMS
-from agentlightning.config import HOOKS, TRACKERS, TrainConfig
+from agentlightning.config import CALLBACKS, HOOKS, TRACKERS, TrainConfig
 from agentlightning.credit.base import RULES
 from agentlightning.engine.servers.config import ENGINES
 from agentlightning.errors import ConfigError, DatasetError, ResumeError
@@ -185,6 +185,7 @@ CHANGEABLE = (
     "gate.confidence",
     "gate.on_loss",
     "evaluation.every",
+    "run.callbacks",
     "run.checkpoint_every",
     "run.keep_checkpoints",
     "run.max_staleness",
@@ -312,6 +313,7 @@ SEAMS: Final[Mapping[str, Registry]] = {
     "policy.kind": BACKENDS,
     "reward": REWARDS,
     "group_reward": REWARDS,
+    "run.callbacks": CALLBACKS,
     "runner.hooks": HOOKS,
     "tracking.trackers": TRACKERS,
 }
@@ -334,8 +336,16 @@ def extensions_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named: Sequence[str]) -> None:
-    """Raises ResumeError for a class of others whose file has changed since the run began, unless a change names it."""
+def check_extensions(
+    run_dir: Path, state: RunState, config: TrainConfig, named: Sequence[str], callbacks: Sequence[object] = ()
+) -> None:
+    """Raises ResumeError for a class of others whose file has changed since the run began, unless a change names it;
+    and where the run had callbacks that are objects, and none is given again."""
+    if "callbacks" in state.objects and not callbacks:
+        raise ResumeError(
+            f"{run_dir} was started with callbacks that are objects; give them again:"
+            f" Trainer.resume({str(run_dir)!r}, callbacks=[...])"
+        )
     now = extensions_of(config)
     for each, record in state.extensions.items():
         setting, _, name = each.partition("=")

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
 
+import msgspec
 import orjson
 
 from agentlightning.errors import ConfigError, ResumeError
@@ -134,26 +135,8 @@ class RunState:
     """What the order of tasks has learned of each, by its place (`curriculum.task_order.TaskRecord`)."""
     turn_tasks: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """The tasks of each turn that is not finished, where their order depends on rewards."""
-    healthy: KeptCheckpoint | None = None
-    """The newest checkpoint known to be from before any collapse, where `run.on_collapse` may return to it."""
-    candidate: KeptCheckpoint | None = None
-    """The one that is to follow it."""
-    rollbacks: int = 0
-    """The number of returns to a healthy checkpoint."""
-    lr_factor: float = 1.0
-    """The factor of the learning rate after these."""
-    promoted: KeptCheckpoint | None = None
-    """The version that has passed the gate last, where there is one (`gate`)."""
-    guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
-    judged_step: int | None = None
-    """The step whose version the gate has judged last."""
-    gate_rejections: int = 0
-    """The number of versions that the gate refused."""
     stages: list[StageRecord] = field(default_factory=list[StageRecord])
     """Those that have begun, in a run of several algorithms; the last one is the present one."""
-    recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
-    """The rewards of the last steps, where drift is watched (`guard`)."""
     best_step: int | None = None
     best_score: float | None = None
     best_checkpoint: str | None = None
@@ -171,7 +154,26 @@ class RunState:
     """Time spent on the run so far, without interruptions."""
     recorded: RecordedData | None = None
     """None: an agent runs."""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """The state of each callback, by its name."""
     version: int = STATE_VERSION
+
+    def of(self, callback: str) -> Mapping[str, Any]:
+        """The state of a callback; empty where the run has none of that name."""
+        return self.callbacks.get(callback, {})
+
+    @property
+    def rollbacks(self) -> int:
+        """The number of returns to a healthy checkpoint."""
+        return self.of("health").get("rollbacks", 0)
+
+    @property
+    def kept(self) -> dict[str, KeptCheckpoint]:
+        """The checkpoints that callbacks keep to return to: `healthy`, `candidate`, `promoted`."""
+        names = KeptCheckpoint.__annotations__.keys()
+        parts: list[tuple[str, Any]] = [part for table in self.callbacks.values() for part in table.items()]
+        found: Any = {name: part for name, part in parts if isinstance(part, dict) and part.keys() == names}
+        return found
 
     @property
     def suffix(self) -> str:
@@ -191,11 +193,10 @@ class RunState:
         return self.step - self.first_step
 
     def begin_stage(self, record: StageRecord) -> None:
-        """Begin a stage: its best checkpoint is chosen among its own steps, and its rewards have no past."""
+        """Begin a stage: its best checkpoint is chosen among its own steps."""
         self.stages.append(record)
         self.best_step = self.best_score = self.best_checkpoint = None
         self.evaluations = {name: each for name, each in self.evaluations.items() if not name.startswith("best-")}
-        self.recent_rewards.clear()
 
     def step_name(self, step: int) -> str:
         """The name of the resources of the step after `step` finished ones, and the beginning of its rollouts' ids,
@@ -211,10 +212,7 @@ class RunState:
         self.revision += 1
         self.evaluations.clear()
         self.reasons.clear()
-        self.measured_step = self.best_step = self.best_score = self.best_checkpoint = self.judged_step = None
-        self.guard_scores.clear()
-        self.recent_rewards.clear()
-        self.promoted = None
+        self.measured_step = self.best_step = self.best_score = self.best_checkpoint = None
 
 
 def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
@@ -222,8 +220,8 @@ def rollouts_in_use(run_dir: Path) -> tuple[str, ...]:
     later one learns from, those of the step's evaluations, and those that may be replayed. Empty if there is no run or
     it is finished."""
     try:
-        state = RunState(**orjson.loads((run_dir / "state.json").read_bytes()))
-    except (OSError, TypeError, ValueError):
+        state = read_state(run_dir)
+    except ResumeError:
         return ()
     if (run_dir / "report.json").exists() and not is_locked(run_dir):
         return ()
@@ -260,11 +258,11 @@ def read_state(run_dir: Path) -> RunState:
     path = run_dir / "state.json"
     try:
         table = _of_version_1(run_dir) if (run_dir / OFFLINE_FILE).exists() else orjson.loads(path.read_bytes())
-        if table.get("recorded") is not None:
-            table["recorded"] = RecordedData(**table["recorded"])
-        state = RunState(**table)
-        _check_types(state)
-    except (OSError, AttributeError, KeyError, ValueError, TypeError) as error:
+        for callback, names in FLAT.items():
+            if own := {name: table.pop(name) for name in names if name in table}:
+                table.setdefault("callbacks", {})[callback] = own
+        state = msgspec.convert(table, RunState)
+    except (OSError, AttributeError, KeyError, ValueError, TypeError, msgspec.ValidationError) as error:
         raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
     if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
@@ -274,6 +272,12 @@ def read_state(run_dir: Path) -> RunState:
 
 OFFLINE_FILE: Final = "offline.json"
 """In place of state.json in version 1: the position of a run on recorded data."""
+FLAT: Final = {
+    "health": ("healthy", "candidate", "rollbacks", "lr_factor"),
+    "gate": ("promoted", "guard_scores", "judged_step", "gate_rejections"),
+    "guard": ("recent_rewards",),
+}
+"""What stood beside the fields of a run, and has since become the state of a callback."""
 
 
 def _of_version_1(run_dir: Path) -> dict[str, Any]:
@@ -295,16 +299,6 @@ def _of_version_1(run_dir: Path) -> dict[str, Any]:
         found |= {"best_step": old["first_line"] + best, "best_score": -losses[best]}
         found["best_checkpoint"] = f"best/step-{best:06d}"
     return found
-
-
-def _check_types(state: RunState) -> None:
-    """Raises TypeError for a field that is no value of its type; what containers hold is not looked at."""
-    others = {"float": "int", "KeptCheckpoint": "dict"}
-    for each in fields(state):
-        value, kinds = getattr(state, each.name), {name.partition("[")[0] for name in str(each.type).split(" | ")}
-        kinds |= {others[kind] for kind in kinds & others.keys()}
-        if ("None" if value is None else type(value).__name__) not in kinds:
-            raise TypeError(f"{each.name}={value!r:.80} is no {each.type}")
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -409,7 +403,7 @@ class RunDir:
     def prune_checkpoints(self, state: RunState, keep: int) -> None:
         """Remove all but the `keep` newest checkpoints, the current one, the best, and those to return to."""
         folder = self.path / "checkpoints"
-        kept = [each["directory"] for each in (state.healthy, state.candidate, state.promoted) if each is not None]
+        kept = [each["directory"] for each in state.kept.values()]
         named = {Path(name).name for name in (state.checkpoint, state.best_checkpoint, *kept) if name}
         found = sorted(entry for entry in folder.glob("step-*") if entry.is_dir())
         for entry in found[: max(0, len(found) - keep)]:

@@ -20,6 +20,8 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.algorithms.training import Learner
+from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import Callback, NoState
 from agentlightning.trajectory import FloatArray, TrainingSample
 
 FOLDER: Final = "ratios"
@@ -33,20 +35,26 @@ def ratios_file(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:06d}.jsonl"
 
 
-async def record_ratios(
-    run_dir: Path, step: int, learner: Learner, samples: Sequence[TrainingSample]
-) -> Mapping[str, float]:
-    """Score the tokens of an update once more, and write their ratios; returns what that cost. Raises PolicyError for a
-    policy that cannot score tokens."""
-    began = time.monotonic()
-    found: CallRatios = {}
-    for adapter in dict.fromkeys(sample.adapter for sample in samples):
-        own = [sample for sample in samples if sample.adapter == adapter]
-        columns = await learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
-        for sample, logprobs in zip(own, columns["logprobs"], strict=True):
-            _add(found, sample, logprobs)
-    await asyncio.to_thread(write_ratios, run_dir, step, found)
-    return {"ratio_seconds": time.monotonic() - began}
+class TokenRatios(Callback[NoState]):
+    """Scores the tokens of each update once more, and writes their ratios (`run.token_ratios`)."""
+
+    name = "token_ratios"
+
+    def __init__(self, account: RunAccount, learner: Learner) -> None:
+        self.account, self.learner = account, learner
+
+    async def on_update(self, samples: Sequence[TrainingSample]) -> Mapping[str, float]:
+        """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
+        began = time.monotonic()
+        found: CallRatios = {}
+        for adapter in dict.fromkeys(sample.adapter for sample in samples):
+            own = [sample for sample in samples if sample.adapter == adapter]
+            columns = await self.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
+            for sample, logprobs in zip(own, columns["logprobs"], strict=True):
+                _add(found, sample, logprobs)
+        step = self.account.state.step + 1
+        await asyncio.to_thread(write_ratios, self.account.run_dir.path, step, found)
+        return {"ratio_seconds": time.monotonic() - began}
 
 
 def write_ratios(run_dir: Path, step: int, found: CallRatios) -> None:

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from agentlightning import span as names
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.gateway.upstream.budget import spend_of_spans
-from agentlightning.resources import PromptTemplate, prompts_in
+from agentlightning.resources import PromptTemplate
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.persistence.checkpoints import read_resources
-from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.training.persistence.run_dir import RunState, read_state
-from agentlightning.training.sources.group_rewards import transcript_of
-from agentlightning.training.tracking.tracking import said
+from agentlightning.training.sources.transcripts import said, transcript_of
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.json_values import as_text, loads
+from agentlightning.util.json_values import as_text, dumps, loads
 
 # -- cost ------------------------------------------------------------------------------------------------------------
 
@@ -123,26 +120,7 @@ class StageResult:
     """Without the calls to providers, which are counted for the whole run."""
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "first_step": self.first_step,
-            "steps": self.steps,
-            "rollouts": self.rollouts,
-            "held_out": {mode: gain_as_json(gain) for mode, gain in self.held_out.items()},
-            "cost": self.cost.as_json(),
-        }
-
-
-def gain_as_json(gain: Gain) -> dict[str, Any]:
-    return {
-        "before": gain.before,
-        "after": gain.after,
-        "gain": gain.gain,
-        "interval": list(gain.interval),
-        "tasks": gain.tasks,
-        "missing_before": gain.missing_before,
-        "missing_after": gain.missing_after,
-    }
+        return asdict(self)
 
 
 def stage_results(state: RunState, lines: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> tuple[StageResult, ...]:
@@ -187,16 +165,6 @@ def prompt_diff(before: Mapping[str, PromptTemplate], after: Mapping[str, Prompt
             lineterm="",
         )
     )
-
-
-def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
-    """The prompt templates in a checkpoint of a run, and what has changed in them since it began, as JSON values."""
-    found = prompts_in(read_resources(run_dir, checkpoint))
-    try:
-        start = settings_of_run(run_dir).prompts if found else {}
-    except AgentLightningError:  # Those of another version: the templates are shown as they are.
-        start = {}
-    return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": prompt_diff(start, found)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,37 +273,16 @@ class TrainingResult:
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values, as `--json` prints it."""
-        return {
-            "held_out": {
-                mode: {
-                    **gain_as_json(gain),
-                    "reasons_before": dict(self.missing.get(f"before-{mode}", {})),
-                    "reasons_after": dict(self.missing.get(f"after-{mode}", {})),
-                }
-                for mode, gain in self.held_out.items()
-            },
-            "rollouts": self.rollouts,
-            "failed_rollouts": self.failed_rollouts,
-            "rejected_rollouts": dict(self.rejected_rollouts),
-            "skipped_groups": self.skipped_groups,
-            "warnings": list(self.warnings),
-            "warning_counts": dict(self.warning_counts),
-            "rollbacks": self.rollbacks,
-            "gate_rejections": self.gate_rejections,
-            "steps": self.steps,
-            "best_step": self.best_step,
-            "seconds": round(self.seconds, 2),
-            "checkpoint": str(self.checkpoint),
-            "curve": None if self.curve is None else str(self.curve),
-            "run_dir": str(self.run_dir),
-            "prompts": {name: each.template for name, each in self.prompts.items()},
-            "prompt_diff": self.diff(),
-            "stages": [each.as_json() for each in self.stages],
-            "cost": self.cost.as_json(),
-            "tracker_failures": dict(self.tracker_failures),
-            "recorded": None if self.recorded is None else asdict(self.recorded),
-            "gateways": None if self.gateways is None else dict(self.gateways),
+        table = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        del table["missing"], table["start_prompts"]
+        table["held_out"] = {
+            mode: asdict(gain)
+            | {f"reasons_{when}": self.missing.get(f"{when}-{mode}", {}) for when in ("before", "after")}
+            for mode, gain in self.held_out.items()
         }
+        table["seconds"] = round(self.seconds, 2)
+        table["prompts"] = {name: each.template for name, each in self.prompts.items()}
+        return loads(dumps(table | {"prompt_diff": self.diff()}, default=str))
 
 
 # -- run report ------------------------------------------------------------------------------------------------------

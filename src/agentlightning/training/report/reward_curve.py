@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.persistence.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from agentlightning.training.report.result import TrainingResult
 
 COLORS = {"greedy": "#c2410c", "sampled": "#0f766e"}
 OTHER_COLORS = ("#7c3aed", "#b45309", "#475569")
@@ -35,32 +43,27 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
         raise MissingExtraError("matplotlib", "train") from error
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_training(axes, metrics)
-    modes = _modes(metrics, gains)
-    for mode, color in modes.items():
-        _draw_validation(axes, metrics, mode, color)
-        if mode in gains:
-            _draw_held_out(axes, mode, gains[mode], color)
-    _style(axes, metrics, gains)
+    axes: Any = figure.add_subplot()
+    steps, rewards = _series(metrics, "reward")
+    if not all(map(math.isnan, rewards)):
+        window = max(3, round(len(steps) / 10))
+        means, small = running_mean(rewards, window), {"linewidth": 1.2, "marker": "o", "markersize": 2.5, "alpha": 0.3}
+        axes.plot(steps, rewards, color=TRAINING, label="training batch", **small)
+        axes.plot(steps, means, color=TRAINING, linewidth=2.4, label=f"mean of {window} batches")
+    validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
+    others = cycle(OTHER_COLORS)
+    for mode in dict.fromkeys([*gains, *validated]):
+        color = COLORS.get(mode) or next(others)
+        _draw_mode(axes, _series(metrics, VALIDATION + mode), gains.get(mode), mode, color)
+    _style(axes, max([1.0, *steps]), gains)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of the last `window` values up to each value, without gaps (NaN)."""
-    means: list[float] = []
-    for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
-    return means
-
-
-def _modes(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> dict[str, str]:
-    validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
-    names = list(dict.fromkeys([*gains, *validated]))
-    spare = iter(OTHER_COLORS * len(names))
-    return {name: COLORS.get(name) or next(spare) for name in names}
+    parts = ([each for each in values[max(0, end - window) : end] if each == each] for end in range(1, len(values) + 1))
+    return [sum(known) / len(known) if known else math.nan for known in parts]
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -68,48 +71,29 @@ def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float
     return [float(record["step"]) for record in metrics], [math.nan if value is None else value for value in values]
 
 
-def _draw_training(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    steps, rewards = _series(metrics, "reward")
-    if all(map(math.isnan, rewards)):
-        return
-    window = max(3, round(len(steps) / 10))
-    axes.plot(
-        steps, rewards, color=TRAINING, alpha=0.3, linewidth=1.2, marker="o", markersize=2.5, label="training batch"
-    )
-    axes.plot(steps, running_mean(rewards, window), color=TRAINING, linewidth=2.4, label=f"mean of {window} batches")
-
-
-def _draw_validation(axes: Any, metrics: Sequence[Mapping[str, Any]], mode: str, color: str) -> None:
-    steps, rewards = _series(metrics, VALIDATION + mode)
-    points = [(step, reward) for step, reward in zip(steps, rewards, strict=True) if not math.isnan(reward)]
+def _draw_mode(
+    axes: Any, validation: tuple[list[float], list[float]], gain: Gain | None, mode: str, color: str
+) -> None:
+    points = [point for point in zip(*validation, strict=True) if point[1] == point[1]]
     if points:
-        x, y = zip(*points, strict=True)
-        axes.plot(
-            x, y, color=color, linewidth=1, linestyle=":", marker="D", markersize=6, markeredgecolor="white",
-            label=f"validation, {mode}", zorder=4,
-        )  # fmt: skip
+        style = {"linewidth": 1, "linestyle": ":", "marker": "D", "markersize": 6, "markeredgecolor": "white"}
+        axes.plot(*zip(*points, strict=True), color=color, label=f"validation, {mode}", zorder=4, **style)
+    if gain is not None:
+        for reward, style, word in ((gain.before, (0, (2, 3)), "before"), (gain.after, (0, (7, 3)), "after")):
+            label = f"held out, {mode}, {word}: {reward:.3f}"
+            axes.axhline(reward, color=color, linewidth=1.5, linestyle=style, label=label, zorder=1)
 
 
-def _draw_held_out(axes: Any, mode: str, gain: Gain, color: str) -> None:
-    for reward, style, word in ((gain.before, (0, (2, 3)), "before"), (gain.after, (0, (7, 3)), "after")):
-        axes.axhline(
-            reward,
-            color=color,
-            linewidth=1.5,
-            linestyle=style,
-            label=f"held out, {mode}, {word}: {reward:.3f}",
-            zorder=1,
-        )
-
-
-def _style(axes: Any, metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain]) -> None:
+def _style(axes: Any, last: float, gains: Mapping[str, Gain]) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    parts = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
+    title = "Held-out reward: " + ",  ".join(parts) if parts else "Reward during training"
+    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
     axes.set_xlabel("training step", color=INK)
     axes.set_ylabel("mean reward", color=INK)
-    axes.set_title(_title(gains), loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, max([1.0, *_series(metrics, "step")[0]]) * 1.02)
+    axes.set_xlim(0, last * 1.02)
     low, high = axes.get_ylim()
     if low >= -0.1 and high <= 1.1:
         axes.set_ylim(-0.04, 1.04)
@@ -122,13 +106,6 @@ def _style(axes: Any, metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, 
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _title(gains: Mapping[str, Gain]) -> str:
-    if not gains:
-        return "Reward during training"
-    parts = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
-    return "Held-out reward: " + ",  ".join(parts)
-
-
 # -- live curve ------------------------------------------------------------------------------------------------------
 
 # The reward curve of a run that is not over: drawn again every half minute, in a thread.
@@ -139,30 +116,44 @@ SECONDS: Final = 30.0
 """The least time between two drawings; drawing one takes less than one."""
 
 
-class LiveCurve:
-    """Draws the curve while the run goes on. Without matplotlib it draws nothing; what fails is logged once."""
+class Curve(Callback[NoState]):
+    """Draws the curve while the run goes on, and at its end. Without matplotlib it draws nothing in between; what fails
+    there is logged once."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
+    name = "curve"
+
+    def __init__(self, run_dir: RunDir, *, required: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`required`: a run that ends without matplotlib is an error; else it has no curve."""
+        self._run_dir, self._path, self._clock = run_dir, run_dir.path / "curve.png", clock
+        self._works = find_spec("matplotlib") is not None
+        self._required = required or self._works
         self._drawn = clock()
         self._thread: threading.Thread | None = None
-        self._works = find_spec("matplotlib") is not None
 
-    def draw(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Draw the steps that `read` returns, unless this was done a moment ago."""
+    async def on_step_end(self, step: FinishedStep) -> None:
+        """Draw the steps so far, unless this was done a moment ago."""
         now = self._clock()
         busy = self._thread is not None and self._thread.is_alive()
         if not self._works or busy or now - self._drawn < SECONDS:
             return
         self._drawn = now
-        self._thread = threading.Thread(target=self._draw, args=(read(),), name="curve", daemon=True)
+        self._thread = threading.Thread(
+            target=self._draw, args=(self._run_dir.read_metrics(),), name="curve", daemon=True
+        )
         self._thread.start()
 
-    def close(self) -> None:
+    async def on_end(self, result: TrainingResult) -> TrainingResult:
+        await self.close()
+        if self._required:
+            gains = {mode: gain for mode, gain in result.held_out.items() if gain.tasks}
+            draw_curve(self._run_dir.read_metrics(), gains, self._path)
+        return replace(result, curve=self._path if self._path.exists() else None)
+
+    async def close(self) -> None:
         """Wait for a drawing to end, and begin no other."""
         self._works = False
         if self._thread is not None:
-            self._thread.join()
+            await asyncio.to_thread(self._thread.join)
 
     def _draw(self, metrics: Sequence[Mapping[str, Any]]) -> None:
         beside = self._path.with_name(f".{self._path.name}")

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from agentlightning import span as names
 from agentlightning.algorithms.training import Collected, RolloutRequest, RolloutSource
-from agentlightning.assemble import calls
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import MISSING_REWARD, Rejection, rejection
 from agentlightning.errors import MissingRewardError, RewardError
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.runner.agents.reward import check_reward
-from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.sources.transcripts import transcript_of
 from agentlightning.trajectory import Reward, Trajectory
-from agentlightning.util.json_values import loads
 
 CONCURRENCY: Final = 4
 """Groups that are judged at the same time."""
@@ -98,21 +95,3 @@ class GroupRewardSource:
 
 def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
-    """The messages of the last model call and its answer; empty where there is none."""
-    made = calls(spans)
-    if not made:
-        return ()
-    attributes = made[-1].attributes
-    return (*_messages(attributes.get(names.INPUT_MESSAGES)), *_messages(attributes.get(names.OUTPUT_MESSAGES)))
-
-
-def _messages(recorded: Any) -> list[Mapping[str, Any]]:
-    try:
-        found: Any = loads(recorded) if isinstance(recorded, str | bytes) else recorded
-    except ValueError:
-        return []
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return [cast("Mapping[str, Any]", each) for each in items if isinstance(each, Mapping)]

@@ -7,33 +7,36 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from agentlightning.config import TRACKERS, TrackingConfig, TrainConfig
-from agentlightning.errors import MissingExtraError
+from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.run_dir import write_atomically
-from agentlightning.training.sources.group_rewards import transcript_of
+from agentlightning.training.sources.transcripts import MOST_TEXT, said, text_of, transcript_of
 from agentlightning.training.tracking.trackers import TrackedRun, Tracker, Transcript
-from agentlightning.util.json_values import dumps
 from agentlightning.util.settings import SECRETS
+
+if TYPE_CHECKING:
+    from agentlightning.training.report.result import TrainingResult
 
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 # Sample rollouts of a validation as transcripts: those of its first tasks, the same each time.
-
-MOST_TEXT = 2000
-"""Characters of a task, a conversation or an output."""
 
 
 async def validation_transcripts(
@@ -57,33 +60,6 @@ async def validation_transcripts(
         )
         for mode, index, rollout_id in wanted
     ]
-
-
-def text_of(value: Any) -> str:
-    """A task or an output as text."""
-    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
-
-
-def _json(value: Any) -> str:
-    return dumps(value, default=repr).decode()
-
-
-def said(message: Mapping[str, Any], between: str = " ") -> str:
-    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
-    return between.join(_part(part) for part in message.get("parts") or () if isinstance(part, Mapping))
-
-
-def _part(part: Mapping[str, Any]) -> str:
-    if part.get("type") == "tool_call":
-        given = part.get("arguments")
-        if isinstance(given, Mapping):
-            given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
-        return f"{part.get('name')}({'' if given is None else text_of(given)})"
-    if part.get("type") == "tool_call_response":
-        return text_of(part.get("response"))
-    if "content" in part:
-        return str(part["content"])
-    return text_of({name: value for name, value in part.items() if name != "type"})
 
 
 logger = logging.getLogger(__name__)
@@ -111,66 +87,58 @@ def load_tracker(name: str) -> Tracker:
     return TRACKERS.find(name)()
 
 
-@dataclass(slots=True)
 class _Channel:
-    """One tracker and the thread that calls it."""
+    """One tracker and the thread that calls it. What it raises is counted, and changes nothing."""
 
-    name: str
-    tracker: Tracker | None = None
-    failures: int = 0
-    warning: str | None = None
-    """The first failure."""
-    _thread: ThreadPoolExecutor = field(init=False)
-    _waiting: set[Future[None]] = field(default_factory=set[Future[None]])
-
-    def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, f"tracker-{self.name}")
-
-    def start(self, run: TrackedRun) -> str | None:
-        """The name of its own run; None where it did not start, or takes too long to."""
-        started: list[str] = []
-
-        def begin() -> None:
-            tracker = load_tracker(self.name)
-            started.append(tracker.start(run))
-            self.tracker = tracker
-
-        self._submit(begin, "start")
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self.name, self.failures = name, 0
+        self.warning: str | None = None
+        """The first failure."""
+        self.begun: str | None = None
+        """The name of its own run. None: it did not start, or takes too long to."""
+        self._tracker: Tracker | None = None
+        self._thread = ThreadPoolExecutor(1, f"tracker-{name}")
+        self._waiting = set[Future[None]]()
+        self._submit("start", self._start, run)
         self.flush()
-        return started[0] if started else None
 
     def send(self, what: str, call: Call) -> None:
         """Call it when its turn comes."""
         if len(self._waiting) >= MOST_WAITING:
             self._fail(what, "it is too slow, and what it was sent is dropped")
         else:
-            self._submit(lambda: self._call(call), what)
+            self._submit(what, self._call, call)
 
     def flush(self) -> None:
         """Wait for what it was sent."""
-        late = wait(set(self._waiting), CLOSE_SECONDS).not_done
-        if late:
+        if late := wait(set(self._waiting), CLOSE_SECONDS).not_done:
             self._fail("answer", f"{len(late)} calls are not done after {CLOSE_SECONDS:.0f} s")
 
-    def close(self) -> None:
+    def end(self) -> None:
+        self.flush()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _start(self, run: TrackedRun) -> None:
+        tracker = load_tracker(self.name)
+        self.begun = tracker.start(run)
+        self._tracker = tracker
+
     def _call(self, call: Call) -> None:
-        if self.tracker is None:
+        if self._tracker is None:
             self.failures += 1
         else:
-            call(self.tracker)
+            call(self._tracker)
 
-    def _submit(self, work: Callable[[], None], what: str) -> None:
-        future = self._thread.submit(self._guarded, work, what)
+    def _submit(self, what: str, work: Callable[[Any], None], given: object) -> None:
+        def guarded() -> None:
+            try:
+                work(given)
+            except BaseException as error:  # noqa: BLE001  The boundary of a tracker, which may raise anything, and exit.
+                self._fail(what, f"{type(error).__name__}: {error}")
+
+        future = self._thread.submit(guarded)
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-
-    def _guarded(self, work: Callable[[], None], what: str) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001  The boundary of a tracker, which may raise anything, and exit.
-            self._fail(what, f"{type(error).__name__}: {error}")
 
     def _fail(self, what: str, why: str) -> None:
         self.failures += 1
@@ -179,78 +147,86 @@ class _Channel:
         logger.info("tracker %s failed to %s: %s", self.name, what, why)
 
 
-class Tracking:
+class Tracking(Callback[NoState]):
     """The trackers of one run.
 
     Making it starts them: a resumed run continues the runs of its trackers.
     """
 
-    def __init__(self, config: TrainConfig, run_dir: Path, step: int) -> None:
-        """`step`: the steps that are done. Raises MissingExtraError."""
+    name = "tracking"
+
+    def __init__(self, config: TrainConfig, account: RunAccount, measurements: Measurements) -> None:
+        """Raises MissingExtraError."""
         check_installed(config.tracking)
-        self.config, self.run_dir = config.tracking, run_dir
+        self.config, self.account, self.measurements = config.tracking, account, measurements
+        self.run_dir, step = account.run_dir.path, account.state.step
         self._ended = False
-        self._channels = [_Channel(name) for name in dict.fromkeys(config.tracking.trackers)]
-        known = _read(run_dir / FILE)
-        for channel in self._channels:
-            begun = channel.start(self._run(config, step, known.get(channel.name)))
-            known |= {channel.name: begun} if begun else {}
+        known = _read(self.run_dir / FILE)
+        settings = flat_settings(config.model_dump(mode="json"))
+        self._channels: list[_Channel] = []
+        for name in dict.fromkeys(self.config.trackers):
+            run = TrackedRun(
+                run_dir=self.run_dir,
+                project=self.config.project,
+                name=self.config.name or self.run_dir.absolute().name,
+                settings=settings,
+                step=step,
+                tracker_run=known.get(name),
+                options=self.config.model_dump(),
+            )
+            self._channels.append(channel := _Channel(name, run))
+            known |= {name: channel.begun} if channel.begun else {}
         if self._channels:
-            write_atomically(run_dir / FILE, orjson.dumps(known, option=orjson.OPT_INDENT_2))
-        _forget_after(run_dir / TRANSCRIPTS, step)
+            write_atomically(self.run_dir / FILE, orjson.dumps(known, option=orjson.OPT_INDENT_2))
+        _forget_after(self.run_dir / TRANSCRIPTS, step)
+        account.warn(self._warnings())
 
-    def _run(self, config: TrainConfig, step: int, tracker_run: str | None) -> TrackedRun:
-        return TrackedRun(
-            run_dir=self.run_dir,
-            project=self.config.project,
-            name=self.config.name or self.run_dir.absolute().name,
-            settings=flat_settings(config.model_dump(mode="json")),
-            step=step,
-            tracker_run=tracker_run,
-            options=self.config.model_dump(),
-        )
+    def _warnings(self) -> dict[str, str]:
+        """What went wrong first with each tracker that failed, by the kind of the warning; only what is new."""
+        found = {f"tracker_{each.name}": each.warning for each in self._channels if each.warning}
+        return {kind: text for kind, text in found.items() if kind not in self.account.state.warnings}
 
-    @property
-    def failures(self) -> dict[str, int]:
-        """The number of calls that failed, by tracker; only those that failed."""
-        return {each.name: each.failures for each in self._channels if each.failures}
+    async def on_step_end(self, step: FinishedStep) -> None:
+        """The numbers of its line in metrics.jsonl."""
+        number, metrics = self.account.state.step, numbers_of(step.line)
+        self._send("log metrics", lambda tracker: tracker.log(number, metrics))
+        self.account.warn(self._warnings())
 
-    def warnings(self) -> dict[str, str]:
-        """What went wrong first with each tracker that failed, by the kind of the warning."""
-        return {f"tracker_{each.name}": each.warning for each in self._channels if each.warning}
-
-    def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """The metrics of a step: the numbers of its line in metrics.jsonl."""
-        metrics = numbers_of(line)
-        self._send("log metrics", lambda tracker: tracker.log(step, metrics))
-
-    def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        """Sample rollouts of a validation."""
-        if not rows:
+    async def on_validation(self, results: Mapping[str, Evaluation]) -> None:
+        """Sample rollouts: those of the first tasks."""
+        tasks = list(self.measurements.validation[: self.config.transcripts])
+        names = {mode: self.measurements.validation_name(mode) for mode in results}
+        try:
+            rows = await validation_transcripts(self.account.collector.store, names, results, tasks)
+        except StoreError as error:  # somebody has pruned them meanwhile
+            self.account.warn({"transcripts": f"the transcripts of a validation were not kept: {error}"})
             return
-        with (self.run_dir / TRANSCRIPTS).open("ab") as file:
-            file.writelines(orjson.dumps({"step": step, **asdict(row)}) + b"\n" for row in rows)
-        self._send("log transcripts", lambda tracker: tracker.transcripts(step, rows))
+        step = self.account.state.step
+        if rows:
+            with (self.run_dir / TRANSCRIPTS).open("ab") as file:
+                file.writelines(orjson.dumps({"step": step, **asdict(row)}) + b"\n" for row in rows)
+            self._send("log transcripts", lambda tracker: tracker.transcripts(step, rows))
 
-    def result(self, step: int, result: Mapping[str, Any], curve: Path) -> dict[str, int]:
-        """What came of the run. Waits for the trackers; returns `failures`."""
-        drawn = curve if curve.exists() else None
-        self._send("log the result", lambda tracker: tracker.result(step, result, drawn))
+    async def on_end(self, result: TrainingResult) -> TrainingResult:
+        """What came of the run. Waits for the trackers, and counts the calls that failed."""
+        step, table = self.account.state.step, result.as_json()
+        self._send("log the result", lambda tracker: tracker.result(step, table, result.curve))
         self._send("finish", lambda tracker: tracker.close(finished=True))
-        self._end()
-        return self.failures
+        await self._end()
+        failures = {each.name: each.failures for each in self._channels if each.failures}
+        warnings = (*result.warnings, *sorted(self._warnings().values()))
+        return replace(result, tracker_failures=failures, warnings=warnings)
 
-    def close(self) -> None:
-        """End the trackers' runs, to be continued, unless `result` has ended them."""
+    async def close(self) -> None:
+        """End the trackers' runs, to be continued, unless the run is finished."""
         if not self._ended:
             self._send("close", lambda tracker: tracker.close(finished=False))
-            self._end()
+            await self._end()
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
         self._ended = True
         for channel in self._channels:
-            channel.flush()
-            channel.close()
+            await asyncio.to_thread(channel.end)
 
     def _send(self, what: str, call: Call) -> None:
         for channel in self._channels:

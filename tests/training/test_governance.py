@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from agentlightning.config import GateConfig
-from agentlightning.training.governance.audit import AuditRecord
-from agentlightning.training.governance.gate import PromotionGate
-from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.governance import Gate, GateState
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
 
 START = [0.4 + 0.03 * place for place in range(16)]
 
 
 @dataclass
 class Parts:
-    """The parts of a run that the gate acts on: it measures, writes a checkpoint, returns to one and records."""
+    """The parts of a run that the gate acts on: it writes a checkpoint, returns to one and records."""
 
-    scores: list[list[float | None]]
-    learner: None = None
+    state: RunState
+    version: None = None
     returned: list[str] = field(default_factory=list[str])
-    records: list[AuditRecord] = field(default_factory=list[AuditRecord])
+    records: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     algorithm: str = "test"
+    collector: Any = field(default_factory=lambda: SimpleNamespace(store=None))
 
-    async def measure(self, name: str) -> list[float | None]:
-        return self.scores.pop(0)
-
-    async def write(self, step: int) -> str:
-        return f"step-{step}"
+    async def keep(self) -> KeptCheckpoint:
+        return {"directory": f"step-{self.state.step}", "step": self.state.step, "version": None}
 
     async def rollback(self, directory: str, version: int | None = None) -> None:
         self.returned.append(directory)
 
-    async def decided(self, record: AuditRecord) -> None:
-        self.records.append(record)
+    async def decided(self, action: Any, resources_id: str, reason: str, scores: Any, **more: Any) -> None:
+        self.records.append((action, reason))
+
+    def return_to(self, kept: KeptCheckpoint) -> None: ...
+
+    def write_state(self) -> None: ...
 
 
-async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, RunState]:
-    parts: Any = Parts([list(start), list(later)])
-    state = RunState("run")
-    gate = PromotionGate(GateConfig(**config), state, parts, parts, parts)
-    await gate.begin()
-    state.step = 10
-    return (await gate.decide()).promoted, parts, state
+async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, GateState]:
+    parts: Any = Parts(RunState("run"))
+    gate = Gate(GateConfig(**config), parts, parts, parts, parts, ())
+    measured: Any = AsyncMock(side_effect=[list(start), list(later)])
+    gate.state, gate.measure = GateState(), measured
+    await gate.on_start()
+    parts.state.step = 10
+    return bool((await gate.decide())["gate_promoted"]), parts, gate.state
 
 
 LOSSES: dict[str, tuple[list[float], list[float | None], float]] = {
@@ -65,8 +69,8 @@ async def test_a_version_that_loses_is_replaced(start: Any, later: Any, margin: 
     assert parts.returned == ["step-0"]
     assert state.guard_scores["promoted"] == start
     assert state.gate_rejections == 1
-    assert [record.action for record in parts.records] == ["promoted", "rejected"]
-    assert "loses to" in parts.records[-1].reason
+    assert [action for action, _ in parts.records] == ["promoted", "rejected"]
+    assert "loses to" in parts.records[-1][1]
 
 
 PASSES: dict[str, tuple[list[float], list[float | None], float]] = {

@@ -1,0 +1,566 @@
+"""Governance of a run: the check of its rewards, the audit log of its versions, and the promotion gate.
+
+The guard checks the rewards of every batch before it is learned from, as `[guard]` says. What it measures is in the
+metrics of the step (`rewards_missing_share`, `reward_drift`, `reward_disagreement`); what violates a limit is there as
+`guard_...`, from which the signs of `training/health/signs.py` are made.
+
+The audit log says for every version of weights and prompts what it was learned from, by what, and how it scored:
+`audit.jsonl` in the run directory has a line for each. What the gate decided is in the store as well, as a finished
+rollout `RUN-audit-STEP` whose input is the line and whose `resources_id` names the version it is about.
+
+The gate promotes a version only if it does not lose on a guard set of tasks. Every `gate.every` steps the present
+version runs the guard set. It is compared, task by task, with the promoted version and with the one that the run
+started from, so that many small losses do not add up unseen. It loses where a sign-flip test rejects a mean difference
+of -margin or more, which is where the interval of the difference lies below; a task without a reward counts as the
+lowest reward. A version that loses is replaced by the promoted one. The result of the run is the promoted version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import orjson
+
+from agentlightning.algorithms.training import Collected
+from agentlightning.assemble import scalar_reward
+from agentlightning.config import GateConfig, RewardGuard
+from agentlightning.credit import group_trajectories
+from agentlightning.credit.agent_rewards import team_reward, team_score
+from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
+from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
+from agentlightning.evaluation.intervals import Gain, paired_gain
+from agentlightning.resources import named_resources
+from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
+from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.reward import RewardFunction, check_reward
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset, task_key
+from agentlightning.training.account import RunAccount
+from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.health.recovery import Health
+from agentlightning.training.health.signs import STEPS_BEFORE, discordance, distance, violations
+from agentlightning.training.health.step_record import VIOLATION, StepRecord
+from agentlightning.training.measurements import TEMPERATURES
+from agentlightning.training.persistence.checkpoints import Checkpoints
+from agentlightning.training.persistence.run_changes import Tasks
+from agentlightning.training.persistence.run_dir import KeptCheckpoint
+from agentlightning.training.sources.collector import RolloutPlan
+from agentlightning.trajectory import Reward, Trajectory
+
+# -- second reward ---------------------------------------------------------------------------------------------------
+
+# Scores finished rollouts by a reward function that no agent is trained on.
+
+CONCURRENCY: Final = 8
+"""Rollouts that are scored at the same time."""
+logger = logging.getLogger(__name__)
+
+
+def with_attempt(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
+    return AttemptedRollout(**{name: getattr(rollout, name) for name in rollout.__struct_fields__}, attempt=attempt)
+
+
+async def apply_reward(
+    store: LightningStoreBase, function: RewardFunction, rollout: AttemptedRollout, spans: Sequence[Span]
+) -> Reward:
+    """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
+    resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
+    invocation = Invocation(rollout, {} if resources is None else resources.resources, task=rollout.input)
+    output = rollout.attempt.metadata.get("output")
+    value = await asyncio.to_thread(function.start, invocation, output, spans=spans)
+    return check_reward(await value if inspect.isawaitable(value) else value, function.source)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondReward:
+    """A reward function that is applied to finished rollouts, in this process."""
+
+    store: LightningStoreBase
+    function: RewardFunction
+    weights: Mapping[str, float] | None = None
+
+    @classmethod
+    def load(
+        cls, store: LightningStoreBase, name: str | None, weights: Mapping[str, float] | None = None
+    ) -> SecondReward | None:
+        """The function of that name; None for None. Raises AgentError where it cannot be loaded."""
+        if name is None:
+            return None
+        return cls(store, RewardFunction.of(load_object(function_spec(name, "reward"), "reward")), weights)
+
+    async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
+        """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
+        limit = asyncio.Semaphore(CONCURRENCY)
+        failures: list[str] = []
+
+        async def score(rollout_id: str) -> float | None:
+            async with limit:
+                try:
+                    return await self._score(rollout_id)
+                except Exception as error:  # noqa: BLE001  The boundary of the user's function; counted as missing.
+                    failures.append(f"rollout {rollout_id}: {type(error).__name__}: {error}")
+                    return None
+
+        found = await asyncio.gather(*map(score, rollout_ids))
+        if failures:
+            logger.warning("%s gave %d rollouts no score. %s", self.function.source, len(failures), failures[0])
+        return {key: value for key, value in zip(rollout_ids, found, strict=True) if value is not None}
+
+    async def _score(self, rollout_id: str) -> float | None:
+        rollout = await self.store.get_rollout_by_id(rollout_id)
+        attempt = await self.store.get_latest_attempt(rollout_id)
+        if rollout is None or attempt is None:
+            return None
+        spans = await self.store.query_spans(rollout_id, attempt.attempt_id)
+        reward = await apply_reward(self.store, self.function, with_attempt(rollout, attempt), spans)
+        return scalar_reward(reward, self.weights)
+
+
+# -- guard -----------------------------------------------------------------------------------------------------------
+
+WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
+"""Reasons of rejected rollouts that have no usable reward."""
+MOST_REMEMBERED: Final = 512
+"""Rewards of a step that are remembered."""
+
+
+@dataclass(slots=True)
+class GuardState:
+    recent_rewards: list[list[float]] = field(default_factory=list[list[float]])
+    """Those of the last steps."""
+
+
+class Guard(Callback[GuardState]):
+    """Checks the rewards of a run."""
+
+    name = "guard"
+    state_class = GuardState
+
+    def __init__(self, guard: RewardGuard, account: RunAccount, weights: Mapping[str, float] | None = None) -> None:
+        """Raises AgentError where the second reward cannot be loaded."""
+        self.guard, self.account, self.weights = guard, account, weights
+        self.second = SecondReward.load(account.collector.store, guard.reward, weights)
+        self._metrics = dict[str, float]()
+        """Of the batches of the present step."""
+        self._rewards: list[float] = []
+
+    async def on_batch(self, collected: Collected) -> None:
+        """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
+        rewards = {each.rollout_id: _score(each, self.weights) for each in collected.trajectories}
+        known = [reward for reward in rewards.values() if reward is not None]
+        found = self._range_and_missing(collected, rewards) | self._drift(known)
+        found |= await self._disagreement(collected.trajectories, rewards)
+        self._rewards += filter(math.isfinite, known)
+        for name, value in found.items():  # a step may have several batches
+            both = value + self._metrics.get(name, 0.0)
+            self._metrics[name] = both if name.endswith("out_of_range") else max(value, self._metrics.get(name, value))
+        violated = list(violations([StepRecord.read({"step": 1, **found})]))
+        if violated and self.guard.on_violation == "stop":
+            raise TrainingStopped(
+                f"step {self.account.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
+                ' it: guard.on_violation = "stop". Continue it with --resume once the cause is mended'
+            )
+
+    async def on_step(self, step: FinishedStep) -> Mapping[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        rewards, self._rewards = self._rewards, []
+        spread = max(1, len(rewards) // MOST_REMEMBERED)
+        self.state.recent_rewards = [*self.state.recent_rewards, rewards[::spread]][-STEPS_BEFORE:]
+        return metrics
+
+    async def on_stage(self) -> None:
+        self.state.recent_rewards.clear()
+
+    async def on_revision(self) -> None:
+        self.state.recent_rewards.clear()
+
+    def _range_and_missing(self, collected: Collected, rewards: Mapping[str, float | None]) -> dict[str, float]:
+        guard, found = self.guard, dict[str, float]()
+        low, high = (-math.inf if guard.low is None else guard.low), (math.inf if guard.high is None else guard.high)
+        beyond = sum(reward is not None and not low <= reward <= high for reward in rewards.values())
+        if beyond:
+            found[f"{VIOLATION}out_of_range"] = float(beyond)
+        missing = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
+        missing += sum(reward is None for reward in rewards.values())
+        finished = len(collected.trajectories) + len(collected.rejected)
+        share = missing / finished if finished else 0.0
+        found["rewards_missing_share"] = share
+        if share > guard.max_missing:
+            found[f"{VIOLATION}missing"] = share
+        return found
+
+    def _drift(self, now: Sequence[float]) -> dict[str, float]:
+        before = [reward for step in self.state.recent_rewards for reward in step]
+        found = distance(now, before)
+        if found is None:
+            return {}
+        return {"reward_drift": found} | ({f"{VIOLATION}drift": found} if found > self.guard.max_drift else {})
+
+    async def _disagreement(
+        self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]
+    ) -> dict[str, float]:
+        groups = group_trajectories(trajectories)
+        shares = [self._of_dimensions(groups), *await self._of_functions(groups, rewards)]
+        known = [share for share in shares if share is not None]
+        if not known:
+            return {}
+        worst = max(known)
+        violated = {f"{VIOLATION}disagreement": worst} if worst > self.guard.max_disagreement else {}
+        return {"reward_disagreement": worst} | violated
+
+    def _of_dimensions(self, groups: Sequence[Sequence[Trajectory]]) -> float | None:
+        if self.guard.agree is None:
+            return None
+        first, second = self.guard.agree
+        named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
+        return discordance(
+            [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
+        )
+
+    async def _of_functions(
+        self, groups: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float | None]
+    ) -> list[float | None]:
+        if self.second is None:
+            return []
+        chosen: list[Sequence[Trajectory]] = []
+        for group in groups:
+            if sum(map(len, chosen)) + len(group) <= self.guard.sample:
+                chosen.append(group)
+        scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
+        pairs = [
+            [
+                (reward, scores[each.rollout_id])
+                for each in group
+                if (reward := rewards[each.rollout_id]) is not None and each.rollout_id in scores
+            ]
+            for group in chosen
+        ]
+        return [discordance(pairs)]
+
+
+def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
+    try:
+        return team_score(trajectory, weights)
+    except RewardError:
+        return None
+
+
+# -- audit log -------------------------------------------------------------------------------------------------------
+
+AUDIT_FILE: Final = "audit.jsonl"
+Action = Literal["learned", "promoted", "rejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One event in the life of a version.
+
+    >>> agl.AuditRecord("learned", step=3, version=3, algorithm="lightning_rl", time=0.0).rollouts
+    ()
+    """
+
+    action: Action
+    """learned: it was made by a step; promoted, rejected: what the promotion gate decided."""
+    step: int
+    """The step after which it was present."""
+    version: int | None
+    """Its policy_version. None: the run trains no weights."""
+    algorithm: str
+    time: float
+    """Seconds since 1970."""
+    rollouts: tuple[str, ...] = ()
+    """The rollouts that the step was given to learn from."""
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Rewards of the step, of its validation, or of the guard set."""
+    reason: str = ""
+    """Why it was promoted or rejected."""
+    resources: Mapping[str, Any] | None = None
+    """The prompts and models beside the policy, where the algorithm has published some."""
+    resources_id: str | None = None
+    """Under which the store has the version."""
+    returned_to: int | None = None
+    """The step of the version that a rejected one was replaced by."""
+
+
+class Audit(Callback[NoState]):
+    """Writes the audit log of a run."""
+
+    name = "audit"
+
+    def __init__(self, account: RunAccount, checkpoints: Checkpoints, algorithm: str) -> None:
+        self.account, self.checkpoints, self.algorithm = account, checkpoints, algorithm
+
+    async def on_step(self, step: FinishedStep) -> None:
+        publisher = self.checkpoints.publisher
+        resources = named_resources.dump_python(publisher.resources, mode="json") if publisher.published else None
+        scores = {
+            name: float(value)
+            for name, value in step.line.items()
+            if name == "reward" or name.startswith(("validation_", "reward_of_"))
+            if isinstance(value, int | float)
+        }
+        self.write(
+            AuditRecord(
+                "learned",
+                self.account.state.step,
+                self.checkpoints.version,
+                self.algorithm,
+                time.time(),
+                tuple(each.rollout_id for each in step.collected.trajectories),
+                scores,
+                resources=resources,
+            )
+        )
+
+    def write(self, record: AuditRecord) -> None:
+        with (self.account.run_dir.path / AUDIT_FILE).open("ab") as file:
+            file.write(orjson.dumps(msgspec.to_builtins(record)) + b"\n")
+
+    async def decided(
+        self, action: Action, resources_id: str, reason: str, scores: Mapping[str, float], **more: int | None
+    ) -> None:
+        """The promotion gate has decided. `more`: further fields of the record."""
+        state, store = self.account.state, self.account.collector.store
+        fields: dict[str, Any] = {"version": self.checkpoints.version} | more
+        record = AuditRecord(
+            action,
+            state.step,
+            algorithm=self.algorithm,
+            time=time.time(),
+            scores=scores,
+            reason=reason,
+            resources_id=resources_id,
+            **fields,
+        )
+        self.write(record)
+        name = f"{state.run_id}-audit-{record.step:06d}{state.suffix}"
+        try:
+            rollout = await store.start_rollout(
+                msgspec.to_builtins(record),
+                resources_id=record.resources_id,
+                metadata={"audit": record.action},
+                rollout_id=name,
+                queue="audit",
+            )
+        except ConflictError:
+            return  # the step was repeated after a crash
+        await store.update_attempt(name, rollout.attempt.attempt_id, status="succeeded")
+
+
+def read_audit(run_dir: str | Path) -> list[AuditRecord]:
+    """The audit log of a run, in order. Of a step that was repeated after a crash, the last time counts.
+
+    Raises ConfigError where there is no run, or its log cannot be read.
+
+        >>> agl.read_audit("runs/first")[-1].action  # doctest: +SKIP
+        'promoted'
+    """
+    path = Path(run_dir) / AUDIT_FILE
+    if not (Path(run_dir) / "state.json").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    if not path.exists():
+        return []
+    found: dict[tuple[int, str], AuditRecord] = {}
+    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
+        try:
+            record = msgspec.json.decode(line, type=AuditRecord)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"line {number} of {path} cannot be read: {error}; remove that line") from error
+        key = (record.step, "learned" if record.action == "learned" else "decided")
+        found.pop(key, None)
+        found[key] = record
+    return list(found.values())
+
+
+# -- promotion gate --------------------------------------------------------------------------------------------------
+
+Scores = Sequence[float | None]
+
+
+def guard_tasks(config: GateConfig, tasks: Tasks) -> list[Any]:
+    """The guard set of a run. Raises ConfigError where there is none, or it has tasks that are trained on."""
+    found = list(tasks.validation if config.tasks is None else load_dataset(config.tasks))
+    if not found:
+        raise ConfigError("the gate has no tasks: set gate.tasks to a file, or give validation tasks (data.validation)")
+    trained = {task_key(task) for task in tasks.train}
+    shared = [row for row, task in enumerate(found, 1) if task_key(task) in trained]
+    if shared:
+        shown = ", ".join(map(str, shared[:5])) + (" ..." if len(shared) > 5 else "")
+        raise ConfigError(
+            f"{len(shared)} tasks of the guard set ({config.tasks or 'the validation tasks'}) are training tasks, too:"
+            f" rows {shown}. A version that has memorised them would pass; remove them from one of the two"
+        )
+    return found[: config.limit]
+
+
+def difference(before: Scores, after: Scores, confidence: float, margin: float = 0.0) -> Gain:
+    """The paired difference where a task without a reward counts as the lowest. Raises RewardError if none has one."""
+    known = [score for score in (*before, *after) if score is not None]
+    if not known:
+        raise RewardError("no task of the guard set has a reward; check the reward of the gate (gate.reward)")
+    low = min(0.0, *known) if max(known) <= 1 else min(known)
+    filled = [[low if score is None else score for score in scores] for scores in (before, after)]
+    return paired_gain(*filled, confidence=confidence, null=-margin)
+
+
+@dataclass(slots=True)
+class GateState:
+    promoted: KeptCheckpoint | None = None
+    """The version that has passed last."""
+    guard_scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    """The rewards of the guard set: of the version the run started from (`start`) and of the promoted one."""
+    judged_step: int | None = None
+    """The step whose version was judged last."""
+    gate_rejections: int = 0
+    """The number of versions that were refused."""
+
+
+class Gate(Callback[GateState]):
+    """Promotes versions, and returns to the promoted one."""
+
+    name = "gate"
+    state_class = GateState
+
+    def __init__(
+        self,
+        config: GateConfig,
+        account: RunAccount,
+        checkpoints: Checkpoints,
+        audit: Audit,
+        health: Health,
+        tasks: Sequence[Any],
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`tasks`: the guard set. Raises AgentError where the reward of the gate cannot be loaded."""
+        self.config, self.account, self.checkpoints, self.audit = config, account, checkpoints, audit
+        self.health, self.tasks, self.weights = health, tasks, weights
+        self.second = SecondReward.load(account.collector.store, config.reward, weights)
+        self._said = ""
+        """What was decided in the present step."""
+        self._lost = False
+
+    async def on_start(self) -> None:
+        """The version that the run starts from is the promoted one."""
+        if self.state.promoted is not None:
+            return
+        scores = await self.measure()
+        known = [score for score in scores if score is not None]
+        if not known:
+            raise RewardError(
+                f"none of {len(scores)} tasks of the guard set has a reward under the starting version; check"
+                " gate.reward, or the reward of the run"
+            )
+        self.state.guard_scores = {"start": scores, "promoted": scores}
+        self.state.promoted, self.state.judged_step = await self.checkpoints.keep(), self.account.state.step
+        await self.audit.decided("promoted", self._name, "the run starts from it", {"guard": sum(known) / len(known)})
+        self.account.write_state()
+
+    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+        if step.returned or not (step.is_last or self.account.state.step % self.config.every == 0):
+            return None
+        step.saves = True
+        return await self.decide()
+
+    async def on_step_end(self, step: FinishedStep) -> None:
+        self._tell()
+
+    async def on_trained(self) -> None:
+        """Judge the present version, unless that is done. The result of the run, or of its stage, is the promoted
+        one."""
+        run = self.account.state
+        if self.state.judged_step != run.step:
+            await self.decide()
+            await self.checkpoints.save()
+            self._tell()
+        if (promoted := self.state.promoted) is not None:
+            run.best_step, run.best_checkpoint = promoted["step"], promoted["directory"]
+            run.best_version = promoted["version"]
+
+    async def on_revision(self) -> None:
+        self.state.promoted = self.state.judged_step = None
+        self.state.guard_scores.clear()
+
+    async def decide(self) -> dict[str, float]:
+        """Promote the present version, or return to the promoted one. Returns the metrics of that."""
+        state, step = self.state, self.account.state.step
+        assert state.promoted is not None
+        scores = await self.measure()
+        state.judged_step = step
+        gains = {
+            name: difference(state.guard_scores[name], scores, self.config.confidence, self.config.margin)
+            for name in ("promoted", "start")
+        }
+        lost = [name for name, gain in gains.items() if gain.interval[1] < -self.config.margin]
+        gain, against = gains["promoted"], lost[0] if lost else "promoted"
+        reason = _describe(gains[against], against, state.promoted["step"])
+        numbers = {"guard": gain.after, "gain": gain.gain, "low": gain.interval[0], "high": gain.interval[1]}
+        found = {"gate_gain": gain.gain, "gate_promoted": float(not lost)}
+        self._lost = bool(lost)
+        if not lost:
+            state.promoted, state.guard_scores["promoted"] = await self.checkpoints.keep(), scores
+            await self.audit.decided("promoted", self._name, reason, numbers)
+            self._said = f"step {step}: promoted, {reason}"
+            return found
+        version, back = self.checkpoints.version, state.promoted["step"]
+        state.gate_rejections += 1
+        await self.checkpoints.rollback(state.promoted["directory"], state.promoted["version"])
+        self.health.return_to(state.promoted)
+        await self.audit.decided("rejected", self._name, reason, numbers, version=version, returned_to=back)
+        self._said = f"step {step}: not promoted, and back to step {back}: {reason}"
+        return {**found, "rolled_back": 1.0, "returned_to_step": float(back)}
+
+    def _tell(self) -> None:
+        """Show what was decided. Raises TrainingStopped where that ends the run."""
+        said, self._said = self._said, ""
+        if said and self._lost and self.config.on_loss == "stop":
+            raise TrainingStopped(
+                f'{said}. gate.on_loss = "stop". The promoted version is kept; continue from it with --resume, another'
+                " reward or a lower learning rate"
+            )
+        if said:
+            self.account.progress.note(said)
+
+    @property
+    def _name(self) -> str:
+        """Of the present version, and the beginning of the ids of its rollouts."""
+        run = self.account.state
+        return f"{run.run_id}-guard-{run.step:06d}{run.suffix}"
+
+    async def measure(self) -> list[float | None]:
+        """The reward of each task of the guard set. A repeated call continues an interrupted one."""
+        name = self._name
+        plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(self.tasks)]
+        sampling = {"temperature": TEMPERATURES[self.config.mode]}
+        resources_id = await self.checkpoints.publisher.write(name, sampling)
+        collected = await self.account.collector.collect(
+            plans, resources_id=resources_id, mode="val", max_failed_share=1.0, max_rejected_share=1.0
+        )
+        ids = {each.group: each.rollout_id for each in collected.trajectories}
+        found: Mapping[str, float | None]
+        if self.second is not None:
+            found = await self.second.scores(list(ids.values()))
+        else:
+            found = {each.rollout_id: team_score(each, self.weights) for each in collected.trajectories}
+        return [found.get(ids.get(plan.group, "")) for plan in plans]
+
+
+def _describe(gain: Gain, name: str, step: int) -> str:
+    than = f"the promoted version of step {step}" if name == "promoted" else "the version that the run started from"
+    low, high = gain.interval
+    verb = "loses to" if high < 0 else "does not lose to"
+    return (
+        f"it {verb} {than} on {gain.tasks} guard tasks: {gain.before:.3g} -> {gain.after:.3g}, difference"
+        f" {gain.gain:+.3g} (interval {low:.3g} to {high:.3g})"
+    )
