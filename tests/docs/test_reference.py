@@ -77,7 +77,7 @@ FOLDERS = ("algorithms", "credit", "policy", "training")
 NUMBERS = re.compile(r"(dict|Mapping)\[str, (float|int)\]|LossValue")
 """What functions return that make metrics."""
 NOT_METRICS = {
-    *("after", "before", "gain", "high", "low"),  # of the result, as trackers get them
+    *("after", "before", "gain", "guard", "high", "low"),  # of the result, as trackers get them, and of the audit log
     *("betas", "eps", "weight_decay"),
     "loss_sum",
     "mismatch",

@@ -171,7 +171,7 @@ def test_a_forward_pass_of_unsloth_is_given_plain_rows_alone(part: str, monkeypa
         updater.forward.plan(batch, sharing="shared")
 
 
-def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Updater) -> None:
+def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Updater, monkeypatch: Any) -> None:
     forked = [
         Trajectory(
             name,
@@ -190,7 +190,7 @@ def test_a_prefix_that_holds_samples_is_shared_with_its_gradient(updater: Update
     for batch in (samples([forked]), alone):
         expected = gradient(updater, batch, sharing="rows")
         for lines in (True, False):
-            updater.forward.traits = replace(updater.forward.traits, joins=lines)
+            monkeypatch.setattr(updater.forward, "traits", replace(updater.forward.traits, joins=lines))
             (shared,) = updater.forward.plan(batch, sharing="shared")
             assert bool(shared.lines) == lines == (not shared.shared_length)
             assert apart(gradient(updater, batch, sharing="shared"), expected) < 1e-5
@@ -540,14 +540,17 @@ def test_a_resumed_updater_makes_the_very_same_steps() -> None:
     assert torch.equal(weights(one.model), weights(other.model))
 
 
-@pytest.mark.parametrize("part", ["lm_head", "model.layers.1.mlp.up_proj"])
-def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(updater: Updater, part: str) -> None:
+@pytest.mark.parametrize(("part", "shared"), [("lm_head", 0), ("model.layers.1.mlp.up_proj", 5)])
+def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(
+    updater: Updater, part: str, shared: int
+) -> None:
+    """Five first tokens of answers follow the same token as that of another answer, whose hidden state is theirs, too."""
     seen: list[int] = []
     module = updater.model.get_submodule(part)
     handle = module.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
     metrics = updater.accumulate(updater.forward.plan(samples(groups()), sharing="shared"))
     handle.remove()
-    assert sum(seen) == metrics["tokens_trained"] < metrics["tokens_computed"]
+    assert sum(seen) + shared == metrics["tokens_trained"] < metrics["tokens_computed"]
 
 
 class Mixing(torch.nn.Module):
