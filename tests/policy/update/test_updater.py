@@ -544,7 +544,7 @@ def test_a_resumed_updater_makes_the_very_same_steps() -> None:
 def test_what_follows_the_last_attention_is_computed_at_trained_positions_only(
     updater: Updater, part: str, shared: int
 ) -> None:
-    """Five first tokens of answers follow the same token as that of another answer, whose hidden state is theirs, too."""
+    """Five answers begin after the same token as another answer, and share its hidden state."""
     seen: list[int] = []
     module = updater.model.get_submodule(part)
     handle = module.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
