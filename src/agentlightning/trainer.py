@@ -261,8 +261,9 @@ class Trainer:
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
         """`fit`, for callers that have an event loop."""
-        check_live(self.algorithm, self.config)
-        if (self.algorithm or make_algorithm(self.config.algorithm)).learns_weights:
+        live = self.algorithm or make_algorithm(self.config.algorithm)
+        check_live(live, self.config)
+        if live.learns_weights:
             require_training()
         self._name_objects(agent)
         with self.progress:
@@ -593,6 +594,7 @@ class Trainer:
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
+            stack.push_async_callback(account.close)
             start_watching(config, account, stack)
             url = joined_url(config) or config.run.public_url or server.url
             await collector.move(state.run_id, url)
@@ -606,6 +608,5 @@ class Trainer:
             parts = tasks, policy, server, self.initial_resources
             others = make_callbacks(config.run.callbacks, self.callbacks)
             run = await make_training_run(config, algorithm, account, *parts, url, joined, recorded, others)
-            stack.push_async_callback(run.close)
             run.target_agent = trained_agents(agent)
             yield runner, run

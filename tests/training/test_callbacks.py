@@ -89,6 +89,11 @@ class Infinite(agl.Callback[Seen]):
 class Count2(Count):
     name = "Count"
 
+class Closes(agl.Callback):
+    async def close(self):
+        with open("closed", "a") as file:
+            file.write("once")
+
 async def agent(task):
     return task["n"] / 10
 """
@@ -195,6 +200,18 @@ def test_an_object_is_given_again_to_resume_and_two_have_two_names(folder: Path)
     assert [line["seen"] for line in lines(folder)] == [2, 4]
     with pytest.raises(ConfigError, match=r"callbacks"):
         agl.Trainer(callbacks=[object()])  # type: ignore[list-item]
+
+
+def test_it_is_closed_once_whether_the_run_ends_or_cannot_begin(folder: Path) -> None:
+    import lab_callbacks as lab  # type: ignore[import-not-found]
+
+    fit(folder, [lab.Closes])
+    assert (folder / "closed").read_text() == "once"
+    (folder / "closed").unlink()
+    (folder / "run").rename(folder / "earlier")
+    with pytest.raises(ConfigError, match="two callbacks"):
+        fit(folder, [lab.Closes, lab.Count, lab.Count2()])
+    assert (folder / "closed").read_text() == "once"
 
 
 def test_a_state_of_another_form_is_named(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import timeit
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -23,6 +24,8 @@ from agentlightning.policy.lora_config import AgentSetting, Lora
 logger = logging.getLogger(__name__)
 
 CORES: Final = torch.get_num_threads()
+PROBE_SECONDS: Final = 0.5
+"""How long `fastest_threads` tries, one turn at least."""
 """The threads that torch chooses: physical cores, or what OMP_NUM_THREADS says."""
 LARGE: Final = 50_000_000
 """Weights from which a model gains from bfloat16 and from threads: SmolLM2-135M does, the models of tests do not."""
@@ -77,11 +80,11 @@ def fastest_threads(hidden: int, dtype: torch.dtype) -> int:
     an update, which takes longer than sampling and gains more from threads than the few rows of a forward step."""
     x, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, hidden, dtype=dtype)
     before, seconds = torch.get_num_threads(), dict.fromkeys((1, CORES), math.inf)
-    for _ in range(30):  # The best of turns: one moment of another program's must not decide for the whole run.
+    end = time.monotonic() + PROBE_SECONDS
+    while time.monotonic() < end:  # The best turn counts: a moment of another program's must not decide for the run.
         for threads in seconds:
             torch.set_num_threads(threads)
-            spent = timeit.timeit(lambda: nn.functional.linear(x, weight), number=1)
-            seconds[threads] = min(seconds[threads], spent)
+            seconds[threads] = min(seconds[threads], timeit.timeit(lambda: nn.functional.linear(x, weight), number=1))
     torch.set_num_threads(before)
     return CORES if seconds[CORES] < 0.8 * seconds[1] else 1
 

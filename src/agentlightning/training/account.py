@@ -40,7 +40,7 @@ class RunAccount:
 
     def add(self, callback: Callback[Any]) -> None:
         """Call it after those that there are, with the state that it had. Raises ConfigError where one has its name."""
-        if any(each.name == callback.name for each in self.callbacks):
+        if callback.name in (each.name for each in self.callbacks):
             raise ConfigError(f"two callbacks of the run are called {callback.name!r}; give one of them another name")
         restore(callback, self.state.of(callback.name))
         self.callbacks.append(callback)
@@ -52,6 +52,10 @@ class RunAccount:
             with calls_of(type(callback), "callback"):
                 found.append(await call(callback))
         return found
+
+    async def close(self) -> None:
+        """The process leaves the run."""
+        await self.each(lambda callback: callback.close())
 
     def write_state(self) -> None:
         now = time.monotonic()

@@ -125,11 +125,6 @@ class Callback(Generic[S]):
     async def close(self) -> None:
         """The process leaves the run, finished or not."""
 
-    @property
-    def keeps(self) -> Sequence[str]:
-        """Directories of checkpoints, relative to the run's, that are not to be removed."""
-        return ()
-
 
 def restore(callback: Callback[Any], table: Mapping[str, Any]) -> None:
     """Give a callback its saved state. Raises ResumeError where it does not fit."""

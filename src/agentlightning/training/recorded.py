@@ -935,11 +935,11 @@ def restored_algorithm(
     if lost := [name for name in state.objects if name in (*SOURCES, "algorithm")]:
         raise ResumeError(f"{run_dir} was started with {', '.join(lost)} given as objects in memory; {way_out}")
     sources = {name: _source(each, store) for name, each in data.sources.items()}
-    if data.settings:  # The run was begun when settings.toml could not hold them.
+    if data.settings:  # The run was begun when config.toml could not hold them.
         cls = load(data.algorithm)
         return cls(config=settings_from(cls.config_class, data.settings), **sources)
     own: Any = config.algorithm
-    made: Algorithm[Any] = SFTAlgorithm(config=own, **sources) if sources else from_settings(config, data.given)
+    made = SFTAlgorithm(config=own, **sources) if sources else from_settings(config, data.given)
     if class_name(made) != data.algorithm:
         raise ResumeError(f"{run_dir} is trained by {data.algorithm}, which its settings do not bring back; {way_out}")
     return made
@@ -968,11 +968,11 @@ def _source(recorded: Any, store: LightningStoreBase | None) -> Any:
     return TrajectoryQuery(store, **fields)
 
 
-def check_live(algorithm: Algorithm[Any] | None, config: TrainConfig) -> None:
+def check_live(algorithm: Algorithm[Any], config: TrainConfig) -> None:
     """Raises ConfigError for data that a run with an agent would not learn from."""
     if config.data.sessions is not None:
         raise ConfigError("data.sessions: fit() runs an agent, and train() learns from recorded sessions; call that")
-    stages = algorithm.stages if isinstance(algorithm, Sequential) else (algorithm,)
+    stages: Any = getattr(algorithm, "stages", (algorithm,))
     if any(isinstance(each, DPO) and each.has_dataset for each in stages):
         raise ConfigError(
             "DPO was given data, and with an agent it learns from preferences between its rollouts; leave data out, or"

@@ -274,10 +274,6 @@ class TrainingRun:
         if state.best_checkpoint is not None and state.best_step != state.step:
             await self.checkpoints.rollback(state.best_checkpoint, state.best_version)
 
-    async def close(self) -> None:
-        """The process leaves the run."""
-        await self.account.each(lambda callback: callback.close())
-
     # -- stages --------------------------------------------------------------------------------------------------------
 
     async def begin_stage(self, stage: Stage) -> bool:

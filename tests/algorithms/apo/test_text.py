@@ -41,6 +41,11 @@ def test_lines_are_added_deleted_and_replaced_by_their_numbers_before_any_edit()
     assert edited(*changes) == "zero\nTWO\nthree\nfour"
 
 
+def test_edits_with_and_without_the_name_of_the_only_text_count_the_same_lines():
+    changes = [{"op": "delete", "line": 1}, {"op": "replace", "line": 2, "text": "TWO", "resource": "prompt"}]
+    assert edited(*changes) == "TWO\nthree"
+
+
 def test_a_line_that_is_there_already_is_not_added_again():
     assert edited({"op": "add", "text": "  two "}) == "one\ntwo\nthree"
 

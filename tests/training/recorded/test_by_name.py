@@ -169,3 +169,12 @@ def test_what_cannot_go_together_is_refused(store: Any, add: Any, tiny: Path, tm
         agl.Trainer(missing, **made).train()
     with pytest.raises(ConfigError, match=r"there is no algorithm 'rejectoin'; did you mean 'rejection'\?.*dpo.*sft"):
         agl.Trainer(algorithm="rejectoin")
+
+
+def test_pairs_that_a_run_with_an_agent_would_not_learn_from_are_refused(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "Hi", "chosen": "Hello", "rejected": "No"}) + "\n")
+    config = agl.TrainConfig(algorithm={"type": "dpo", "data": str(pairs)}, policy={"model": "tiny"})
+    with pytest.raises(ConfigError, match="DPO was given data, and with an agent it learns from preferences between"):
+        agl.Trainer(config, run_dir=tmp_path / "run").fit(lambda task: 1.0, [{"n": 1}] * 9)
+    assert not (tmp_path / "run").exists()

@@ -165,11 +165,14 @@ def apply_edits(candidate: Candidate, edits: Sequence[Edit]) -> Candidate:
     """The candidate with these edits. A line that is there already is not added again. Raises ReplyError for a resource
     or a line that does not exist."""
     texts = dict(candidate.texts)
-    for name in dict.fromkeys(each.resource for each in edits):
-        own = name or (next(iter(texts)) if len(texts) == 1 else "")
-        if own not in texts:
-            raise ReplyError("edit_unknown_resource", f"an edit changes {own!r}; there are {', '.join(texts)}")
-        texts[own] = _edited(texts[own], [each for each in edits if each.resource == name])
+    only = next(iter(texts)) if len(texts) == 1 else ""
+    by_resource = dict[str, list[Edit]]()  # All of a text at once: they name its lines as they were.
+    for edit in edits:
+        by_resource.setdefault(edit.resource or only, []).append(edit)
+    for name, own in by_resource.items():
+        if name not in texts:
+            raise ReplyError("edit_unknown_resource", f"an edit changes {name!r}; there are {', '.join(texts)}")
+        texts[name] = _edited(texts[name], own)
     return Candidate(texts)
 
 
