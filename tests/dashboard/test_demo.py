@@ -69,12 +69,15 @@ async def test_the_result_is_that_of_the_rollouts_in_the_store(client):
 async def test_every_step_has_its_rollouts_with_the_reward_of_its_curve(client):
     found = await get(client, RUN)
     rewards = next(chart for chart in found["curves"]["charts"] if chart["name"] == "reward")["series"][0]["values"]
+    version = 0
     for step, reward in zip(found["curves"]["steps"], rewards, strict=True):
         shown = await get(client, f"{RUN}/steps/{step}")
         assert shown["rollouts"] == shown["learned"]
         means = [statistics.fmean(group["rewards"]) for group in shown["groups"]]
         assert statistics.fmean(means) == pytest.approx(reward)
-        assert shown["versions"] == [step - 1]
+        assert shown["versions"] == [version]
+        if any(len(set(group["rewards"])) > 1 for group in shown["groups"]):
+            version += 1  # where all rewards of each group are equal, nothing is learned or published
 
 
 async def test_times_are_those_of_a_run_that_has_just_ended(client, recorded):
@@ -93,7 +96,7 @@ async def test_times_are_those_of_a_run_that_has_just_ended(client, recorded):
 
 
 async def test_a_group_shows_its_tokens_with_advantages_ratios_and_alternatives(client):
-    for step in (1, 9, 18):
+    for step in (1, 9, 13):
         groups = (await get(client, f"{RUN}/steps/{step}"))["groups"]
         shown = await get(client, f"{RUN}/rollouts/{groups[0]['best']}/group")
         assert shown["has_texts"]
@@ -134,4 +137,4 @@ def test_the_transcripts_of_the_readme_are_of_this_run(recorded):
 async def test_they_can_be_compared_on_the_same_tasks(client):
     found = await get(client, "/compare?runs=messages,messages-rloo")
     assert {each["setting"] for each in found["settings"]} >= {"algorithm.credit", "algorithm.steps"}
-    assert found["tasks"][0]["modes"]["greedy"]["tasks"] == 96
+    assert found["tasks"][0]["modes"]["greedy"]["tasks"] == 64
