@@ -53,6 +53,8 @@ class Recipe:
     """Updates between checkpoints, of which VALIDATION problems choose the best. None: the last one is written."""
     max_tokens: int = 96
     """Of an answer."""
+    truncated_reward: float | None = None
+    """The reward of a rollout in which an answer was cut off there. None: the one it was given."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     warm_steps: int = 0
@@ -65,22 +67,28 @@ class Recipe:
     policy that reinforcement learning starts from."""
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of the warm start."""
+    policy: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further settings of the policy."""
 
 
+SMALL = {"token_budget": 2048, "kv_cache_bytes": 1 << 30, "prefix_cache_bytes": 1 << 28}
+"""For a machine with 8 GB of memory."""
 MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
 RECIPES = {
     "tiny": Recipe(lr=3e-4, warm_steps=240, clean=0.75, habit=0.65, optimizer=MUON),
     "smollm2-135m": Recipe(
-        steps=8,
-        tasks=4,
+        steps=12,
+        tasks=8,
         group=6,
-        held_out=64,
+        held_out=80,
         every=None,
         max_tokens=56,
-        lr=5e-5,
-        warm_steps=5,
+        truncated_reward=0.0,
+        lr=3e-5,
+        warm_steps=4,
         batch=8,
         optimizer={"lr": 1e-4},
+        policy=SMALL,
     ),
 }
 
@@ -98,6 +106,7 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
             "group_size": recipe.group,
             "credit": options.credit,
             "aggregate": "token",
+            **({} if recipe.truncated_reward is None else {"truncated_reward": recipe.truncated_reward}),
             "optimizer": {"schedule": "cosine", "warmup_steps": min(2, steps - 1), **({"lr": rate} if rate else {})},
         },
         "runner": {
@@ -140,7 +149,7 @@ async def tools() -> list[dict[str, Any]]:
 def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Settings of the model that a run starts with, and of its warm start on demonstrations."""
     if not recipe.warm_steps:
-        return {"policy": {"model": model}}
+        return {"policy": {"model": model, **recipe.policy}}
     opening = [{"role": "system", "content": SYSTEM}]
     count = recipe.warm_steps * recipe.batch
     shown = demonstrations(count, seed, opening, asyncio.run(tools()), clean=recipe.clean, habit=recipe.habit)
@@ -157,7 +166,7 @@ def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]
         "shuffle": False,
         "optimizer": recipe.optimizer,
     }
-    return {"policy": {"model": model}, "warm_start": warm_start}
+    return {"policy": {"model": model, **recipe.policy}, "warm_start": warm_start}
 
 
 def parse() -> argparse.Namespace:

@@ -54,6 +54,8 @@ class Recipe:
     """Updates between checkpoints, of which VALIDATION questions choose the best. None: the last one is written."""
     max_tokens: int = 64
     """Of an answer."""
+    truncated_reward: float | None = None
+    """The reward of a rollout in which an answer was cut off there. None: the one it was given."""
     lr: float | None = None
     """Their learning rate. None: by the size of the model."""
     copy_steps: int = 0
@@ -67,22 +69,28 @@ class Recipe:
     that reinforcement learning starts from."""
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     """Of the warm start."""
+    policy: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further settings of the policy."""
 
 
+SMALL = {"token_budget": 1024, "kv_cache_bytes": 1 << 30, "prefix_cache_bytes": 1 << 28}
+"""For a machine with 8 GB of memory."""
 MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
 RECIPES = {
     "tiny": Recipe(lr=3e-4, copy_steps=100, warm_steps=420, clean=0.8, habit=0.5, optimizer=MUON),
     "smollm2-135m": Recipe(
-        steps=7,
-        tasks=4,
+        steps=6,
+        tasks=6,
         group=6,
         held_out=64,
         every=None,
         max_tokens=48,
-        lr=5e-5,
-        warm_steps=4,
+        truncated_reward=0.0,
+        lr=3e-5,
+        warm_steps=5,
         batch=8,
         optimizer={"lr": 1e-4},
+        policy=SMALL,
     ),
 }
 LAYERS = 3
@@ -104,6 +112,7 @@ def train(options: argparse.Namespace) -> agl.TrainingResult:
             "credit": options.credit,
             "reward_weights": reward.WEIGHTS,
             "aggregate": "token",
+            **({} if recipe.truncated_reward is None else {"truncated_reward": recipe.truncated_reward}),
             "optimizer": {"schedule": "cosine", "warmup_steps": min(2, steps - 1), **({"lr": rate} if rate else {})},
         },
         "runner": {"concurrency": recipe.tasks * recipe.group, "timeout_seconds": 300, "hide": ["answer", "aliases"]},
@@ -147,7 +156,7 @@ def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]
     """Settings of the model that a run starts with, and of its warm start on demonstrations, with real searches."""
     steps = recipe.copy_steps + recipe.warm_steps
     if not steps:
-        return {"policy": {"model": model}}
+        return {"policy": {"model": model, **recipe.policy}}
     world = World(seed)
     index = Index.of(world.documents)
 
@@ -174,7 +183,7 @@ def start(folder: Path, model: str, recipe: Recipe, seed: int) -> dict[str, Any]
         "shuffle": False,
         "optimizer": recipe.optimizer,
     }
-    return {"policy": {"model": model}, "warm_start": warm_start}
+    return {"policy": {"model": model, **recipe.policy}, "warm_start": warm_start}
 
 
 def parse() -> argparse.Namespace:

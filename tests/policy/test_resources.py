@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.models import tiny_checkpoint
 
+from agentlightning.engine.base import SamplingParams
 from agentlightning.policy import model_loading
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
@@ -49,6 +50,19 @@ def test_threads_are_those_that_multiply_faster(model: Path, monkeypatch: pytest
         )
         assert policy_config(PolicyConfig(device="cpu"), str(model)).threads == threads
         assert torch.get_num_threads() == before
+
+
+async def test_memory_of_the_engine_is_bounded_by_settings_of_a_run(model: Path) -> None:
+    settings = PolicyConfig(device="cpu", kv_cache_bytes=1 << 16, prefix_cache_bytes=0)
+    policy = LocalPolicy.open(policy_config(settings, str(model)))
+    roomy = LocalPolicy.open(policy_config(PolicyConfig(device="cpu"), str(model)))
+    prompt, params = list(range(1, 30)), SamplingParams(max_tokens=2)
+    for each in (policy, roomy):
+        await each.sample(prompt, params)
+    assert policy._generator._cache.limit_bytes == 1 << 16
+    assert policy._generator.prefix_cache.num_bytes == 0 < roomy._generator.prefix_cache.num_bytes
+    for each in (policy, roomy):
+        await each.close()
 
 
 def test_what_was_chosen_for_a_large_model_is_said(

@@ -33,6 +33,10 @@ class ModelSettings(Section):
     """auto, cpu, cuda, cuda:1 ..."""
     max_batch_size: int = Field(default=128, ge=1)
     """Answers sampled at the same time; further calls wait."""
+    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
+    """Memory for the keys and values of these answers; further requests wait. One answer always fits."""
+    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
+    """Memory for the cached keys and values of earlier prompts and answers."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
     tool_calls: str | None = None
@@ -60,10 +64,6 @@ class LocalPolicyConfig(ModelSettings):
     """See `PolicyConfig.dtype`."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
-    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
-    """Memory for the keys and values of these answers; further requests wait. One answer always fits."""
-    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for the cached keys and values of earlier prompts and answers."""
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens computed in one step, before running answers get their next token."""
     seed: int = 0
