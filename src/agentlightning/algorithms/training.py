@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
     """A point of a training rollout that has ended: one of its calls. A rollout that branches off here runs the agent
-    anew; the calls before the point are given their recorded answers, and this one is sampled.
+    anew; the calls before the point are given their recorded answers, and this one is sampled, or goes on from the
+    first tokens of its recorded answer, which are then a part of its prompt.
 
     >>> agl.BranchPoint("ro-1", call="span-3").call
     'span-3'
@@ -38,6 +39,8 @@ class BranchPoint:
     rollout_id: str
     call: str
     """Its `span_id`. That of the first call gives a further rollout with nothing in common but the task."""
+    kept: int = 0
+    """How many of its `response_token_ids` are kept; fewer than all."""
 
 
 @dataclass(frozen=True, slots=True)
