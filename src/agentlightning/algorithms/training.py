@@ -121,7 +121,8 @@ class Collected:
     """
 
     trajectories: tuple[Trajectory, ...]
-    """Of the usable rollouts, in the order requested. Those of one task have the same `group`."""
+    """Of the usable rollouts, in the order requested. Those of one task have the same `group`, but for those of a task
+    that is named: they are a group beside that of the run's next task."""
     failed: tuple[Rollout, ...] = ()
     """Rollouts that ended without success."""
     rejected: tuple[Rejection, ...] = ()
