@@ -106,3 +106,23 @@ def test_two_announced_losses_of_one_name_and_one_that_is_none_name_their_files(
 def test_a_name_of_this_package_stays_its_own(folder: Path) -> None:
     install(folder, "shadow", "ppo", LOSS, "losses")
     assert type(token_losses("ppo")[0]) is LOSSES["ppo"]
+
+
+def test_files_of_one_name_in_three_folders_are_three_modules(tmp_path: Path) -> None:
+    found: list[str] = []
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_loss_of_three.py").write_text(f"class Mine:\n    folder = {folder!r}\n")
+        found.append(plugins.load(f"{tmp_path}/{folder}/own_loss_of_three.py:Mine").folder)
+    assert found == ["a", "b", "c"]
+
+
+def test_doctor_names_every_kind_that_is_installed(folder: Path) -> None:
+    from agentlightning.cli.main import build
+
+    install(folder, "routes", "lab", "def Part(): ...", "server_routes")
+    install(folder, "unloadable", "lab", "import no_such_module", "publishers")
+    result = CliRunner().invoke(build(), ["doctor"])
+    lines = [line for line in result.output.splitlines() if "lab" in line]
+    assert any(line.startswith("server_routes  lab  routes_part:Part") for line in lines), result.output
+    assert (result.exit_code, "unloadable_part.py" in result.output.replace("\n", "")) == (1, True), result.output

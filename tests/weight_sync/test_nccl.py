@@ -304,7 +304,7 @@ async def test_changed_weights_are_not_written_under_the_old_version(policy: Ser
 
     async def slowly(directory: Path) -> None:
         await save(directory)
-        policy._generation += 1  # A step begins.
+        policy.generation += 1  # A step begins.
 
     learner.save = slowly
     with pytest.raises(PolicyError, match="have changed since"):

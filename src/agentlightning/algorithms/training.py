@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
     """A point of a training rollout that has ended: one of its calls. A rollout that branches off here runs the agent
-    anew; the calls before the point are given their recorded answers, and this one is sampled.
+    anew; the calls before the point are given their recorded answers, and this one is sampled, or goes on from the
+    first tokens of its recorded answer, which are then a part of its prompt.
 
     >>> agl.BranchPoint("ro-1", call="span-3").call
     'span-3'
@@ -38,6 +39,8 @@ class BranchPoint:
     rollout_id: str
     call: str
     """Its `span_id`. That of the first call gives a further rollout with nothing in common but the task."""
+    kept: int = 0
+    """How many of its `response_token_ids` are kept; fewer than all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ class Collected:
     """
 
     trajectories: tuple[Trajectory, ...]
-    """Of the usable rollouts, in the order requested. Those of one task have the same `group`."""
+    """Of the usable rollouts, in the order requested. Those of one task have the same `group`, but for those of a task
+    that is named: they are a group beside that of the run's next task."""
     failed: tuple[Rollout, ...] = ()
     """Rollouts that ended without success."""
     rejected: tuple[Rejection, ...] = ()

@@ -11,7 +11,7 @@ from rich.console import Console
 from agentlightning.cli.options import Json
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.util.plugins import announced, described, installed, load
+from agentlightning.util.plugins import Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
@@ -54,15 +54,16 @@ def installed_extensions() -> list[dict[str, str]]:
     from agentlightning.training.persistence.run_changes import SEAMS
 
     registries = {each.kind: each for each in (*SEAMS.values(), DATASETS)}
-    found: list[dict[str, str]] = []
+    found = list[dict[str, str]]()
     for kind, names in installed().items():
-        for name in names if kind in registries else ():
+        registry = registries.get(kind, Registry(kind, kind))
+        for name in names:
             record = {"kind": kind, "name": name}
             try:
                 record["part"] = described(load(announced(kind, name)))
-                if registries[kind].get(name) is not None:
+                if registry.get(name) is not None:
                     raise ConfigError(f"{name} is a name of this package, which stays; name it as module:Class")
-                registries[kind].find(name)
+                registry.find(name)
             except AgentLightningError as error:
                 record["problem"] = str(error)
             found.append(record)

@@ -98,7 +98,7 @@ class ServedPolicy(AgentEngines):
         self.transfer = transfer
         """How the weights travel: `disk`, or a key of `SENDERS`."""
         self._checkpoints = checkpoints
-        self._generation = 0
+        self.generation = 0
         """Number of times the learner's weights changed, or may have changed."""
         self._tolerance = tolerance
         self.adapters: AdapterVersions | None = None
@@ -216,7 +216,7 @@ class ServedPolicy(AgentEngines):
         self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE
     ) -> Mapping[str, float]:
         """See `SeparatePolicy.train_apart`. Raises as the learner does."""
-        self._generation += 1
+        self.generation += 1
         return await self.learner.train(samples, options)
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
@@ -242,7 +242,7 @@ class ServedPolicy(AgentEngines):
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises as `train` does."""
         self._require_idle(in_flight)
-        self._generation += 1
+        self.generation += 1
         await self.learner.load(directory, above=above)
         await self.publish()
 
@@ -292,16 +292,12 @@ class ServedPolicy(AgentEngines):
 
     async def write(self, generation: int) -> Path:
         """The weights of this generation on disk. Raises PolicyError if they have changed since."""
-        directory = await self._checkpoints.write(self.learner) if generation == self._generation else None
-        if directory is None or generation != self._generation:
+        directory = await self._checkpoints.write(self.learner) if generation == self.generation else None
+        if directory is None or generation != self.generation:
             if directory is not None:  # It may hold newer weights under this name.
                 await self._checkpoints.remove(directory)
             raise PolicyError("the weights have changed since; the server gets those of the next update")
         return directory
-
-    @property
-    def generation(self) -> int:
-        return self._generation
 
     def _require_idle(self, in_flight: bool) -> None:
         if not in_flight and self.servers.in_flight:

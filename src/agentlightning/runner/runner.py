@@ -507,7 +507,7 @@ class Runner:
             latest = await self.store.get_latest_resources()
             return {} if latest is None else latest.resources
         version = await self.store.get_resources_by_id(resources_id)
-        return None if version is None else version.resources
+        return version and version.resources
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 

@@ -323,7 +323,7 @@ def current_agent() -> str | None:
     if tracked is not None:
         return tracked
     inside = current_scope()
-    return None if inside is None else inside.agent
+    return inside and inside.agent
 
 
 def agent_in(inside: Scope) -> str | None:

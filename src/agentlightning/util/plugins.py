@@ -41,7 +41,7 @@ PACKAGE: Final = str(Path(__file__).parents[1])
 
 def plugin_names(kind: str) -> set[str]:
     """The names of the installed parts of a kind."""
-    return set(entry_points(group=f"agentlightning.{kind}").names)
+    return entry_points(group=f"agentlightning.{kind}").names
 
 
 def installed() -> dict[str, list[str]]:
@@ -91,13 +91,13 @@ def load(reference: str) -> Any:
 
 
 def load_file(path: Path, otherwise: str = "agentlightning_extension") -> ModuleType:
-    """The module in a file, under the name of the file; where another module has that, after `otherwise`."""
+    """The module in a file, under the name of the file; where another module has that, `otherwise` and its path."""
     path = path.resolve()
     if getattr(main := sys.modules["__main__"], "__file__", None) == str(path):
         return main
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
-        name = f"{otherwise}_{name}"
+        name = f"{otherwise}{path.with_suffix('')}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)

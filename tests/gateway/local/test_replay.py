@@ -106,3 +106,94 @@ async def test_tool_calls_have_their_recorded_ids(serve, store):
     again = (await service.ask(ASKED, tools=tools)).choices[0].message
     assert [each.id for each in again.tool_calls] == [each.id for each in first.tool_calls]
     assert len({each.id for each in again.tool_calls}) == 2
+
+
+# -- inside an answer --------------------------------------------------------------------------------------------------
+
+
+async def branching_inside(service, store, source, call, kept):
+    """The service, as a rollout sees it that branches off after so many tokens of the answer to this call."""
+    number = next(number for number, span in enumerate(source) if span.span_id == call)
+    branch = {
+        "rollout_id": source[0].rollout_id,
+        "span_ids": [span.span_id for span in source[:number]],
+        "kept": {call: kept},
+    }
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest({}, metadata={"branch": branch})])
+    service.attempted = await store.dequeue_rollout()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_goes_on_from_the_tokens_that_are_kept(serve, store, stream):
+    service = await serve(["one", "two"])
+    await service.ask(ASKED, max_tokens=20)
+    (source,) = await service.spans()
+    await branching_inside(service, store, [source], source.span_id, 2)
+    if stream:
+        chunks = await service.stream(max_tokens=20, logprobs=True)
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert "".join(choice.delta.content or "" for choice in choices) == "ontwo"
+        listed = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert "".join(listed).startswith("two"), "of what was sampled"
+    else:
+        assert (await service.ask(ASKED, max_tokens=20)).choices[0].message.content == "ontwo"
+    (span,) = await service.spans()
+    prompt = source.attributes[names.PROMPT_TOKEN_IDS] + source.attributes[names.RESPONSE_TOKEN_IDS][:2]
+    assert span.attributes[names.PROMPT_TOKEN_IDS] == prompt, "they are not trained again"
+    assert list(service.engine.calls[-1][0]) == prompt
+    assert service.engine.calls[-1][1].max_tokens == 18
+    assert span.attributes[names.BEGUN] == 2
+    assert '"ontwo"' in span.attributes[names.OUTPUT_MESSAGES]
+    (call,) = trajectory(service.rollout_id, service.attempt_id, [span]).transitions
+    assert call.replays is None
+    assert service.engine.chat.decode(call.response_token_ids, skip_special_tokens=True) == "two"
+
+
+async def test_the_next_call_of_such_a_rollout_continues_its_tokens(serve, store):
+    service = await serve(["one", "two", "three"])
+    await service.ask(ASKED)
+    source = await service.spans()
+    await branching_inside(service, store, source, source[0].span_id, 1)
+    await service.ask(ASKED)
+    await service.ask(then("otwo"))
+    first, second = await service.spans()
+    whole = first.attributes[names.PROMPT_TOKEN_IDS] + first.attributes[names.RESPONSE_TOKEN_IDS]
+    assert second.attributes[names.PROMPT_TOKEN_IDS][: len(whole)] == whole
+    assert second.attributes[names.CONTINUES] == first.span_id
+
+
+async def test_a_branch_off_a_rollout_that_branched_inside_an_answer_is_given_the_whole_of_it(serve, store):
+    service = await serve(["one", "two", "three", "four"])
+    await service.ask(ASKED)
+    source = await service.spans()
+    await branching_inside(service, store, source, source[0].span_id, 1)
+    for messages in (ASKED, then("otwo")):
+        await service.ask(messages)
+    middle = await service.spans()
+    await branching_inside(service, store, middle, middle[1].span_id, 3)
+    assert (await service.ask(ASKED)).choices[0].message.content == "otwo"
+    assert (await service.ask(then("otwo"))).choices[0].message.content == "thrfour"
+    again, last = trajectory(service.rollout_id, service.attempt_id, await service.spans()).transitions
+    assert again.replays == (middle[0].rollout_id, middle[0].span_id)
+    assert again.prompt_token_ids == tuple(middle[0].attributes[names.PROMPT_TOKEN_IDS])
+    assert last.replays is None
+
+
+async def test_a_constrained_answer_is_sampled_from_its_beginning(serve, store):
+    """A grammar describes whole answers."""
+    service = await serve(['{"a": 1}', '{"a": 2}'], config=GatewayConfig(structured_output="always"))
+    service.engine.supported_params = frozenset({"json_schema", "grammar"})
+    service.engine.can_enforce = can_enforce
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    await service.ask(ASKED, response_format=form)
+    source = await service.spans()
+    await branching_inside(service, store, source, source[0].span_id, 2)
+    assert (await service.ask(ASKED, response_format=form)).choices[0].message.content == '{"a": 2}'
+    (span,) = await service.spans()
+    assert span.attributes[names.REPLAY_MISMATCH]
+    assert names.BEGUN not in span.attributes
+
+
+async def can_enforce(text, kind="json_schema"):
+    return True

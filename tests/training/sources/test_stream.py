@@ -170,8 +170,8 @@ async def two_calls(loop: Loop, rollout: AttemptedRollout) -> list[str]:
     """Finish a rollout of two calls, the second of which is less certain. Returns their span ids."""
     ids, spans = (rollout.rollout_id, rollout.attempt.attempt_id), [new_span_id(), new_span_id()]
     for number, span_id in enumerate(spans):
-        call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1] * (number + 1), RESPONSE_TOKEN_IDS: [2]}
-        call |= {LOGPROBS: [-0.1 - number], POLICY_VERSION: loop.version}
+        call = {OPERATION_NAME: "chat", PROMPT_TOKEN_IDS: [1] * (number + 1), RESPONSE_TOKEN_IDS: [2, 3]}
+        call |= {LOGPROBS: [-0.1 - number] * 2, POLICY_VERSION: loop.version}
         await loop.store.add_span(Span(*ids, "chat", 0.0, span_id=span_id, attributes=call))
     await loop.finish(rollout, version=loop.version)
     return spans
@@ -260,6 +260,11 @@ async def test_a_tree_grows_at_the_calls_that_are_named(store: InMemoryLightning
     made = await store.get_rollout_by_id(deeper.rollout_id)
     assert made is not None
     assert made.metadata["branch"] == {"rollout_id": leaf, "span_ids": [known[leaf][0]]}
+    inside = BranchPoint(root.rollout_id, second, kept=1)
+    (goes_on,) = (await collect(Want(branch=inside))).trajectories
+    made = await store.get_rollout_by_id(goes_on.rollout_id)
+    assert made is not None
+    assert made.metadata["branch"] == {"rollout_id": root.rollout_id, "span_ids": [first], "kept": {second: 1}}
     loop.train()
     with pytest.raises(ConfigError, match=rf"{root.rollout_id}, which is 1 updates old; run.max_staleness=0"):
         await loop.source.next(RolloutRequest([Want(branch=BranchPoint(root.rollout_id, second))]))
@@ -295,6 +300,10 @@ async def test_a_call_that_a_rollout_does_not_have_is_named(store: InMemoryLight
     await collecting
     with pytest.raises(ConfigError, match=f"off rollout {rollout.rollout_id} at call 'gone': its calls"):
         await loop.source.next(RolloutRequest([Want(branch=BranchPoint(rollout.rollout_id, "gone"))]))
+    call = (await store.query_spans(rollout.rollout_id))[0].span_id
+    for kept in (-1, 1):
+        with pytest.raises(ConfigError, match=f"after {kept} tokens of call '{call}': its answer has 1, and the last"):
+            await loop.source.next(RolloutRequest([Want(branch=BranchPoint(rollout.rollout_id, call, kept=kept))]))
 
 
 def test_a_want_of_nothing_or_of_two_tasks_is_refused() -> None:

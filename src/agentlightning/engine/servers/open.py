@@ -12,7 +12,6 @@ from pathlib import Path
 from agentlightning.chat.base import ChatFormat
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import Engine
-from agentlightning.engine.servers.base import ModelServer
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
@@ -72,9 +71,27 @@ async def open_servers(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         if config.urls:
-            replicas = [Replica(_client(kind, transport, config, url, token or config.token)) for url in config.urls]
+            server, token = ENGINES.find(kind), token or config.token
+            replicas = [
+                Replica(server(transport, url, token=token, seconds=config.timeout_seconds)) for url in config.urls
+            ]
+        elif model is None:
+            raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
         else:
-            options = _launch_options(config, model, name, dtype, max_context, logs, transfer)
+            options = [
+                LaunchOptions(
+                    model=model,
+                    name=name or "policy",
+                    log=logs / f"vllm-{index}.log",
+                    command=shlex.split(config.command),
+                    args=(*config.args, *_transfer_args(transfer)),
+                    env={**server_environment(transfer), **config.env, **_visible_devices(config, index)},
+                    dtype=dtype,
+                    max_context=max_context,
+                    seconds=config.start_seconds,
+                )
+                for index in range(config.count)
+            ]
             replicas = await _start(options, config, transport, stack)
         if transfer != DISK:
             await _connect_senders(replicas, transfer, device, stack, required=config.transfer != AUTO)
@@ -90,37 +107,6 @@ async def open_servers(
         )
         stack.pop_all()
     return pool
-
-
-def _client(kind: str, transport: Transport, config: ServersConfig, url: str, token: str | None) -> ModelServer:
-    return ENGINES.find(kind)(transport, url, token=token, seconds=config.timeout_seconds)
-
-
-def _launch_options(
-    config: ServersConfig,
-    model: Path | None,
-    name: str | None,
-    dtype: str,
-    max_context: int | None,
-    logs: Path,
-    transfer: str,
-) -> list[LaunchOptions]:
-    if model is None:
-        raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
-    return [
-        LaunchOptions(
-            model=model,
-            name=name or "policy",
-            log=logs / f"vllm-{index}.log",
-            command=shlex.split(config.command),
-            args=(*config.args, *_transfer_args(transfer)),
-            env={**server_environment(transfer), **config.env, **_visible_devices(config, index)},
-            dtype=dtype,
-            max_context=max_context,
-            seconds=config.start_seconds,
-        )
-        for index in range(config.count)
-    ]
 
 
 def _visible_devices(config: ServersConfig, index: int) -> dict[str, str]:

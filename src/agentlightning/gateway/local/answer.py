@@ -181,6 +181,13 @@ class Answer:
             self.token_logprobs.add(token_ids, logprobs, tops, len(events))
         return events
 
+    def begin(self, token_ids: Sequence[int]) -> list[OutputEvent]:
+        """The events of tokens that the answer begins with, and that were sampled for another."""
+        events = self.feed(token_ids)
+        self.num_tokens, self.token_ids = 0, []
+        self.token_logprobs.add((), (), (), len(events))
+        return events
+
     def finish(self, sample: Sample) -> list[OutputEvent]:
         """The remaining events, once the sample is complete."""
         events = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []

@@ -41,8 +41,6 @@ class LocalCall:
     drafts: list[SpanDraft]
     """One span draft for each answer."""
     answers: list[Answer]
-    recorded: Sample | None = None
-    """What is given in place of a sample of the engine."""
     attributed: bool = True
     """If False, nothing is recorded."""
     is_sampled: bool = field(default=False, init=False)
@@ -90,15 +88,19 @@ class LocalCall:
         on_tokens = receive if on_event is not None else None
         params = replace(self._params(answer), stop=answer.engine_stops)
         affinity = f"{draft.rollout_id}/{draft.attempt_id}" if self.attributed else ""
-        sample = await self._call_engine(draft.prompt.token_ids, params, on_tokens, affinity)
+        sample = None
+        if draft.recorded is not None:
+            _emit(answer, answer.begin(draft.recorded.begun), on_event)
+            sample = draft.recorded.sample
+            if params.max_tokens is not None:
+                params = replace(params, max_tokens=max(1, params.max_tokens - len(draft.recorded.begun)))
+        sample = sample or await self._call_engine(draft.prompt.token_ids, params, on_tokens, affinity)
         _emit(answer, answer.finish(sample), on_event)
 
     async def _call_engine(
         self, prompt: Sequence[int], params: SamplingParams, on_tokens: Callable[..., None] | None, affinity: str
     ) -> Sample:
         """Raises AgentLightningError; any other exception of the engine becomes a PolicyError."""
-        if self.recorded is not None:
-            return self.recorded
         try:
             return await self.engine.sample(prompt, params, on_tokens, affinity=affinity)
         except AgentLightningError:

@@ -23,7 +23,7 @@ from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
-from agentlightning.gateway.callers.replay import load_replay
+from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
 from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
 from agentlightning.gateway.dialects.response_store import ResponseStore
@@ -102,43 +102,77 @@ class LocalService:
             params = await constrain(engine, chat, params, request.constraint, mode=settings.structured_output)
         if trainable and params.truncates:
             params = replace(params, record_kept=True)
+        prompts = await offload(size, partial(self._build_prompts, call, request, chat))
+        self.counters.unattributed += caller.attempt is None
+        self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
+        self.counters.drift += sum(prompt.drift for prompt in prompts)
+        again, differs = await self._replay(context, model, prompts, params, request.n)
+        if again is not None:
+            prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *again.begun])]
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
-        prompts = await offload(size, partial(self._build_prompts, call, request, chat))
-        self._count_prompts(caller, prompts)
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), tokens)
         drafts = [
-            _span_draft(dialect, caller, request, head, prompt, messages, trace_id or new_trace_id(), overridden)
+            SpanDraft(
+                rollout_id=caller.rollout_id or "",
+                attempt_id=caller.attempt_id or "",
+                trace_id=caller.trace_id or trace_id or new_trace_id(),
+                parent_id=caller.parent_id,
+                caller_attributes=caller.attributes(),
+                operation=dialect.operation,
+                response_id=head.id,
+                requested_model=request.model or model,
+                served_model=model,
+                messages=messages,
+                tools=request.tools,
+                prompt=prompt,
+                constraint=request.constraint,
+                start_time=time.time(),
+                span_id=new_span_id(),
+                overridden=overridden,
+                recorded=again,
+                replay_mismatch=differs,
+            )
             for prompt, messages in zip(prompts, _input_messages(request, engine), strict=True)
             for _ in range(request.n)
         ]
         answers = [
-            _new_answer(dialect, request, chat, params, i, draft.prompt, shown) for i, draft in enumerate(drafts)
+            Answer(
+                index,
+                chat,
+                params.stop,
+                draft.prompt.token_ids,
+                params.stop_token_ids,
+                reads_tool_calls=request.tools is not None,
+                single_tool_call=request.constraint.single_tool_call,
+                call_prefix=dialect.call_prefix,
+                tools=request.tools,
+                is_constrained=params.constraint is not None,
+                call_ids=() if again is None else again.call_ids,
+                reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
+                prefill=request.prefill,
+                uses_functions=request.uses_functions,
+                top_logprobs=shown,
+            )
+            for index, draft in enumerate(drafts)
         ]
         local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
-        if context is not None and context.branch is not None:
-            await self._replay(local_call, context, model, request.n, shown)
-        serve = partial(self._serve, local_call, request, dialect.reply(request, head))
-        turn_limit = None if context is None else context.begin_turn(model)
-        if context is None or turn_limit is None:
-            return serve
-        local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in local_call.drafts]
-        return partial(_serve_turn, context, local_call, serve)
+        reply = dialect.reply(request, head)
+        if context is not None and (turn_limit := context.begin_turn(model)) is not None:
+            local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in drafts]
+        return partial(self._serve, local_call, request, reply, context)
 
-    async def _replay(self, call: LocalCall, context: AttemptContext, model: str, n: int, top_logprobs: int) -> None:
-        """Give the call its recorded answer, if it has one."""
-        assert context.branch is not None
+    async def _replay(
+        self, context: AttemptContext | None, model: str, prompts: Sequence[Prompt], params: SamplingParams, n: int
+    ) -> tuple[RecordedAnswer | None, bool]:
+        """See `Replay.take`."""
+        if context is None or context.branch is None:
+            return None, False
         if context.replay is None:
             loaded = await load_replay(self.store, context.branch)
             context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
-        prompts = [draft.prompt.token_ids for draft in call.drafts]
-        answer, mismatch = context.replay.take(model, prompts, n, top_logprobs)
-        if answer is not None:
-            call.recorded, call.answers[0].call_ids = answer.sample, answer.call_ids
-            call.drafts = [replace(call.drafts[0], replays=(answer.rollout_id, answer.span_id))]
-        elif mismatch:
-            call.drafts = [replace(draft, replay_mismatch=True) for draft in call.drafts]
+        return context.replay.take(model, [prompt.token_ids for prompt in prompts], n, params)
 
     async def _read_request(self, dialect: Dialect, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)
@@ -175,11 +209,6 @@ class LocalService:
         text = chat.render(request.messages, request.tools) + chat.escape(request.prefill)
         return [Prompt(encode_within(chat, text, limit))]
 
-    def _count_prompts(self, caller: Caller, prompts: Sequence[Prompt]) -> None:
-        self.counters.unattributed += caller.attempt is None
-        self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
-        self.counters.drift += sum(prompt.drift for prompt in prompts)
-
     # -- sampling and after it -------------------------------------------------------------------------------------
 
     async def _serve(
@@ -187,19 +216,25 @@ class LocalService:
         call: LocalCall,
         request: Request,
         reply: ReplyWriter,
+        context: AttemptContext | None,
         scope: Scope,
         receive: Receive,
         writer: ResponseWriter,
     ) -> None:
-        await stream_reply(
-            call,
-            self._run,
-            reply,
-            stream=request.stream,
-            finish=partial(self._store_response, call, request, reply),
-            receive=receive,
-            writer=writer,
-        )
+        try:
+            await stream_reply(
+                call,
+                self._run,
+                reply,
+                stream=request.stream,
+                finish=partial(self._store_response, call, request, reply),
+                receive=receive,
+                writer=writer,
+            )
+        finally:
+            # A call that failed does not count against the limit on turns.
+            if context is not None and call.drafts[0].turn_limit is not None and not call.is_sampled:
+                context.undo_turn()
 
     async def _run(self, call: LocalCall, on_event: OnEvent | None) -> None:
         spans = await call.run(self.store, self.gates.of(call.engine), on_event)
@@ -243,22 +278,6 @@ class LocalService:
         )
 
 
-async def _serve_turn(
-    context: AttemptContext,
-    call: LocalCall,
-    serve: Callable[[Scope, Receive, ResponseWriter], Awaitable[None]],
-    scope: Scope,
-    receive: Receive,
-    writer: ResponseWriter,
-) -> None:
-    """Serve a call that counts against the limit on turns, unless it fails."""
-    try:
-        await serve(scope, receive, writer)
-    finally:
-        if not call.is_sampled:
-            context.undo_turn()
-
-
 def _engine_of(route: ModelRoute) -> Engine:
     assert route.engine is not None, route
     return route.engine
@@ -287,60 +306,3 @@ def _chat_format(engine: Engine, request: Request) -> ChatFormat:
             "messages", f"answers of {engine.model} begin with reasoning, so they cannot continue the last message"
         )
     return chat
-
-
-def _span_draft(
-    dialect: Dialect,
-    caller: Caller,
-    request: Request,
-    head: ReplyMetadata,
-    prompt: Prompt,
-    messages: Sequence[Message],
-    trace_id: str,
-    overridden: tuple[str, ...] = (),
-) -> SpanDraft:
-    return SpanDraft(
-        rollout_id=caller.rollout_id or "",
-        attempt_id=caller.attempt_id or "",
-        trace_id=caller.trace_id or trace_id,
-        parent_id=caller.parent_id,
-        caller_attributes=caller.attributes(),
-        operation=dialect.operation,
-        response_id=head.id,
-        requested_model=request.model or head.model,
-        served_model=head.model,
-        messages=messages,
-        tools=request.tools,
-        prompt=prompt,
-        constraint=request.constraint,
-        start_time=time.time(),
-        span_id=new_span_id(),
-        overridden=overridden,
-    )
-
-
-def _new_answer(
-    dialect: Dialect,
-    request: Request,
-    chat: ChatFormat,
-    params: SamplingParams,
-    index: int,
-    prompt: Prompt,
-    top_logprobs: int,
-) -> Answer:
-    return Answer(
-        index,
-        chat,
-        params.stop,
-        prompt.token_ids,
-        params.stop_token_ids,
-        reads_tool_calls=request.tools is not None,
-        single_tool_call=request.constraint.single_tool_call,
-        call_prefix=dialect.call_prefix,
-        tools=request.tools,
-        is_constrained=params.constraint is not None,
-        reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
-        prefill=request.prefill,
-        uses_functions=request.uses_functions,
-        top_logprobs=top_logprobs,
-    )

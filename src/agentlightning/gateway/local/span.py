@@ -10,6 +10,7 @@ from agentlightning import span as names
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
+from agentlightning.gateway.callers.replay import RecordedAnswer
 from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.local.answer import Answer
 from agentlightning.gateway.local.conversation import Prompt
@@ -41,8 +42,8 @@ class SpanDraft:
     span_id: str
     overridden: tuple[str, ...] = ()
     """Sampling parameters of the request that were overridden for training."""
-    replays: tuple[str, str] | None = None
-    """(rollout_id, span_id) of the call whose recorded answer is given again."""
+    recorded: RecordedAnswer | None = None
+    """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
     replay_mismatch: bool = False
     """The request differs from the recorded ones."""
     turn_limit: int | None = None
@@ -124,7 +125,8 @@ class SpanDraft:
             names.OVERRIDDEN: list(self.overridden) or None,
             names.RESHAPED: list(params.distribution_params) or None,
             names.TOOL_DEFINITIONS: _json(list(self.tools)) if self.tools else None,
-            names.REPLAYS: None if self.replays is None else list(self.replays),
+            names.REPLAYS: None if self.recorded is None else self.recorded.replays,
+            names.BEGUN: None if self.recorded is None else len(self.recorded.begun) or None,
             names.REPLAY_MISMATCH: self.replay_mismatch or None,
             names.TURN_LIMIT: self.turn_limit,
             names.CONTINUES: self.prompt.continued_span,

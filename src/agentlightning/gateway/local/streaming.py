@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from starlette.types import Receive
 
@@ -39,7 +38,11 @@ async def stream_reply(
     can know. Raises ClientDisconnected, and what `run` raises."""
     events: Events = asyncio.Queue()
     opened = False
-    sampling = asyncio.ensure_future(run(call, partial(_put, events) if stream else None))
+
+    def put(answer: Answer, event: OutputEvent) -> None:
+        events.put_nowait((answer, event))
+
+    sampling = asyncio.ensure_future(run(call, put if stream else None))
     disconnect = asyncio.create_task(wait_for_disconnect(receive))
     for task in (sampling, disconnect):
         task.add_done_callback(lambda _: events.put_nowait(None))
@@ -51,17 +54,21 @@ async def stream_reply(
             if not sampling.done():
                 raise ClientDisconnected
             await sampling
-        await _send_end(reply, call, stream, opened, finish, writer)
+        if stream:
+            ending = (b"" if opened else reply.start(call.answers)) + reply.end(call.answers)
+            finish()
+            await writer.send_events(ending)
+            await writer.close()
+        else:
+            body = reply.body(call.answers)
+            finish()
+            await writer.send_json(200, body)
     except asyncio.CancelledError as error:
         if error.args and isinstance(error.args[0], ApiError):  # the attempt has ended
             call.end_reason = error.args[0]
         raise
     finally:
         await _finish_task(call, sampling, disconnect)
-
-
-def _put(events: Events, answer: Answer, event: OutputEvent) -> None:
-    events.put_nowait((answer, event))
 
 
 def _format_events(
@@ -77,26 +84,6 @@ def _format_events(
             break
         parts.append(reply.event(*event))
     return b"".join(parts)
-
-
-async def _send_end(
-    reply: ReplyWriter,
-    call: LocalCall,
-    stream: bool,
-    opened: bool,
-    finish: Callable[[], None],
-    writer: ResponseWriter,
-) -> None:
-    answers = call.answers
-    if not stream:
-        body = reply.body(answers)
-        finish()
-        return await writer.send_json(200, body)
-    opening = b"" if opened else reply.start(answers)
-    ending = opening + reply.end(answers)
-    finish()
-    await writer.send_events(ending)
-    await writer.close()
 
 
 async def _finish_task(call: LocalCall, sampling: asyncio.Future[None], disconnect: asyncio.Task[None]) -> None:

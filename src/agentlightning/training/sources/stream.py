@@ -501,7 +501,8 @@ class RolloutStream:
             raise ConfigError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
         group = str(rollout.metadata["group"])
         read, rejected = await self.collector.reader.read({point.rollout_id: group})
-        calls = [call.span_id for each in read for call in each.transitions]
+        answers = {call.span_id: len(call.response_token_ids) for each in read for call in each.transitions}
+        calls = [*answers]
         oldest = max(map(self._age, read), default=0)
         if rejected or point.call not in calls:
             why = rejected[0].message if rejected else f"its calls of the policy are {', '.join(calls) or 'none'}"
@@ -511,8 +512,15 @@ class RolloutStream:
                 f"nothing can branch off rollout {point.rollout_id}, which is {oldest} updates old; run.max_staleness="
                 f"{self.max_staleness} allows no more than that"
             )
-        before = calls[: calls.index(point.call)]
-        return group, rollout.input, {"rollout_id": point.rollout_id, "span_ids": before} if before else None
+        if not 0 <= point.kept < max(1, answers[point.call]):
+            raise ConfigError(
+                f"nothing can branch off rollout {point.rollout_id} after {point.kept} tokens of call {point.call!r}:"
+                f" its answer has {answers[point.call]}, and the last one ends it"
+            )
+        branch: dict[str, Any] = {"rollout_id": point.rollout_id, "span_ids": calls[: calls.index(point.call)]}
+        if point.kept:
+            branch["kept"] = {point.call: point.kept}
+        return group, rollout.input, branch if branch["span_ids"] or point.kept else None
 
     async def _run_at_once(
         self, plans: Sequence[RolloutPlan], request: RolloutRequest, step: int, part: int
