@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
 from agentlightning.algorithms.credit_assignment import check_value_head
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import PolicyConfig
@@ -56,6 +57,14 @@ class DataConfig(Section):
     sessions: str | None = None
     """A store of recorded sessions to learn from in place of rollouts: a SQLite file, postgresql://... or the URL of
     `agl serve`. The agent, where there is one, then only measures, on the tasks of `held_out`."""
+    method: MethodSetting = "auto"
+    """How LightningRL learns from recorded sessions: importance, awr or rejection; auto: as the data allows."""
+    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    """The reward from which on a session is imitated, by method "rejection" and by supervised learning."""
+    follow: bool = False
+    """Learn from each session once, as they arrive, and wait for those to come."""
+    follow_timeout: float | None = Field(default=None, ge=0)
+    """Seconds without a new session after which following ends. None: it waits on."""
     validation_share: float = Field(default=0.1, ge=0, lt=1)
     """Share of the training tasks that is split off for validation if there is no file."""
     held_out_share: float = Field(default=0.2, ge=0, lt=1)

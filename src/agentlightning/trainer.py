@@ -11,21 +11,22 @@ algorithm that learns no weights is run without a policy, and without torch.
 
 from __future__ import annotations
 
+import copy
 import secrets
 import shutil
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms import make_algorithm
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
 from agentlightning.compat.runner import Hook, check_tracer, with_hooks
-from agentlightning.config import TrainConfig
+from agentlightning.config import DataConfig, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
@@ -74,14 +75,14 @@ from agentlightning.training.persistence.run_changes import (
 )
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
 from agentlightning.training.recorded import (
-    MethodSetting,
     NothingArrived,
-    Recorded,
-    RecordedOptions,
+    RecordedSource,
     check_live,
+    check_recorded,
     open_recorded,
-    resumed_options,
-    with_options,
+    recorded_data,
+    sessions_of,
+    wired_settings,
 )
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.training.report.write_report import write_report
@@ -99,7 +100,7 @@ from agentlightning.training.trainer_settings import (
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
-from agentlightning.util.settings import dump_toml
+from agentlightning.util.settings import dump_toml, settings_from
 
 
 class Trainer:
@@ -208,18 +209,9 @@ class Trainer:
         tasks = load_dataset(train_dataset if train_dataset is not None else self.config.data.train or ())
         evaluation = self.config.evaluation.model_copy(update={"every": 0, "modes": ("greedy",)})
         data = self.config.data.model_copy(update={"validation_share": 0.0})
-        config = self.config.model_copy(update={"evaluation": evaluation, "data": data})
-        trainer = Trainer(
-            config,
-            algorithm=self.algorithm or Baseline(len(tasks)),
-            reward=self.reward,
-            store=self.store,
-            run_dir=self.run_dir,
-            initial_resources=self.initial_resources,
-            progress=self.progress,
-            hooks=self.hooks,
-            callbacks=self.callbacks,
-        )
+        trainer = copy.copy(self)
+        trainer.config = self.config.model_copy(update={"evaluation": evaluation, "data": data})
+        trainer.algorithm = self.algorithm or Baseline(len(tasks))
         return trainer.fit(agent, tasks, held_out_dataset=load_dataset(val_dataset) if val_dataset else tasks)
 
     def dry_run(
@@ -237,13 +229,15 @@ class Trainer:
             datasets = dry_run.tasks_of_run(self.run_dir)
         with dry_run.directory() as directory, self.progress:
             settings = dry_run.settings_of(self.config, self.run_dir if self._resumed_from is not None else None)
-            options: Any = {"initial_resources": self.initial_resources, "progress": self.progress, "hooks": self.hooks}
-            other = Trainer(settings, algorithm=self.algorithm, reward=self.reward, run_dir=directory, **options)
+            other = copy.copy(self)
+            other.config, other.run_dir, other.store = settings, directory, None
+            other.callbacks, other._resumed_from = [], None
             return run_sync(other._rehearse(agent, datasets, self.config))
 
     async def _rehearse(self, agent: Any, datasets: dry_run.Datasets, config: TrainConfig) -> DryRun:
         self._name_objects(agent)
-        run_dir, state, tasks = self._open(*datasets, agent)
+        agent = agent if agent is not None else self.config.agent
+        run_dir, state, tasks = self._open(agent, *datasets, recorded=False)
         try:
             algorithm = self.algorithm or make_algorithm(self.config.algorithm)
             agent = self._agent_of(agent, state)
@@ -261,23 +255,39 @@ class Trainer:
         held_out_dataset: Sequence[Any] | None = None,
     ) -> TrainingResult:
         """`fit`, for callers that have an event loop."""
-        live = self.algorithm or make_algorithm(self.config.algorithm)
-        check_live(live, self.config)
-        if live.learns_weights:
+        return await self._run(agent, train_dataset, val_dataset, held_out_dataset, recorded=False)
+
+    async def _run(self, agent: Any, *datasets: Any, recorded: bool) -> TrainingResult:
+        """A run, new or resumed: of an agent, or on `recorded` data, where an agent only measures."""
+        chosen = self.algorithm or make_algorithm(self.config.algorithm)
+        if not recorded:
+            check_live(chosen, self.config)
+        if chosen.learns_weights:
             require_training()
         self._name_objects(agent)
+        agent = agent if agent is not None else self.config.agent
         with self.progress:
-            run_dir, state, tasks = self._open(train_dataset, val_dataset, held_out_dataset, agent)
+            run_dir, state, tasks = self._open(agent, *datasets, recorded=recorded)
             try:
-                algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.run_dir)
-                changed_rewards = self._changes_rewards(agent)
-                if changed_rewards:
-                    state.forget_measurements()
                 async with AsyncExitStack() as stack:
                     with self._set_up(run_dir, state):
-                        agent = self._agent_of(agent, state)
-                        wired = self._wired(agent, algorithm, run_dir, state, tasks)
+                        algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.run_dir)
+                        changed_rewards = self._changes_rewards(agent)
+                        if changed_rewards:
+                            state.forget_measurements()
+                        config, source = self.config, None
+                        if recorded:
+                            check_recorded(algorithm, config, agent, tasks.held_out)
+                            store = sessions_of(algorithm, self.store)
+                            opening = open_recorded(config, algorithm, store, run_dir, state, self.progress, stack)
+                            self.config, source = await opening
+                            write_tasks(run_dir, tasks)
+                            self._write_config(run_dir)
+                            algorithm, config = source.plan.algorithm, wired_settings(self.config, agent)
+                        agent = self._agent_of(agent, state, recorded=recorded)
+                        wired = self._wired(agent, algorithm, run_dir, state, tasks, config, source)
                         runner, run = await stack.enter_async_context(wired)
+                        run_dir.write_state(state)
                         if changed_rewards:
                             await run.account.begin_revision()
                     return await run_beside(runner, self._fit(algorithm, run))
@@ -294,9 +304,9 @@ class Trainer:
         train_dataset: Sequence[Any] | None = None,
         val_dataset: Sequence[Any] | None = None,
         held_out_dataset: Any | None = None,
-        method: MethodSetting = "auto",
-        success_threshold: float = 0.5,
-        follow: bool = False,
+        method: MethodSetting | None = None,
+        success_threshold: float | None = None,
+        follow: bool | None = None,
         follow_timeout: float | None = None,
         eval_agent: Any | None = None,
     ) -> TrainingResult:
@@ -306,8 +316,9 @@ class Trainer:
         the whole name of the agents to train; the calls of others are read and carry no loss. method: how LightningRL
         learns from sessions of another policy, by default as the data allows: "importance" where log-probabilities were
         recorded, else "awr", or "rejection", which imitates sessions with a reward of `success_threshold` or more.
-        follow: learn from each session once, as they arrive, until nothing came for `follow_timeout` seconds. With an
-        `eval_agent`, its reward on the tasks of `held_out_dataset` is measured before and after.
+        follow: learn from each session once, as they arrive, until nothing came for `follow_timeout` seconds. None: as
+        the settings (`DataConfig`) say. With an `eval_agent`, its reward on the tasks of `held_out_dataset` is measured
+        before and after.
 
         A second call goes on with the weights of the first, `Trainer.resume(run_dir).train()` with a run that was
         killed. Raises DatasetError where the store holds nothing that the algorithm can learn from, saying what is
@@ -315,31 +326,30 @@ class Trainer:
         """
         if target is not None and target_agent not in (None, target):
             raise ConfigError(f"target_agent={target_agent!r} and target={target!r} are two names of one setting")
-        options = RecordedOptions(
-            num_iterations,
-            target_agent if target_agent is not None else target,
-            method,
-            success_threshold,
-            follow,
-            follow_timeout,
-            eval_agent,
-            held_out_dataset,
-        )
+        learning = given(steps=num_iterations, target_agent=target_agent if target_agent is not None else target)
+        waiting = {"follow": follow, "follow_timeout": follow_timeout}
+        data = given(method=method, success_threshold=success_threshold, **waiting)
         recorded = self.is_recorded or (self._resumed_from is None and agent is None and self.config.agent is None)
         if recorded and agent is not None:
             raise ConfigError("the run learns from recorded data, without an agent; leave it out, or data.sessions")
-        if recorded:
-            if train_dataset is not None or val_dataset is not None:
-                raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
-            if self._resumed_from is None and eval_agent is None and self.config.agent is not None:
-                options = replace(
-                    options,
-                    eval_agent=self.config.agent,
-                    held_out_dataset=held_out_dataset or self.config.data.held_out,
-                )
-            return run_sync(self._train_recorded(options))
-        self._for_rollouts(options)
-        return self.fit(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset)
+        if recorded and (train_dataset is not None or val_dataset is not None):
+            raise ConfigError("tasks are for an agent to run: give agent=..., or leave the datasets out")
+        if not recorded and (extra := [*data, *([] if eval_agent is None else ["eval_agent"])]):
+            raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
+        trainer = copy.copy(self)
+        if learning:
+            made = (self.algorithm or make_algorithm(self.config.algorithm)).with_settings(learning, "given to train")
+            trainer.algorithm = None if self.algorithm is None else made
+            trainer.config = with_arguments(trainer.config, made)
+        own = settings_from(DataConfig, data, base=trainer.config.data, source="given to train")
+        trainer.config = trainer.config.model_copy(update={"data": own})
+        if self._resumed_from is not None:
+            check_changes(changed_settings(self._resumed_from, trainer.config))
+        if not recorded:
+            return trainer.fit(agent, train_dataset, val_dataset, held_out_dataset=held_out_dataset)
+        result = run_sync(trainer._run(eval_agent, None, None, held_out_dataset, recorded=True))
+        self._trained = result.checkpoint
+        return result
 
     @property
     def is_recorded(self) -> bool:
@@ -347,84 +357,6 @@ class Trainer:
         if self._resumed_from is not None:
             return read_state(self.run_dir).recorded is not None
         return self.config.is_recorded
-
-    def _for_rollouts(self, options: RecordedOptions) -> None:
-        """Put the options of `train` into the settings of a run with an agent."""
-        given = {name: getattr(options, name) for name in ("method", "follow", "follow_timeout", "eval_agent")}
-        defaults = RecordedOptions()
-        if extra := [name for name, value in given.items() if value != getattr(defaults, name)]:
-            raise ConfigError(f"{', '.join(extra)}: for recorded sessions only; leave out the agent, or these")
-        if self.algorithm is None:
-            self.algorithm = make_algorithm(self.config.algorithm)
-        self.algorithm = with_options(self.algorithm, options)
-        self.config = with_arguments(self.config, self.algorithm)
-
-    async def _train_recorded(self, options: RecordedOptions) -> TrainingResult:
-        require_training()
-        resumes = self._resumed_from is not None and self._trained is None
-        if not resumes:
-            self.config = with_absolute_paths(self.config)
-        with self.progress:
-            run_dir, state = self._open_recorded(resumes)
-            try:
-                async with AsyncExitStack() as stack:
-                    with self._set_up(run_dir, state):
-                        held_out = options.held_out_dataset
-                        tasks = Tasks([], held_out=[] if held_out is None else load_dataset(held_out))
-                        if state.recorded is not None:
-                            tasks = read_tasks(run_dir)
-                            options = resumed_options(options, state.recorded.options, tasks.held_out or None)
-                        config, recorded = await open_recorded(
-                            self.config,
-                            self.algorithm,
-                            self.store,
-                            options,
-                            run_dir,
-                            state,
-                            self.reward,
-                            self.progress,
-                            stack,
-                        )
-                        if not resumes:
-                            write_tasks(run_dir, tasks)
-                            self._write_config(run_dir)
-                        algorithm, agent = recorded.plan.algorithm, options.eval_agent
-                        if agent is not None:
-                            check_runners(config, None, agent, self.reward)
-                            agent = with_hooks(agent, self.hooks, config.runner.hooks)
-                        wired = self._wired(agent, algorithm, run_dir, state, tasks, config, recorded)
-                        runner, run = await stack.enter_async_context(wired)
-                        run_dir.write_state(state)
-                    result = await run_beside(runner, self._fit(algorithm, run))
-            finally:
-                run_dir.close()
-        self._trained = result.checkpoint
-        return result
-
-    def _open_recorded(self, resumes: bool) -> tuple[RunDir, RunState]:
-        """The directory of a run on recorded data: new, resumed, or one whose result a further run begins with."""
-        if self._trained is None and not resumes:
-            return RunDir.create(self.run_dir), self._new_state()
-        run_dir = RunDir.open(self.run_dir)
-        if resumes:
-            try:
-                state = run_dir.read_state()
-                check_extensions(self.run_dir, state, self.config, self._named, self.callbacks)
-            except BaseException:
-                run_dir.close()
-                raise
-            return run_dir, state
-        for earlier in (run_dir.start, run_dir.reference):
-            shutil.rmtree(earlier, ignore_errors=True)
-        settings = {"model": str(self._trained)}
-        self.config = self.config.model_copy(update={"policy": self.config.policy.model_copy(update=settings)})
-        return run_dir, self._new_state(step=len(run_dir.read_metrics()))
-
-    def _new_state(self, **parts: Any) -> RunState:
-        """That of a run which begins."""
-        objects = [*parts.pop("objects", ()), *(["callbacks"] if self.callbacks else ())]
-        extensions = extensions_of(self.config)
-        return RunState(f"r{secrets.token_hex(4)}", objects=objects, extensions=extensions, **parts)
 
     def _name_objects(self, agent: Any) -> None:
         """Treat an agent or a reward that is given as a name as a setting."""
@@ -441,11 +373,11 @@ class Trainer:
         replaced = [part for part, given, named in objects if named is not None and not isinstance(given, str | None)]
         return bool(replaced) or changes_rewards(changed_settings(before, self.config))
 
-    def _agent_of(self, agent: Any, state: RunState) -> Any:
+    def _agent_of(self, agent: Any, state: RunState, *, recorded: bool = False) -> Any:
         """The agent to run. Raises ConfigError for none, ResumeError for an object that was not given again."""
         check_objects(self.run_dir, state, self.store, self.reward)
-        agent = agent if agent is not None else self.config.agent
-        check_runners(self.config, self.store, agent, self.reward)
+        if agent is not None or not recorded:
+            check_runners(self.config, None if recorded else self.store, agent, self.reward)
         return with_hooks(agent, self.hooks, self.config.runner.hooks)
 
     @contextmanager
@@ -470,21 +402,20 @@ class Trainer:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _open(
-        self,
-        train: Sequence[Any] | None,
-        validation: Sequence[Any] | None,
-        held_out: Sequence[Any] | None,
-        agent: Any | None,
+        self, agent: Any, train: Any, validation: Any, held_out: Any, *, recorded: bool
     ) -> tuple[RunDir, RunState, Tasks]:
-        """The run directory, new or resumed. Raises ConfigError, DatasetError and ResumeError."""
-        check_gateways(self.config, self.store, self.algorithm or make_algorithm(self.config.algorithm))
-        if self._resumed_from is not None:
+        """The run directory: new, resumed, or one whose result a further run on recorded data begins with. Raises
+        ConfigError, DatasetError and ResumeError."""
+        algorithm = self.algorithm or make_algorithm(self.config.algorithm)
+        if not recorded:
+            check_gateways(self.config, self.store, algorithm)
+        if self._resumed_from is not None and self._trained is None:
             if any(part is not None for part in (train, validation, held_out)):
                 raise ConfigError(f"{self.run_dir} keeps its own tasks; resume it without datasets")
             run_dir = RunDir.open(self.run_dir)
             try:
                 state = run_dir.read_state()
-                if state.recorded is not None:
+                if state.recorded is not None and not recorded:
                     raise ResumeError(
                         f"{self.run_dir} learns from recorded data, without an agent; continue it with Trainer.resume("
                         f"{str(self.run_dir)!r}).train(), or `agl train --resume {self.run_dir}`"
@@ -494,17 +425,33 @@ class Trainer:
             except BaseException:
                 run_dir.close()
                 raise
-        check_runners(self.config, self.store, agent or self.config.agent, self.reward)
         self.config = with_absolute_paths(self.config)
-        tasks = load_tasks(self.config, train, validation, held_out)
-        run_dir = RunDir.create(self.run_dir)
-        write_tasks(run_dir, tasks)
-        self._write_config(run_dir)
-        name = algorithm_to_record(self.algorithm)
-        parts = {"agent": agent, "reward": self.reward, "store": self.store}
-        objects = [name for name, part in parts.items() if part is not None and not isinstance(part, str)]
-        state = self._new_state(algorithm=name, objects=objects)
-        run_dir.write_state(state)
+        if recorded:
+            own = held_out if held_out is not None else self.config.data.held_out
+            tasks = Tasks([], held_out=[] if own is None else load_dataset(own))
+            data, store = recorded_data(algorithm, is_object=self.algorithm is not None), None
+        else:
+            tasks, data, store = load_tasks(self.config, train, validation, held_out), None, self.store
+        parts = {"agent": agent, "reward": self.reward, "store": store, "callbacks": self.callbacks or None}
+        state = RunState(
+            f"r{secrets.token_hex(4)}",
+            None if data is not None and data.sources else algorithm_to_record(self.algorithm),
+            [name for name, part in parts.items() if part is not None and not isinstance(part, str)],
+            extensions_of(self.config),
+            recorded=data,
+        )
+        if data is None or self._trained is None:
+            run_dir = RunDir.create(self.run_dir)
+            write_tasks(run_dir, tasks)
+            self._write_config(run_dir)
+            run_dir.write_state(state)
+            return run_dir, state, tasks
+        run_dir = RunDir.open(self.run_dir)
+        for earlier in (run_dir.start, run_dir.reference):
+            shutil.rmtree(earlier, ignore_errors=True)
+        policy = self.config.policy.model_copy(update={"model": str(self._trained)})
+        self.config = self.config.model_copy(update={"policy": policy})
+        state.step = data.first_step = len(run_dir.read_metrics())
         return run_dir, state, tasks
 
     async def _fit(self, algorithm: Algorithm[Any], run: TrainingRun) -> TrainingResult:
@@ -535,12 +482,10 @@ class Trainer:
         try:
             outcome = await algorithm.run(run)
         except NothingArrived as ended:
-            assert run.recorded is not None
-            run.recorded.say(f"training ended: {ended}")
+            outcome = ended
             await run.checkpoints.save()
-        else:
-            if run.recorded is not None:
-                run.recorded.finish(outcome)
+        if run.recorded is not None:
+            run.recorded.finish(outcome)
 
     async def _load_checkpoint(self, run: TrainingRun) -> None:
         """Continue from the last checkpoint once the starting policy is measured."""
@@ -559,7 +504,7 @@ class Trainer:
         state: RunState,
         tasks: Tasks,
         config: TrainConfig | None = None,
-        recorded: Recorded | None = None,
+        recorded: RecordedSource | None = None,
     ) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         """The run and its runner: of `agent`, which in a run on `recorded` data only measures, and may be missing. Such
         a run keeps rollouts in a store of its own."""
@@ -610,3 +555,8 @@ class Trainer:
             run = await make_training_run(config, algorithm, account, *parts, url, joined, recorded, others)
             run.target_agent = trained_agents(agent)
             yield runner, run
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: each for name, each in arguments.items() if each is not None}

@@ -9,9 +9,10 @@ An algorithm is a class in any module (docs/guides/extend.md).
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -89,6 +90,13 @@ class Algorithm(ABC, Generic[C]):
         made: Any = settings_from(self.config_class, settings, base=config)
         self.config = made if made.type else made.model_copy(update={"type": class_name(self)})
 
+    def with_settings(self, values: Mapping[str, Any], source: str) -> Self:
+        """A copy with other settings, which shares nothing that it learns with this one. Raises ConfigError; `source`
+        says where the values come from."""
+        found, config = copy.copy(self), getattr(self, "config", AlgorithmConfig())
+        found.config = settings_from(type(config), values, base=config, source=source)  # pyright: ignore[reportAttributeAccessIssue]
+        return found
+
     @property
     @abstractmethod
     def total_steps(self) -> int:
@@ -97,6 +105,11 @@ class Algorithm(ABC, Generic[C]):
     @abstractmethod
     async def run(self, training: Training) -> object:
         """Do the steps from `training.step` to `total_steps`. The return value is ignored."""
+
+    @property
+    def reads_sessions(self) -> bool:
+        """Whether it learns from sessions of a store in a run without an agent, and not from data of its own."""
+        return True
 
     def check_staleness(self, max_staleness: int) -> None:
         """Raises ConfigError for settings that cannot act in a run with this `run.max_staleness`."""

@@ -272,6 +272,11 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         replay = self.config.replay
         self._replay = None if replay is None else ReplayBuffer(replay, self.config.reward_weights)
 
+    def with_settings(self, values: Mapping[str, Any], source: str) -> Self:
+        found = super().with_settings(values, source)
+        LightningRL.__init__(found, found.config, store=self.store)
+        return found
+
     def state_dict(self) -> Mapping[str, Any]:
         """What the credit rule remembers of tasks, and the ids of rollouts to replay; empty if there is neither."""
         memory, replay = self._credit.memory, self._replay

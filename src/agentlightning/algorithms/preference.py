@@ -100,9 +100,9 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
             raise ConfigError(f"pairs={self.config.pairs!r} is for recorded sessions; data has its own pairs")
 
     @property
-    def has_dataset(self) -> bool:
-        """Whether it was given pairs to learn from."""
-        return self.data is not None
+    def reads_sessions(self) -> bool:
+        """Whether it was given no pairs to learn from."""
+        return self.data is None
 
     @property
     def restorable(self) -> bool:

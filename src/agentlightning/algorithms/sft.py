@@ -158,6 +158,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     name = "sft"
     config_class = SFTConfig
     objective = "supervised"
+    model: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
     __signature__ = SettingsSignature(SFTConfig)
 
@@ -184,12 +185,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         self.validation = self.config.validation if validation is None or "validation" in files else validation
         self.output = None if self.config.output is None else Path(self.config.output)
         self.on_step = on_step
-        self._model = model
+        self.model = model
         self._loaded: Demonstrations | None = None
-
-    @property
-    def model(self) -> Any:
-        return self._model
 
     @property
     def has_dataset(self) -> bool:
@@ -198,17 +195,18 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         return found is not None and (isinstance(found, TrajectoryQuery | str) or len(found) > 0)
 
     @property
+    def reads_sessions(self) -> bool:
+        return isinstance(self.dataset, TrajectoryQuery) or not self.has_dataset
+
+    @property
     def restorable(self) -> bool:
         own = (self.dataset, self.validation) == (self.config.dataset, self.config.validation)
         return own and super().restorable
 
-    def on(self, *, model: Any = None, dataset: Any = None, on_step: OnStep | None = None) -> SFTAlgorithm:
-        """The same learning of another model, or on another dataset."""
+    def on(self, dataset: Any) -> SFTAlgorithm:
+        """The same learning on another dataset."""
         found = copy.copy(self)
-        found._model = model if model is not None else self._model
-        found.on_step = on_step or self.on_step
-        if dataset is not None:
-            found.dataset, found._loaded = dataset, None
+        found.dataset, found._loaded = dataset, None
         return found
 
     @property

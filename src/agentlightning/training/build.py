@@ -45,7 +45,7 @@ from agentlightning.training.persistence.checkpoints import Checkpoints, Resourc
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 from agentlightning.training.persistence.token_ratios import TokenRatios
-from agentlightning.training.recorded import Recorded
+from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.report.reward_curve import Curve
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector
@@ -138,7 +138,7 @@ async def make_training_run(
     resources: NamedResources,
     url: str,
     joined: JoinedGateways | None = None,
-    recorded: Recorded | None = None,
+    recorded: RecordedSource | None = None,
     callbacks: Sequence[Callback[Any]] = (),
 ) -> TrainingRun:
     """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its calls

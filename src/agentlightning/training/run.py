@@ -28,7 +28,7 @@ from agentlightning.training.learner import PolicyLearner, age
 from agentlightning.training.measurements import TEMPERATURES, Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_dir import RunState, StageRecord
-from agentlightning.training.recorded import Recorded
+from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
@@ -93,7 +93,7 @@ class TrainingRun:
     """No rollouts are started for this step or later ones."""
     uses_providers: bool = False
     """Whether agents may call models of others, at their prices."""
-    recorded: Recorded | None = None
+    recorded: RecordedSource | None = None
     """What it learns from in place of rollouts."""
     gateways: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
     """What the gateways that the run has joined did for it; None: its own process answers calls."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.local.update_gate import CANNOT_GO_ON
@@ -32,13 +32,14 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
     """Write the starting policy to the run directory, unless it is there or the configured model is used as it is."""
     if run_dir.start.exists() or not _is_made(config):
         return
-    conversations = load_dataset(config.warm_start.dataset) if config.warm_start.dataset else []
-    model = config.policy.model
+    warm_start, model = config.warm_start, config.policy.model
+    conversations = load_dataset(warm_start.dataset) if warm_start.dataset else []
     if model == TINY:
         progress.phase("making a tiny policy", 1)
         model = str(await _make_tiny(config, run_dir, [*tasks.train, *conversations]))
-    warm_start = config.warm_start
-    steps = warm_start.steps or math.ceil(len(conversations) / warm_start.batch_size)
+    settings: Any = SFTConfig(**dict(warm_start), seed=config.run.seed, token_budget=config.policy.token_budget)
+    learning = SFTAlgorithm(None, conversations, config=settings)
+    steps = learning.total_steps if conversations else 0
     policy = await opening.open_policy(
         opening.policy_config(
             # A warm start trains all weights; without one they are only written.
@@ -46,13 +47,16 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
             model,
             optimizer=warm_start.optimizer,
             steps=max(1, steps),
-            objective="supervised",
+            objective=learning.objective,
             seed=config.run.seed,
         )
     )
     try:
         if conversations:
-            await _warm_up(policy, config, conversations, steps, progress)
+            progress.phase("warm start", steps)
+            learning.model = policy
+            learning.on_step = lambda step, metrics: progress.update(step, loss=metrics["loss"])
+            await learning.run()
         await policy.save(run_dir.start)
     finally:
         await policy.close()
@@ -60,28 +64,6 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
 
 def _is_made(config: TrainConfig) -> bool:
     return config.policy.model == TINY or config.warm_start.dataset is not None
-
-
-async def _warm_up(
-    policy: Policy, config: TrainConfig, conversations: Sequence[Any], steps: int, progress: Progress
-) -> None:
-    from agentlightning.algorithms.sft import SFTAlgorithm
-
-    def show(step: int, metrics: Mapping[str, float]) -> None:
-        progress.update(step, loss=metrics["loss"])
-
-    progress.phase("warm start", steps)
-    settings = config.warm_start
-    await SFTAlgorithm(
-        model=policy,
-        dataset=conversations,
-        steps=steps,
-        batch_size=settings.batch_size,
-        shuffle=settings.shuffle,
-        seed=config.run.seed,
-        token_budget=config.policy.token_budget,
-        on_step=show,
-    ).run()
 
 
 async def _make_tiny(config: TrainConfig, run_dir: RunDir, records: Iterable[Any]) -> Path:

@@ -81,26 +81,17 @@ def split_prompts(resources: NamedResources) -> tuple[dict[str, PromptTemplate],
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The same configuration, so that a run can be resumed from any directory. Raises ConfigError where its model
     servers cannot be had."""
-    model, demonstrations = config.policy.model, config.warm_start.dataset
-    policy: dict[str, Any] = {"servers": config.policy.servers.with_absolute_paths()}
+    servers = config.policy.servers.with_absolute_paths()
     if config.policy.engine != "local":
-        policy["servers"].check(config.policy.engine)
-    if Path(model).exists():
-        policy["model"] = str(Path(model).resolve())
+        servers.check(config.policy.engine)
     changes: dict[str, Any] = {
         "runner": config.runner.model_copy(update={"cwd": str(Path(config.runner.cwd or ".").resolve())}),
-        "policy": config.policy.model_copy(update=policy),
+        "policy": _absolute(config.policy, "model").model_copy(update={"servers": servers}),
+        "algorithm": _with_absolute_models(config.algorithm),
+        "data": _absolute(config.data, "sessions"),
+        "gate": config.gate and _absolute(config.gate, "tasks"),
+        "warm_start": _absolute(config.warm_start, "dataset"),
     }
-    changes["algorithm"] = _with_absolute_models(config.algorithm)
-    if config.data.sessions is not None and Path(config.data.sessions).exists():
-        sessions = str(Path(config.data.sessions).resolve())
-        changes["data"] = config.data.model_copy(update={"sessions": sessions})
-    if config.gate is not None and config.gate.tasks is not None and Path(config.gate.tasks).exists():
-        tasks = str(Path(config.gate.tasks).resolve())
-        changes["gate"] = config.gate.model_copy(update={"tasks": tasks})
-    if demonstrations is not None:
-        path = str(Path(demonstrations).resolve())
-        changes["warm_start"] = config.warm_start.model_copy(update={"dataset": path})
     return config.model_copy(update=changes)
 
 
@@ -111,13 +102,15 @@ def _with_absolute_models(settings: C) -> C:
     """The settings of an algorithm, and of its stages."""
     if isinstance(settings, SequentialConfig):
         return settings.model_copy(update={"stages": tuple(map(_with_absolute_models, settings.stages))})
-    names = ("reference", "teacher", "dataset", "validation", "data", "output")
-    given = {name: path for name in names if (path := getattr(settings, name, None))}
-    return settings.model_copy(
-        update={
-            name: str(Path(path).resolve()) for name, path in given.items() if name == "output" or Path(path).exists()
-        }
-    )
+    found = _absolute(settings, "reference", "teacher", "dataset", "validation", "data")
+    output = getattr(settings, "output", None)
+    return found.model_copy(update={"output": str(Path(output).resolve())} if output else {})
+
+
+def _absolute(section: C, *names: str) -> C:
+    """A section of settings whose paths, where there is something, are absolute."""
+    given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
+    return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
 
 
 def check_algorithm(algorithm: object) -> Algorithm[Any]:

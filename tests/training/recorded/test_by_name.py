@@ -140,6 +140,22 @@ def test_reinforcement_learning_chooses_its_loss_by_the_data_as_from_python(
     assert (metrics["loss"], metrics["reward"]) == (same["loss"], same["reward"])
 
 
+def test_the_settings_say_how_sessions_are_learned_from(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
+    fill(store, tokens=True)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(toml("lightning_rl", tiny, tmp_path / "sessions.db"))
+    chosen = ["data.method=rejection", "data.success_threshold=0.9"]
+    result = run("--config", str(settings), *chosen, "--run-dir", str(tmp_path / "run"))
+    assert (result["recorded"]["method"], result["recorded"]["sessions"]) == ("rejection", 6)
+    following = ["data.follow=true", "data.follow_timeout=0.1", "algorithm.steps=9"]
+    result = run("--config", str(settings), *following, "--run-dir", str(tmp_path / "following"))
+    assert (result["steps"], result["recorded"]["method"]) == (1, "importance"), "12 sessions a step, and then none"
+    kept = CliRunner().invoke(build(), ["train", "--resume", str(tmp_path / "run"), "data.method=awr"])
+    assert "data.method: a resumed run keeps this" in kept.output
+    with pytest.raises(ConfigError, match=r"data\.follow: fit\(\) runs an agent, and train\(\) learns from recorded"):
+        agl.Trainer(agl.TrainConfig(data={"follow": True}), run_dir=tmp_path / "live").fit(print, [1])
+
+
 def test_the_agent_of_the_settings_measures_where_sessions_are_learned_from(
     store: Any, fill: Any, tiny: Path, tmp_path: Path
 ) -> None:

@@ -198,8 +198,8 @@ def test_what_cannot_be_learned_from_is_said_with_the_way_out(store: Any, add: A
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"num_iterations": 0}, "num_iterations=0 trains nothing"),
-        ({"method": "magic"}, "choose one of auto, importance"),
+        ({"num_iterations": 0}, "steps = 0 .given to train. should be greater"),
+        ({"method": "magic"}, r"""method = "magic" .* should be 'auto', 'importance'"""),
         ({"follow_timeout": 1.0}, "with follow=True only"),
         ({"eval_agent": print}, "go together"),
         ({"train_dataset": [1]}, "tasks are for an agent to run"),
@@ -251,9 +251,12 @@ def test_the_gain_is_measured_on_held_out_tasks(store: Any, fill: Any, tiny: Pat
 def test_with_an_agent_the_same_call_is_fit(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = agl.Trainer(algorithm=agl.LightningRL(steps=9), run_dir=tmp_path / "run")
     seen: list[Any] = []
-    monkeypatch.setattr(trained, "fit", lambda *tasks, **more: seen.append((tasks, more)))
+    monkeypatch.setattr(agl.Trainer, "fit", lambda self, *tasks, **more: seen.append((self, tasks, more)))
     trained.train(3, target_agent="writer", agent="module:agent", train_dataset=[1])
-    assert seen == [(("module:agent", [1], None), {"held_out_dataset": None})]
-    assert (trained.config.algorithm.steps, trained.config.algorithm.target_agent) == (3, "writer")
+    [(run, *given)] = seen
+    assert given == [("module:agent", [1], None), {"held_out_dataset": None}]
+    for settings in (run.config.algorithm, run.algorithm.config):
+        assert (settings.steps, settings.target_agent) == (3, "writer")
+    assert trained.config.algorithm.steps == 9, "what was given to train is for that run"
     with pytest.raises(ConfigError, match="follow: for recorded sessions only"):
         trained.train(agent="module:agent", follow=True)

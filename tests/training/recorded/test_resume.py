@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.account import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
-from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.settings import dump_toml
 
 pytestmark = pytest.mark.integration
@@ -151,7 +149,7 @@ def test_the_reward_before_is_not_measured_again(kill: Any, store: Any, fill: An
     with pytest.raises(Killed):
         made.train(1, **measured)
     assert len(calls.read_text().splitlines()) == 2
-    with pytest.raises(ResumeError, match=r"eval_agent given as an object.*train\(eval_agent=...\), or --eval-agent"):
+    with pytest.raises(ConfigError, match=r"an agent that was an object.*train\(eval_agent=...\), or --eval-agent"):
         agl.Trainer.resume(tmp_path / "run").train()
     resumed: Any = agl.Trainer.resume(tmp_path / "run").train(eval_agent=agent)
     assert len(calls.read_text().splitlines()) == 4
@@ -166,7 +164,9 @@ def test_what_a_resumed_run_cannot_bring_back_is_named(
     kill(0)
     with pytest.raises(Killed):
         agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
-    with pytest.raises(ResumeError, match=r"dataset given as objects.*algorithm=\.\.\."):
+    with pytest.raises(
+        ResumeError, match=r"trained by .*SFTAlgorithm, not by one made from settings; give.*algorithm=\.\.\."
+    ):
         agl.Trainer.resume(run_dir).train()
     with pytest.raises(ConfigError, match=r"algorithm\.type, .*a resumed run keeps this"):
         agl.Trainer.resume(run_dir, algorithm=agl.DPO()).train()
@@ -174,8 +174,8 @@ def test_what_a_resumed_run_cannot_bring_back_is_named(
         agl.Trainer.resume(run_dir, algorithm=sft).train(agent=print)
     with pytest.raises(ResumeError, match=r"learns from recorded data.*agl train --resume"):
         agl.Trainer.resume(run_dir, algorithm=sft).fit(print)
-    with pytest.raises(ConfigError, match="target_agent: a resumed run keeps this"):
-        agl.Trainer.resume(run_dir, algorithm=sft).train(target_agent="writer")
+    with pytest.raises(ConfigError, match=r"data\.success_threshold: a resumed run keeps this"):
+        agl.Trainer.resume(run_dir, algorithm=sft).train(success_threshold=0.9)
     with pytest.raises(ConfigError, match=r"already holds a run; continue it"):
         agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
     result: Any = agl.Trainer.resume(run_dir, algorithm=sft).train()
@@ -237,55 +237,43 @@ def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tm
     assert "holds no run" in nothing.output
 
 
-def test_a_run_of_the_first_version_goes_on(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
-    """It had offline.json in place of state.json."""
-    fill(store)
-    run_dir = tmp_path / "run"
+def test_a_run_whose_options_were_not_yet_in_config_toml_goes_on(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
+) -> None:
+    """state.json had those of `train`, and the file of the store."""
+    fill(store, tokens=True)
+    run_dir, held_out = tmp_path / "run", [{"reward": 0.5}]
     made = agl.Trainer(store=store, algorithm=algorithm_of("rl", tmp_path), model=tiny, run_dir=run_dir)
-    made.train(2)
-    state = json.loads((run_dir / "state.json").read_text())
-    old = {name: each for name, each in state["recorded"].items() if name not in ("first_step", "sessions")}
-    old |= {"model": str(tiny), "checkpoint_every": 20, "first_line": 0, "algorithm_state": {}, "metrics": {}}
-    old["options"] |= {"eval_agent": "tests.support.agents:reward_of_task"}
-    old |= {
-        "before": {"greedy": [0.25], "sampled": [0.25]},
-        "validation_losses": {"0": 3.0, "2": 2.0},
-        "counts": {},
-        "version": 1,
-    }
-    old |= {name: state[name] for name in ("objects", "step", "checkpoint", "seconds")}
-    (run_dir / "offline.json").write_text(json.dumps(old))
-    (run_dir / "state.json").unlink()
-    shutil.rmtree(run_dir / "data")
-    (run_dir / "held_out.jsonl").write_text('{"reward": 0.5}\n')
-    found = read_state(run_dir)
-    assert (found.step, found.best_checkpoint, found.best_score) == (2, "best/step-000002", -2.0)
-    shutil.copytree(run_dir / str(found.checkpoint), run_dir / "best" / "step-000002")
-    resumed: Any = agl.Trainer.resume(run_dir).train(4)
-    assert ([line["step"] for line in lines(run_dir)], resumed.recorded.sessions) == ([1, 2, 3, 4], 12)
-    kept = load_file(run_dir / "best" / "step-000002" / "model.safetensors")
-    assert resumed.best_step == 2
-    assert all(torch.equal(kept[name], each) for name, each in weights(resumed).items()), "of the lowest loss"
-    assert resumed.held_out["greedy"].gain == 0.25, "of what was measured before"
-    assert not (run_dir / "offline.json").exists()
-
-
-def test_a_run_whose_settings_were_not_yet_in_config_toml_goes_on(kill: Any, tiny: Path, tmp_path: Path) -> None:
-    """state.json had those of supervised learning and of preferences."""
-    run_dir, algorithm = tmp_path / "run", algorithm_of("sft", tmp_path)
-    config = agl.TrainConfig(run=agl.RunConfig(checkpoint_every=1))
     kill(1)
     with pytest.raises(Killed):
-        agl.Trainer(config, algorithm=algorithm, model=tiny, run_dir=run_dir).train()
+        made.train(3, method="awr", held_out_dataset=held_out, eval_agent="tests.support.agents:reward_of_task")
+    kept = settings_of_run(run_dir)
+    assert (kept.algorithm.steps, kept.data.method, kept.data.sessions) == (3, "awr", str(tmp_path / "sessions.db"))
+    before = kept.model_copy(update={"data": agl.DataConfig(), "agent": None, "algorithm": made.config.algorithm})
+    (run_dir / "config.toml").write_text(dump_toml(before))
     state = json.loads((run_dir / "state.json").read_text())
-    new, old = {"type", "dataset", "validation", "output"}, algorithm.config.model_dump(mode="json")
-    state["recorded"]["settings"] = {name: each for name, each in old.items() if name not in new}
-    state["recorded"]["sources"] = {name: str(tmp_path / "conversations.jsonl") for name in ("dataset", "validation")}
+    options = {"num_iterations": 3, "target_agent": None, "method": "awr", "success_threshold": 0.5, "follow": False}
+    options |= {"follow_timeout": None, "eval_agent": kept.agent, "held_out_dataset": None}
+    state["recorded"] |= {"algorithm": "agentlightning.algorithms.lightning_rl:LightningRL", "settings": {}}
+    state["recorded"] |= {"options": options, "store": str(tmp_path / "sessions.db")}
     (run_dir / "state.json").write_text(json.dumps(state))
-    kept = settings_of_run(run_dir).model_copy(update={"algorithm": agl.LightningRLConfig()})
-    (run_dir / "config.toml").write_text(dump_toml(kept))
     resumed: Any = agl.Trainer.resume(run_dir).train()
-    assert (resumed.steps, resumed.recorded.algorithm, resumed.recorded.sessions) == (STEPS, "sft", 9)
+    assert (resumed.steps, resumed.recorded.method, resumed.held_out["greedy"].before) == (3, "awr", 0.5)
+    assert settings_of_run(run_dir).algorithm == kept.algorithm, "now they are"
+
+
+def test_a_run_on_a_dataset_in_memory_that_was_begun_before_asks_for_it(kill: Any, tiny: Path, tmp_path: Path) -> None:
+    """state.json had "dataset" among the objects, and the class in what was recorded of the data."""
+    run_dir, sft = tmp_path / "run", agl.SFTAlgorithm(dataset=conversations(["yes"]), steps=2, optimizer=FAST)
+    kill(0)
+    with pytest.raises(Killed):
+        agl.Trainer(algorithm=sft, model=tiny, run_dir=run_dir).train()
+    state = json.loads((run_dir / "state.json").read_text())
+    state["recorded"] |= {"algorithm": state["algorithm"], "options": {}}
+    (run_dir / "state.json").write_text(json.dumps(state | {"algorithm": None, "objects": ["dataset"]}))
+    with pytest.raises(ResumeError, match=r"not by one made from settings; give.*algorithm=\.\.\."):
+        agl.Trainer.resume(run_dir).train()
+    assert agl.Trainer.resume(run_dir, algorithm=sft).train().steps == 2
 
 
 def test_an_interrupted_run_measures_the_weights_that_it_began_with_once(

@@ -129,6 +129,16 @@ def test_regression_weighs_independent_parts_and_keeps_a_conversation_whole(tiny
     assert (result.recorded.method, result.recorded.sessions) == ("awr", 5)
 
 
+@pytest.mark.slow
+def test_each_part_of_a_followed_session_is_learned_from_once(tiny: Path, tmp_path: Path) -> None:
+    store = agl.LightningStore(tmp_path / "sessions.db")
+    for answer in "xy":
+        say(store, ("a", answer), 0.0, ("b", answer), float(answer == "x"), task="apart")
+    learning = agl.LightningRL(tasks_per_step=1, group_size=4, optimizer=OptimizerConfig(lr=3e-3))
+    result = learned(store, tiny, tmp_path, 9, algorithm=learning, follow=True, follow_timeout=0.1)
+    assert (result.steps, result.recorded.sessions) == (1, 4), "two sessions of two parts"
+
+
 def test_preferences_compare_the_parts_that_answer_the_same_prompt(
     tiny: Path, chat: HFChatFormat, tmp_path: Path
 ) -> None:

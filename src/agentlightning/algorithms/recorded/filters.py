@@ -19,7 +19,7 @@ from agentlightning.algorithms.recorded.sessions import (
     RecordedCall,
     Session,
     Tokenizer,
-    missing_rewards,
+    missing_reward,
     read_sessions,
     to_trajectories,
 )
@@ -82,7 +82,7 @@ def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[s
 
 def _rewarded(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
     rewards = [session.reward(query.reward_weights) for session in group]
-    counts.update(each.reason for each in missing_rewards(group, query.reward_weights))
+    counts.update(found.reason for each in group if (found := missing_reward(each, query.reward_weights)))
     counts["below_threshold"] += sum(reward is not None and reward < query.threshold for reward in rewards)
     pairs = zip(group, rewards, strict=True)
     return [session for session, reward in pairs if reward is not None and reward >= query.threshold]

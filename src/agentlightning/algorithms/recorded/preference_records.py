@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from agentlightning.algorithms.agents import of_target
-from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, AnswerRenderer, too_long
+from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, AnswerRenderer, renamed, too_long
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target
@@ -143,15 +143,6 @@ def load_preferences(source: Any) -> list[PreferenceRecord]:
     return [_record(each, where) for where, each in _values(source)]
 
 
-def conversations(records: Sequence[PreferenceRecord]) -> list[dict[str, Any]]:
-    """Both answers of each pair as conversations."""
-    return [
-        {"messages": [*record.prompt, *answer], "tools": list(record.tools)}
-        for record in records
-        for answer in (record.chosen, record.rejected)
-    ]
-
-
 def _values(source: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(source, str | Path) and Path(source).suffix.lower() in LINES and Path(source).is_file():
         rows = list(json_lines(Path(source)))
@@ -255,10 +246,5 @@ def _trajectory(record: PreferenceRecord, name: str, renderer: AnswerRenderer) -
     rollout_id = f"{record.where} {name}"
     messages = [*record.prompt, *answer]
     calls = renderer.transitions(messages, list(record.tools) or None, f"{record.where}: {name}")
-    own = tuple(_named(call, rollout_id) for call in calls if call.sequence_id > len(record.prompt))
+    own = tuple(renamed(call, rollout_id) for call in calls if call.sequence_id > len(record.prompt))
     return Trajectory(rollout_id, "", own, PREFERRED if name == "chosen" else 0.0, group=record.where)
-
-
-def _named(call: Transition, rollout_id: str) -> Transition:
-    logprobs = (0.0,) * len(call.response_token_ids)
-    return replace(call, rollout_id=rollout_id, span_id=f"{rollout_id}/{call.sequence_id}", logprobs=logprobs)

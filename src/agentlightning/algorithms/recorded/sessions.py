@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
@@ -26,7 +26,7 @@ from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABLE, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
-from agentlightning.rollouts import Rollout
+from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import Span
 from agentlightning.store import pending
 from agentlightning.store.base import LightningStore
@@ -69,7 +69,7 @@ class Session:
 
     rollout: Rollout
     trajectory: Trajectory
-    """Its rewards, and the calls with recorded tokens."""
+    """Its rewards. The calls are in `calls`."""
     calls: tuple[RecordedCall, ...]
     """All calls that count, in order."""
     rewards: Mapping[str, Reward] = field(default_factory=dict[str, Reward])
@@ -115,10 +115,8 @@ class Session:
 
     def _part(self, number: int, own: Sequence[RecordedCall], reward: Reward | None) -> Session:
         name = f"{self.rollout.rollout_id}{PART}{number}"
-        known = [each.transition and replace(each.transition, rollout_id=name, reward=None) for each in own]
-        calls = tuple(replace(each, transition=t, reward=None) for each, t in zip(own, known, strict=True))
-        transitions = tuple(each for each in known if each is not None)
-        part = replace(self.trajectory, rollout_id=name, transitions=transitions, reward=reward)
+        part = replace(self.trajectory, rollout_id=name, reward=reward)
+        calls = tuple(replace(each, reward=None) for each in own)
         return Session(replace(self.rollout, rollout_id=name), part, calls)
 
     @property
@@ -176,7 +174,7 @@ async def read_sessions(
     """The succeeded rollouts of a store in the order of their creation, without those that are `known`; with `ids`, no
     others."""
     await asyncio.to_thread(pending.write_pending)
-    rollouts = [each async for each in _succeeded(store) if each.rollout_id not in known]
+    rollouts = [each async for each in succeeded(store) if each.rollout_id not in known]
     if ids is not None:
         wanted = set(ids)
         rollouts = [each for each in rollouts if each.rollout_id in wanted]
@@ -190,14 +188,12 @@ async def read_sessions(
     return Sessions(tuple(usable), tuple(rejected), len(rollouts) - len(learned))
 
 
-async def _succeeded(store: LightningStore) -> AsyncIterator[Rollout]:
+async def succeeded(store: LightningStore, modes: Sequence[RolloutMode] | None = None) -> AsyncIterator[Rollout]:
+    """The succeeded rollouts of some modes (None: of all), in the order of their creation."""
     after: str | None = None
-    while True:
-        page = await store.query_rollouts(status_in=["succeeded"], after=after, limit=PAGE)
+    while page := await store.query_rollouts(status_in=["succeeded"], mode_in=modes, after=after, limit=PAGE):
         for rollout in page:
             yield rollout
-        if len(page) < PAGE:
-            return
         after = page[-1].rollout_id
 
 
@@ -248,11 +244,11 @@ class TokenizedSession:
     """A session in the tokens of the model that learns."""
 
     trajectory: Trajectory
-    logprobs: bool
+    logprobs: bool = False
     """Whether all calls of the agents to train have the log-probabilities they were sampled with."""
-    rendered: int
+    rendered: int = 0
     """Calls that were rendered from text."""
-    foreign: int
+    foreign: int = 0
     """Among those, calls with tokens of another tokenizer."""
 
 
@@ -282,7 +278,7 @@ class Tokenizer:
                 if trained:
                     return found
                 continue
-            transitions.append(found)
+            transitions.append(replace(found, rollout_id=session.rollout.rollout_id, reward=call.reward))
             own += trained
             if known is None:
                 rendered, foreign = rendered + 1, foreign + (call.transition is not None)
@@ -335,15 +331,13 @@ def without_probabilities(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, transitions=tuple(calls))
 
 
-def missing_rewards(sessions: Iterable[Session], weights: Any = None) -> list[Rejection]:
-    """The sessions without a reward that is a finite number."""
+def missing_reward(session: Session, weights: Any = None) -> Rejection | None:
+    """Why a session has no reward that is a finite number; None where it has."""
+    if session.reward(weights) is not None:
+        return None
     way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
-    return [
-        each.unusable_reward(weights)
-        or Rejection(each.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
-        for each in sessions
-        if each.reward(weights) is None
-    ]
+    unscored = Rejection(session.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+    return session.unusable_reward(weights) or unscored
 
 
 def _texts(answer: Message) -> list[str]:
@@ -418,21 +412,15 @@ def _trajectory(record: Any, name: str, renderer: AnswerRenderer) -> Trajectory:
         transitions = tuple(renderer.transitions(messages, tools, name))
     if not any(call.prompt_token_ids or call.response_token_ids for call in transitions):
         raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
-    return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(_renamed(call, name) for call in transitions))
+    return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(renamed(call, name) for call in transitions))
 
 
-def _renamed(call: Transition, name: str) -> Transition:
-    """The same call under this name: a rollout that is in a dataset twice is trained twice."""
-    return Transition(
-        rollout_id=name,
-        attempt_id="",
-        span_id=f"{name}/{call.sequence_id}",
-        sequence_id=call.sequence_id,
-        prompt_token_ids=call.prompt_token_ids,
-        response_token_ids=call.response_token_ids,
-        logprobs=(0.0,) * len(call.response_token_ids),
-        agent=call.agent,
-    )
+def renamed(call: Transition, name: str) -> Transition:
+    """The same call under this name, without how it was sampled: a rollout that is in a dataset twice is trained
+    twice."""
+    tokens = call.response_token_ids
+    place = name, "", f"{name}/{call.sequence_id}", call.sequence_id
+    return Transition(*place, call.prompt_token_ids, tokens, (0.0,) * len(tokens), agent=call.agent)
 
 
 def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str, Any]] | None]:

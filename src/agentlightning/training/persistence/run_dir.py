@@ -21,11 +21,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, TypedDict
 
@@ -68,18 +67,10 @@ class StageRecord(TypedDict):
 class RecordedData:
     """What a run on recorded data learns from, and how far it is in it."""
 
-    algorithm: str
-    """`module:Class`."""
-    settings: dict[str, Any]
-    """Of the algorithm, where the trainer's settings do not hold them."""
-    given: list[str]
-    """The settings of the algorithm that were set: its own loss stays where one was, even if it is the default."""
-    sources: dict[str, Any]
-    """What the algorithm learns from, where it is a file or a query of the store."""
-    options: dict[str, Any]
-    """Those of `Trainer.train`."""
-    store: str | None = None
-    """The file of the store. None: it has none, or nothing is read from it."""
+    given: list[str] = field(default_factory=list[str])
+    """The settings of an algorithm object that were set: its own loss stays, even if it is the default."""
+    sources: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`dataset`: the query of the store that supervised learning was given."""
     rollouts: list[str] | None = None
     """The sessions that the store held when the run began. None: the run follows the store, or reads none."""
     method: str | None = None
@@ -257,7 +248,10 @@ def read_state(run_dir: Path) -> RunState:
     read."""
     path = run_dir / "state.json"
     try:
-        table = _of_version_1(run_dir) if (run_dir / OFFLINE_FILE).exists() else orjson.loads(path.read_bytes())
+        table = orjson.loads(path.read_bytes())
+        recorded = table.get("recorded") or {}
+        if {"dataset", "validation", "data"} & set(table.get("objects", ())):  # Before algorithms of such runs were
+            table["algorithm"] = recorded.get("algorithm")  # recorded as those of others are.
         for callback, names in FLAT.items():
             if own := {name: table.pop(name) for name in names if name in table}:
                 table.setdefault("callbacks", {})[callback] = own
@@ -270,8 +264,6 @@ def read_state(run_dir: Path) -> RunState:
     return state
 
 
-OFFLINE_FILE: Final = "offline.json"
-"""In place of state.json in version 1: the position of a run on recorded data."""
 FLAT: Final = {
     "health": ("healthy", "candidate", "rollbacks", "lr_factor"),
     "gate": ("promoted", "guard_scores", "judged_step", "gate_rejections"),
@@ -280,30 +272,9 @@ FLAT: Final = {
 """What stood beside the fields of a run, and has since become the state of a callback."""
 
 
-def _of_version_1(run_dir: Path) -> dict[str, Any]:
-    """The state of a run on recorded data, as `offline.json` holds it."""
-    old = orjson.loads((run_dir / OFFLINE_FILE).read_bytes())
-    losses = {int(step): loss for step, loss in old["validation_losses"].items()}
-    found: dict[str, Any] = {
-        "run_id": f"r{secrets.token_hex(4)}",
-        "objects": old["objects"],
-        "step": old["first_line"] + old["step"],
-        "checkpoint": old["checkpoint"],
-        "evaluations": {f"before-{mode}": rewards for mode, rewards in old["before"].items()},
-        "seconds": old["seconds"],
-        "recorded": {each.name: old[each.name] for each in fields(RecordedData) if each.name in old}
-        | {"first_step": old["first_line"]},
-    }
-    if losses:
-        best = min(losses, key=lambda step: (losses[step], step))
-        found |= {"best_step": old["first_line"] + best, "best_score": -losses[best]}
-        found["best_checkpoint"] = f"best/step-{best:06d}"
-    return found
-
-
 def holds_run(run_dir: Path) -> bool:
-    """Whether there is a run in a directory, of this version or the first."""
-    return (run_dir / "state.json").exists() or (run_dir / OFFLINE_FILE).exists()
+    """Whether there is a run in a directory."""
+    return (run_dir / "state.json").exists()
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -344,21 +315,9 @@ class RunDir:
             raise ResumeError(f"{path} holds no run to resume: {path / 'state.json'} does not exist")
         with _writable(path):
             run_dir = cls(path, _lock(path))
-            if (path / OFFLINE_FILE).exists():
-                run_dir._leave_version_1()
             for folder in (path, path / "checkpoints"):
                 _remove_unfinished(folder)
             return run_dir
-
-    def _leave_version_1(self) -> None:
-        """Give a run on recorded data of version 1 the files of this one."""
-        state, held_out = read_state(self.path), self.path / "held_out.jsonl"
-        self.data("train").parent.mkdir(exist_ok=True)
-        for part in ("train", "validation", "held_out"):
-            tasks = held_out.read_bytes() if part == "held_out" and held_out.exists() else b""
-            write_atomically(self.data(part), tasks)
-        self.write_state(state)
-        (self.path / OFFLINE_FILE).unlink()
 
     def close(self) -> None:
         self._lock.close()

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
 from agentlightning.assemble.call_validation import NO_LIMITS, TokenLimits
 from agentlightning.credit.rejection import REJECTING, UNREADABLE, Check, Rejection, rejection
 from agentlightning.errors import NotFoundError
-from agentlightning.rollouts import Rollout, RolloutMode
+from agentlightning.rollouts import RolloutMode
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.task import task_key
 from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.trajectory import Reward, Trajectory
 
@@ -136,25 +136,12 @@ async def _chunks(rollouts: AsyncIterator[tuple[str, list[Span]]]) -> AsyncItera
 # Recorded rollouts: those that finished earlier, from the agent's own use for example. Those of the same task form a
 # group, in the order of their first rollout.
 
-PAGE = 1000
-"""Rollouts in one request to the store."""
-
 
 async def find_groups(
     store: LightningStoreBase, modes: Sequence[RolloutMode] | None = None
 ) -> list[tuple[str, list[str]]]:
     """(group, rollout ids) of the succeeded rollouts of some modes: by the `group` in their metadata, else by task."""
     groups: dict[str, list[str]] = {}
-    async for rollout in _succeeded(store, modes):
-        group = rollout.metadata.get("group")
-        groups.setdefault(group if isinstance(group, str) else task_key(rollout.input), []).append(rollout.rollout_id)
+    async for rollout in succeeded(store, modes):
+        groups.setdefault(group_of(rollout), []).append(rollout.rollout_id)
     return list(groups.items())
-
-
-async def _succeeded(store: LightningStoreBase, modes: Sequence[RolloutMode] | None) -> AsyncIterator[Rollout]:
-    """In the order of their creation."""
-    after: str | None = None
-    while page := await store.query_rollouts(status_in=["succeeded"], mode_in=modes, after=after, limit=PAGE):
-        for rollout in page:
-            yield rollout
-        after = page[-1].rollout_id
