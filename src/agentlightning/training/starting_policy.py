@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,14 @@ async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Task
             seed=config.run.seed,
         )
     )
+
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        progress.update(step, loss=metrics["loss"])
+
     try:
         if conversations:
             progress.phase("warm start", steps)
-            learning.model = policy
-            learning.on_step = lambda step, metrics: progress.update(step, loss=metrics["loss"])
+            learning.model, learning.on_step = policy, report
             await learning.run()
         await policy.save(run_dir.start)
     finally:
