@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.models import tiny_checkpoint
+from tests.support.models import model_tokenizer, tiny_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentlightning.credit import group_trajectories, training_samples
 from agentlightning.engine.base import SamplingParams
 from agentlightning.policy import model_loading
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.open import policy_config
+from agentlightning.trajectory import Trajectory, Transition
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +95,50 @@ def test_a_model_that_cannot_be_read_fails_where_it_is_opened(tmp_path: Path) ->
     config = policy_config(PolicyConfig(), str(tmp_path))
     with pytest.raises(model_loading.PolicyError, match="holds no tokenizer"):
         LocalPolicy.open(config)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="glibc")
+async def test_memory_that_an_update_needed_is_given_back(tmp_path: Path) -> None:
+    tokenizer = model_tokenizer()
+    shape = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 12, "num_attention_heads": 10}
+    large = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape))
+    assert large.num_parameters() > model_loading.LARGE
+    large.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    del large
+    policy = LocalPolicy.open(policy_config(PolicyConfig(device="cpu", dtype="float32", threads=1), str(tmp_path)))
+    rng = random.Random(0)
+    trajectories = [
+        Trajectory(
+            f"r{number}",
+            "a",
+            (
+                Transition(
+                    rollout_id=f"r{number}",
+                    attempt_id="a",
+                    span_id="s",
+                    sequence_id=0,
+                    prompt_token_ids=tuple(rng.choices(range(10, 100), k=150 + 20 * number)),
+                    response_token_ids=(7, 8),
+                    logprobs=(-1.0, -1.0),
+                    policy_version=0,
+                ),
+            ),
+            float(number % 2),
+            "g",
+        )
+        for number in range(6)
+    ]
+    (samples, _) = training_samples(group_trajectories(trajectories))
+    Path("/proc/self/clear_refs").write_text("5")  # noqa: ASYNC240 - the highest so far is forgotten
+    await policy.train(samples)
+    left, peak = memory("VmRSS"), memory("VmHWM")
+    ctypes.CDLL(None).malloc_trim(0)
+    assert left - memory("VmRSS") < 0.1 * (peak - memory("VmRSS")), "nothing is left to give back"
+    await policy.close()
+
+
+def memory(name: str) -> int:
+    """Kilobytes of this process."""
+    return int(re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
