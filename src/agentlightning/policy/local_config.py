@@ -34,9 +34,10 @@ class ModelSettings(Section):
     max_batch_size: int = Field(default=128, ge=1)
     """Answers sampled at the same time; further calls wait."""
     kv_cache_bytes: int = Field(default=4 << 30, ge=1)
-    """Memory for the keys and values of these answers; further requests wait. One answer always fits."""
+    """Memory of the local engine for the keys and values of these answers; further requests wait. One answer always
+    fits."""
     prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for the cached keys and values of earlier prompts and answers."""
+    """Memory of the local engine for cached keys and values of earlier prompts and answers."""
     max_context: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None: what the model has."""
     tool_calls: str | None = None
