@@ -74,7 +74,7 @@ class Recipe:
 
 
 SMALL = {"token_budget": 1024, "kv_cache_bytes": 1 << 30, "prefix_cache_bytes": 1 << 28}
-"""For a machine with 8 GB of memory."""
+"""Bounds of memory: of an update, and of the engine."""
 MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warmup_steps": 10}
 RECIPES = {
     "tiny": Recipe(lr=3e-4, copy_steps=100, warm_steps=420, clean=0.8, habit=0.5, optimizer=MUON),

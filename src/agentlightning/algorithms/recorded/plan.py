@@ -83,12 +83,12 @@ class RecordedSessions:
 
     sessions: Sequence[Session]
     tokenizer: Tokenizer
-    method: MethodSetting = "auto"
-    success_threshold: float = 0.5
-    follow: bool = False
-    given: Collection[str] = ()
+    method: MethodSetting
+    success_threshold: float
+    follow: bool
+    given: Collection[str]
     """The settings of the algorithm that were set, even if to their default."""
-    query: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    query: Mapping[str, Any]
     """Which sessions are demonstrations, as `TrajectoryQuery`, where the algorithm does not say."""
 
     def prepare(self, form: Form, weights: Any) -> tuple[list[TokenizedSession], list[Rejection]]:

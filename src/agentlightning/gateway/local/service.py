@@ -107,8 +107,8 @@ class LocalService:
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
         self.counters.drift += sum(prompt.drift for prompt in prompts)
         again, differs = await self._replay(context, model, prompts, params, request.n)
-        if again is not None:
-            prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *again.begun])]
+        if begun := again and again.begun:
+            prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *begun])]
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -149,7 +149,7 @@ class LocalService:
                 call_prefix=dialect.call_prefix,
                 tools=request.tools,
                 is_constrained=params.constraint is not None,
-                call_ids=() if again is None else again.call_ids,
+                call_ids=again.call_ids if again else (),
                 reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
                 prefill=request.prefill,
                 uses_functions=request.uses_functions,

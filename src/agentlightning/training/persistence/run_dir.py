@@ -250,8 +250,9 @@ def read_state(run_dir: Path) -> RunState:
     try:
         table = orjson.loads(path.read_bytes())
         recorded = table.get("recorded") or {}
-        if {"dataset", "validation", "data"} & set(table.get("objects", ())):  # Before algorithms of such runs were
-            table["algorithm"] = recorded.get("algorithm")  # recorded as those of others are.
+        # Earlier runs on data in memory named it here, and the algorithm in what is recorded of the data.
+        if {"dataset", "validation", "data"} & set(table.get("objects", ())):
+            table["algorithm"] = recorded.get("algorithm")
         for callback, names in FLAT.items():
             if own := {name: table.pop(name) for name in names if name in table}:
                 table.setdefault("callbacks", {})[callback] = own
