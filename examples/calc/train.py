@@ -77,10 +77,10 @@ MUON = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3, "schedule": "linear", "warm
 RECIPES = {
     "tiny": Recipe(lr=3e-4, warm_steps=240, clean=0.75, habit=0.65, optimizer=MUON),
     "smollm2-135m": Recipe(
-        steps=12,
+        steps=20,
         tasks=8,
         group=6,
-        held_out=80,
+        held_out=160,
         every=None,
         max_tokens=56,
         truncated_reward=0.0,
