@@ -42,7 +42,7 @@ class Recipe:
     lr: float
 
 
-RECIPES = {"tiny": Recipe(200, 3e-3, 25, 3e-3), "smollm2-135m": Recipe(10, 1e-4, 12, 1e-3)}
+RECIPES = {"tiny": Recipe(200, 3e-3, 25, 3e-3), "smollm2-135m": Recipe(10, 1e-4, 32, 5e-4)}
 
 
 def make_speaker(directory: Path, model: str, recipe: Recipe) -> Path:
