@@ -53,7 +53,7 @@ from agentlightning.training.callbacks import Callback, make_callbacks
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.health.examination import starting_warnings
-from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
+from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     Tasks,
@@ -532,7 +532,10 @@ class Trainer:
             data = dashboard_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)
             pages = dashboard_routes(data, token)
-            joined = await join_gateways(config, policy, given_store, state.run_id, self.progress.note, stack)
+            joined = None
+            if config.run.gateways:
+                opening = JoinedGateways.open(config, given_store, policy, state.run_id, self.progress.note)
+                joined = await stack.enter_async_context(opening)
             own = None if joined else policy
             serving = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             server = await stack.enter_async_context(serving)

@@ -223,15 +223,14 @@ def make_learner(
     run_dir: RunDir,
     joined: JoinedGateways | None,
 ) -> PolicyLearner:
-    in_flight, drain_seconds = config.policy.in_flight, config.policy.drain_seconds
     if joined is not None:
-        updating = partial(joined.updating, in_flight, drain_seconds)
+        updating = joined.updating
     else:
         assert server.gateway is not None
         updating = partial(
             server.gateway.gates.of(policy).update,
-            in_flight=in_flight,
-            drain_seconds=drain_seconds,
+            in_flight=config.policy.in_flight,
+            drain_seconds=config.policy.drain_seconds,
             can_go_on=capabilities_of(policy).in_flight,
         )
     published, folder = config.policy.weights, run_dir.path / "weights"
