@@ -54,7 +54,6 @@ from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
 from agentlightning.training.tracking.tracking import Tracking
-from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.plugins import load_plugin
 
 
@@ -201,20 +200,6 @@ async def make_training_run(
     return run
 
 
-def start_watching(config: TrainConfig, account: RunAccount, stack: AsyncExitStack) -> None:
-    """Watch the rollouts, where there is a display."""
-    if account.progress.enabled:
-        own, timeout = (account.run_dir.path / "store.db").exists(), config.runner.timeout_seconds
-        store, run_id = account.collector.store, account.state.run_id
-        watching = asyncio.create_task(watch_rollouts(store, run_id, account.progress, timeout, own_store=own))
-        stack.push_async_callback(_cancel, watching)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def make_learner(
     server: Server,
     policy: Policy,
@@ -255,7 +240,8 @@ def make_source(
     `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
     algorithm.check_staleness(config.run.max_staleness)
-    check_calls_of_policy(config, trains=learner is not None)
+    if learner is None:
+        check_calls_of_policy(config)
     return RolloutStream(
         account.collector,
         tasks.train,
@@ -270,21 +256,16 @@ def make_source(
         reward_weights=algorithm.reward_weights,
         turn_limit=config.curriculum.turns,
         branching=config.curriculum.branching,
-        limit=in_flight_limit(config, learner),
+        limit=InFlightLimit()
+        if learner is None or not config.runner.limit_by_load
+        else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.stage_step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )
 
 
-def in_flight_limit(config: TrainConfig, learner: PolicyLearner | None) -> InFlightLimit:
-    """The limit of groups that run at the same time: none without a policy, or where the settings ask for none."""
-    if learner is None or not config.runner.limit_by_load:
-        return InFlightLimit()
-    return InFlightLimit(learner.policy.kv_cache_usage)
-
-
-def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
-    """Raises ConfigError for settings on the calls of a policy in a run without one."""
+def check_calls_of_policy(config: TrainConfig) -> None:
+    """Raises ConfigError for settings on the calls of a policy, for a run without one."""
     settings = {
         "curriculum.turns": config.curriculum.turns,
         "curriculum.branching": config.curriculum.branching,
@@ -292,7 +273,7 @@ def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
         "run.token_ratios": config.run.token_ratios or None,
     }
     for name, setting in settings.items():
-        if setting is not None and not trains:
+        if setting is not None:
             raise ConfigError(
                 f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
                 " model: leave it out"

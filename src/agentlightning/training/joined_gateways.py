@@ -40,9 +40,11 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
+from agentlightning.server.joining.service import COUNTS
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.transport import open_transport
+from agentlightning.util.event_loop import in_background
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,6 @@ SERVER_SETTINGS: Final = {
     **dict.fromkeys(("default_model", "accept_any_model"), _TO_POLICY),
 }
 """The settings of [gateway] that a run cannot bring to a server, and what to do instead. It brings all others."""
-COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 
 
 class _Gateway:
@@ -156,19 +157,15 @@ class JoinedGateways:
             raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
         async with _gateways_of(config, store, policy) as gateways:
             joined = cls(gateways, config, policy, run_id, note)
-            renewals: list[asyncio.Task[None]] = []
             try:
                 await asyncio.gather(*(gateway.first("", joined._join_request()) for gateway in gateways))
                 policy.servers.on_new_weights = joined._announce
                 if policy.adapters is not None:
                     policy.adapters.on_new = joined._announce_adapter
                     policy.adapters.used_elsewhere = joined._in_use
-                renewals += [asyncio.create_task(joined._renew(gateway)) for gateway in gateways]
-                yield joined
+                async with in_background(*map(joined._renew, gateways)):
+                    yield joined
             finally:
-                for task in renewals:
-                    task.cancel()
-                await asyncio.gather(*renewals, return_exceptions=True)
                 await joined._leave()
 
     def _join_request(self) -> JoinRequest:

@@ -92,18 +92,14 @@ class ResourcePublisher:
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
-        return await self._put(resources_id, given | self._policy_resources(sampling, None))
+        await self._store.update_resources(resources_id, given | self._policy_resources(sampling, None))
+        return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
-        return await self._put(resources_id, {**self.resources, **self._policy_resources(sampling, max_calls)})
-
-    async def _put(self, resources_id: str, resources: NamedResources) -> str:
-        if await self._store.get_resources_by_id(resources_id) is None:
-            await self._store.add_resources(resources, resources_id)
-        else:
-            await self._store.update_resources(resources_id, resources)
+        given = {**self.resources, **self._policy_resources(sampling, max_calls)}
+        await self._store.update_resources(resources_id, given)
         return resources_id
 
 
