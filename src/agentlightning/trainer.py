@@ -522,9 +522,10 @@ class Trainer:
             queue = queue_of(config.runner, given_store, state.run_id)
             runs_agent, runner = recorded is None or agent is not None, None
             if runs_agent and config.runner.hosts:
-                options: Any = {"queue": queue, "log": run_dir.path / "agent.log"}
-                options["redirect"] = algorithm.learns_weights or routes_models(config)
-                runner = make_runner(config.runner, store, agent, self.reward, secret, **options)
+                redirect, log = algorithm.learns_weights or routes_models(config), run_dir.path / "agent.log"
+                runner = make_runner(
+                    config.runner, store, agent, self.reward, secret, redirect=redirect, queue=queue, log=log
+                )
             place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
             listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
             if algorithm.learns_weights:
@@ -540,16 +541,15 @@ class Trainer:
                 opening = JoinedGateways.open(config, given_store, policy, state.run_id, self.progress.note)
                 joined = await stack.enter_async_context(opening)
             own = None if joined else policy
-            serving = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
-            server = await stack.enter_async_context(serving)
+            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
             stack.push_async_callback(account.close)
             if self.progress.enabled:
-                own_store = run_dir.store_path.exists()
-                seen: Any = store, state.run_id, self.progress, config.runner.timeout_seconds
-                await stack.enter_async_context(in_background(watch_rollouts(*seen, own_store=own_store)))
+                timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()
+                watching = watch_rollouts(store, state.run_id, self.progress, timeout, own_store=own_store)
+                await stack.enter_async_context(in_background(watching))
             url = joined_url(config) or config.run.public_url or server.url
             await collector.move(state.run_id, url)
             if runner is None and runs_agent:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.report.reward_curve import Curve
@@ -82,11 +82,12 @@ async def serve_run(
     token: str,
     listener: socket.socket | None = None,
     pages: Sequence[BaseRoute] = (),
-) -> AbstractAsyncContextManager[Server]:
-    """The server of a run. The policy answers all calls that no route sends elsewhere. `pages`: the dashboard's."""
+) -> Server:
+    """The server of a run, until the stack is closed. The policy answers all calls that no route sends elsewhere.
+    `pages`: the dashboard's."""
     engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
     engines |= await open_models(config.gateway.models, stack, run_dir.path)
-    return serve(
+    serving = serve(
         store,
         engines if policy is not None or routes_models(config) else None,
         secret=secret,
@@ -99,6 +100,7 @@ async def serve_run(
         listener=listener,
         pages=pages,
     )
+    return await stack.enter_async_context(serving)
 
 
 def make_collector(
@@ -147,7 +149,7 @@ async def make_training_run(
     publisher = ResourcePublisher(collector.store, url, policy, resources, config.runner.max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
-    learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
+    learner = None if policy is None else make_learner(server, policy, config, account, joined)
     checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
     checkpoints.restore_algorithm(state.checkpoint)
     measurements = Measurements(
@@ -204,8 +206,7 @@ def make_learner(
     server: Server,
     policy: Policy,
     config: TrainConfig,
-    state: RunState,
-    run_dir: RunDir,
+    account: RunAccount,
     joined: JoinedGateways | None,
 ) -> PolicyLearner:
     if joined is not None:
@@ -218,12 +219,12 @@ def make_learner(
             drain_seconds=config.policy.drain_seconds,
             can_go_on=capabilities_of(policy).in_flight,
         )
-    published, folder = config.policy.weights, run_dir.path / "weights"
+    published, folder = config.policy.weights, account.run_dir.path / "weights"
     return PolicyLearner(
         policy,
         updating,
         config.policy.token_budget,
-        resumes=state.resumes,
+        resumes=account.state.resumes,
         weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
     )
 

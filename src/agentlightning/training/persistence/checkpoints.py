@@ -32,6 +32,7 @@ from agentlightning.training.persistence.run_dir import (
     KeptCheckpoint,
     RunDir,
     RunState,
+    readable,
     write_atomically,
 )
 from agentlightning.training.report.result import prompt_diff
@@ -235,13 +236,11 @@ class Checkpoints:
         if checkpoint is None:
             return
         path = self.account.run_dir.path / checkpoint / ALGORITHM_FILE
-        try:
+        if not path.exists():
+            return
+        with readable(path):
             record = orjson.loads(path.read_bytes())
             revision, learned = record["revision"], record["state"]
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
         if revision == self.account.state.revision:
             self.algorithm.load_state_dict(learned)
 
@@ -269,12 +268,10 @@ def read_resources(run_dir: Path, checkpoint: str | None) -> NamedResources:
     if checkpoint is None:
         return {}
     path = run_dir / checkpoint / RESOURCES_FILE
-    try:
-        return named_resources.validate_json(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+    with readable(path):
+        return named_resources.validate_json(path.read_bytes())
 
 
 def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

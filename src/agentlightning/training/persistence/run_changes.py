@@ -26,7 +26,7 @@ from agentlightning.policy.config import BACKENDS
 from agentlightning.policy.losses import LOSSES
 from agentlightning.runner.agents.spec import REWARDS
 from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, readable, write_atomically
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.plugins import Registry, file_of
 from agentlightning.util.settings import NONE, SECRETS, load_settings
@@ -118,11 +118,8 @@ def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
 
 def read_tasks(run_dir: RunDir) -> Tasks:
     """The tasks that a run was started with. Raises ResumeError where they cannot be read."""
-    try:
-        parts = {part: [loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"the tasks of {run_dir.path} cannot be read: {error}; start a new run") from error
-    return Tasks(**parts)
+    with readable(f"the tasks of {run_dir.path}"):
+        return Tasks(*([loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS))
 
 
 CHANGEABLE = (

@@ -247,7 +247,7 @@ def read_state(run_dir: Path) -> RunState:
     """The state of the run in a directory, which another process may have open. Raises ResumeError where it cannot be
     read."""
     path = run_dir / "state.json"
-    try:
+    with readable(path):
         table = orjson.loads(path.read_bytes())
         recorded = table.get("recorded") or {}
         # Earlier runs on data in memory named it here, and the algorithm in what is recorded of the data.
@@ -257,12 +257,19 @@ def read_state(run_dir: Path) -> RunState:
             if own := {name: table.pop(name) for name in names if name in table}:
                 table.setdefault("callbacks", {})[callback] = own
         state = msgspec.convert(table, RunState)
-    except (OSError, AttributeError, KeyError, ValueError, TypeError, msgspec.ValidationError) as error:
-        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
     if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
     state.version = STATE_VERSION
     return state
+
+
+@contextmanager
+def readable(part: object) -> Generator[None]:
+    """Turn what goes wrong while a part of a run is read into a ResumeError that names it."""
+    try:
+        yield
+    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.ValidationError) as error:
+        raise ResumeError(f"{part} cannot be read: {error}; start a new run") from error
 
 
 FLAT: Final = {

@@ -113,7 +113,16 @@ class RolloutCollector:
         if resources_id is not None:
             plans = await self.enqueue(plans, resources_id, mode, check)
         share = self.max_failed_share if max_failed_share is None else max_failed_share
-        finished = await self._wait_for(plans, share, timeout_reward, on_progress)
+        finished: list[Rollout] = []
+        for chunk in _chunks(plans):
+            minimum, done = 1, list[Rollout]()
+            while len(done) < len(chunk):
+                done = await self.wait_for_some(chunk, minimum)
+                if on_progress is not None:
+                    on_progress(len(finished) + len(done))
+                await self.check_failures([*finished, *done], len(plans), timeout_reward=timeout_reward, share=share)
+                minimum = len(done) + max(1, len(chunk) // 8)
+            finished += done
         failed = [rollout for rollout in finished if rollout.status != "succeeded"]
         timed_out = await self._timed_out(failed)
         rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
@@ -198,25 +207,6 @@ class RolloutCollector:
         except NotFoundError:
             await self._queue(plans)
         return finished
-
-    async def _wait_for(
-        self,
-        plans: Sequence[RolloutPlan],
-        share: float,
-        timeout_reward: float | None,
-        on_progress: Callable[[int], None] | None,
-    ) -> list[Rollout]:
-        ended: list[Rollout] = []
-        for chunk in _chunks(plans):
-            minimum, finished = 1, list[Rollout]()
-            while len(finished) < len(chunk):
-                finished = await self.wait_for_some(chunk, minimum)
-                if on_progress is not None:
-                    on_progress(len(ended) + len(finished))
-                await self.check_failures([*ended, *finished], len(plans), timeout_reward=timeout_reward, share=share)
-                minimum = len(finished) + max(1, len(chunk) // 8)
-            ended += finished
-        return ended
 
     async def check_failures(
         self,
