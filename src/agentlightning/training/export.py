@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 from collections import Counter, defaultdict
@@ -171,35 +170,27 @@ class ExportedDataset:
     """Rollouts, or for preferences tasks, that gave no record, by reason."""
 
 
-def export_dataset(
-    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, store: LightningStoreBase | None = None
+async def export_dataset(
+    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, store: str | None = None
 ) -> ExportedDataset:
     """Write the training rollouts of a run that succeeded. `store`: that of the run, where it was given one.
 
     Raises ConfigError where there is no run or its rollouts are elsewhere, and DatasetError where nothing is left.
     """
-    return asyncio.run(_export(run_dir, form, path, selection, store))
-
-
-async def _export(
-    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, given: LightningStoreBase | None
-) -> ExportedDataset:
     _check_run(run_dir)
-    run_id, store = read_state(run_dir).run_id, given
-    if store is None:
-        if not (run_dir / "store.db").exists():
-            raise ConfigError(
-                f"{run_dir} has no store.db: its rollouts are in the store that the run was given; name it (--store)"
-            )
-        store = LightningStore(run_dir / "store.db")
+    run_id, own_store = read_state(run_dir).run_id, run_dir / "store.db"
+    if store is None and not own_store.exists():
+        raise ConfigError(
+            f"{run_dir} has no store.db: its rollouts are in the store that the run was given; name it (--store)"
+        )
+    opened = LightningStore(store or own_store)
     try:
-        rollouts = await store.query_rollouts(status_in=["succeeded"], rollout_id_contains=f"{run_id}-")
+        rollouts = await opened.query_rollouts(status_in=["succeeded"], rollout_id_contains=f"{run_id}-")
         # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
         own = [each for each in rollouts if "-train" in each.rollout_id.removeprefix(run_id)]
-        records, skipped = await dataset_records(store, own, form, selection)
+        records, skipped = await dataset_records(opened, own, form, selection)
     finally:
-        if given is None:
-            await store.close()
+        await opened.close()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, b"".join(dumps(each) + b"\n" for each in records))
     return ExportedDataset(path, len(records), len(own), skipped)
