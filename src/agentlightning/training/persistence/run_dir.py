@@ -380,11 +380,7 @@ class RunDir:
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        whole_lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-        return [orjson.loads(line) for line in whole_lines]
+        return [orjson.loads(line) for line in whole_lines(self.path / "metrics.jsonl")]
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("ab") as file:
@@ -395,10 +391,16 @@ class RunDir:
         with (self.path / "changes.jsonl").open("ab") as file:
             file.write(line)
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be repeated."""
-        records = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Those of a file, but for a last one that a crash cut off; none where there is no file."""
+    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be repeated, and a last one that was cut off."""
+    kept = [line for line in whole_lines(path) if orjson.loads(line)["step"] <= step]
+    write_atomically(path, b"".join(line + b"\n" for line in kept))
 
 
 @contextmanager

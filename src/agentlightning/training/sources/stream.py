@@ -84,7 +84,7 @@ class Group:
     turn: int
     index: int
     plans: Sequence[RolloutPlan]
-    deadline: int
+    deadline: int = 0
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
@@ -215,7 +215,8 @@ class RolloutStream:
 
     async def _start(self, request: RolloutRequest) -> None:
         """Start groups while `max_staleness`, the engine's load and the steps that are left allow it."""
-        starting: list[tuple[int, int]] = []
+        starting: list[Group] = []
+        drawn: dict[int, list[int]] = {}
         self._limited = False
         while (under_way := len(self._groups) + len(starting)) < self._most(request):
             running = sum(group.completed is None for group in self._groups) + len(starting)
@@ -223,15 +224,19 @@ class RolloutStream:
                 self._limited = True
                 break
             if self._cancelled:
-                await self._enqueue(self._cancelled.pop(0), request)
+                starting.append(self._cancelled.pop(0))
                 continue
             place = self._next_place(request, needed=under_way < len(request.wants))
             if place is None:
                 break
-            starting.append(place)
-        for turn in dict.fromkeys(turn for turn, _ in starting):
-            indices = [index for each, index in starting if each == turn]
-            await self._start_turn(request, turn, indices)
+            turn, index = place
+            if turn not in drawn:
+                drawn[turn] = self._draw(turn, len(request.wants))
+            task = drawn[turn][index]
+            plans = self._plans(request.wants[index].n, self._group_name(turn, index, task), task)
+            starting.append(Group(turn, index, plans, task=task))
+        await self._queue(starting, request)
+        self._groups += starting
         self._groups.sort(key=lambda group: (group.turn, group.index))
 
     def _most(self, request: RolloutRequest) -> int:
@@ -258,39 +263,27 @@ class RolloutStream:
         state.taken = {key: step for key, step in state.taken.items() if step < state.step}
         return (state.step if state.first_turn is None else state.first_turn), 0
 
-    async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
-        resources_id = await self._publish(self.state.step_name(turn), request, turn)
-        drawn = self._draw(turn, len(request.wants))
-        plans = {
-            index: self._plans(request.wants[index].n, self._group_name(turn, index, drawn), drawn[index])
-            for index in indices
-        }
-        wanted = [plan for each in plans.values() for plan in each]
-        queued, started = iter(await self.collector.enqueue(wanted, resources_id, check=request.check)), list[Group]()
-        for index, each in plans.items():
-            own = [next(queued) for _ in each]
-            started.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
-        if turn < self.state.turns:
-            await self._restore_deadlines(started)
-        self._groups += started
-        self.state.turns = max(self.state.turns, turn + 1)
+    async def _queue(self, groups: Sequence[Group], request: RolloutRequest) -> None:
+        """Queue the rollouts of groups that have none, or none any more, with the present weights."""
+        for turn in dict.fromkeys(group.turn for group in groups):
+            own = [group for group in groups if group.turn == turn]
+            resources_id = await self._publish(self.state.step_name(turn), request, turn)
+            queued = iter(await self.collector.enqueue(_plans_of(own), resources_id, check=request.check))
+            for group in own:
+                group.plans = [next(queued) for _ in group.plans]
+                group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
+            if turn < self.state.turns:
+                await self._restore_deadlines(own)
+            self.state.turns = max(self.state.turns, turn + 1)
 
     async def _restore_deadlines(self, groups: Sequence[Group]) -> None:
-        """After a resume, what had finished is as old as it is."""
+        """What had finished, before a resume for example, is as old as it is."""
         found = await self.collector.wait_for_some(_plans_of(groups), 0)
         finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
         for group in groups:
             ids = [plan.rollout_id for plan in group.plans if plan.rollout_id in finished]
             trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
             group.deadline -= max((self._age(each) for each in trajectories), default=0)
-
-    async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
-        """Queue the rollouts of a group that has none any more, with the present weights."""
-        resources_id = await self._publish(self.state.step_name(group.turn), request, group.turn)
-        group.plans = await self.collector.enqueue(group.plans, resources_id, check=request.check)
-        group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
-        if group not in self._groups:
-            self._groups.append(group)
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
@@ -302,11 +295,11 @@ class RolloutStream:
             drawn += order.draw(turn, count - len(drawn))
         return drawn
 
-    def _group_name(self, turn: int, index: int, drawn: Sequence[int]) -> str:
+    def _group_name(self, turn: int, index: int, task: int) -> str:
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
         may draw another one."""
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{drawn[index]}" if self.order is not None and self.order.adapts else name
+        return f"{name}-task{task}" if self.order is not None and self.order.adapts else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -404,7 +397,7 @@ class RolloutStream:
             group.reruns += 1
             plans = self._plans(len(group.plans), group.name, group.task)
             group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-            await self._enqueue(group, request)
+        await self._queue(stale, request)
         self._counts["groups_stale"] += len(stale)
         self._note(
             "stale",

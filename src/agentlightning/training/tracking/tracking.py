@@ -26,7 +26,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.measurements import Measurements
-from agentlightning.training.persistence.run_dir import write_atomically
+from agentlightning.training.persistence.run_dir import forget_after, write_atomically
 from agentlightning.training.sources.transcripts import MOST_TEXT, said, text_of, transcript_of
 from agentlightning.training.tracking.trackers import TrackedRun, Tracker, Transcript
 from agentlightning.util.settings import SECRETS
@@ -173,7 +173,8 @@ class Tracking(Callback[NoState]):
             known |= {name: channel.begun} if channel.begun else {}
         if self._channels:
             write_atomically(self.run_dir / FILE, orjson.dumps(known, option=orjson.OPT_INDENT_2))
-        _forget_after(self.run_dir / TRANSCRIPTS, step)
+        if (transcripts := self.run_dir / TRANSCRIPTS).exists():
+            forget_after(transcripts, step)
         account.warn(self._warnings())
 
     def _warnings(self) -> dict[str, str]:
@@ -263,13 +264,3 @@ def _read(path: Path) -> dict[str, str]:
         return dict(orjson.loads(path.read_bytes()))
     except (OSError, ValueError):
         return {}
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the rows of validations that will be repeated, and a last line that was cut off."""
-    if not path.exists():
-        return
-    whole = path.read_bytes().rpartition(b"\n")[0].splitlines()
-    kept = [line for line in whole if orjson.loads(line)["step"] <= step]
-    if len(kept) < len(whole):
-        write_atomically(path, b"".join(line + b"\n" for line in kept))
