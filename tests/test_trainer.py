@@ -120,8 +120,7 @@ async def test_a_run_that_other_machines_can_reach_answers_no_call_without_a_key
         stack.callback(run_dir.close)
         stack.push_async_callback(store.close)
         engine = ScriptedEngine(["hello"], model="policy")
-        serving = await serve_run(config, store, engine, run_dir, stack, "secret", "t")
-        server = await stack.enter_async_context(serving)
+        server = await serve_run(config, store, engine, run_dir, stack, "secret", "t")
         rollout = await store.start_rollout({"question": "?"})
         url = server.url + attempt_path(rollout.rollout_id, rollout.attempt.attempt_id)
         async with httpx.AsyncClient(trust_env=False) as client:

@@ -23,8 +23,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.served import ServedPolicy
@@ -110,10 +112,11 @@ async def train(options: argparse.Namespace) -> None:
         stack.push_async_callback(policy.close)
         how: dict[str, Any] = {"in_flight": options.in_flight, "drain_seconds": None}
         if options.hub:
-            settings: dict[str, Any] = {"lease_seconds": 60.0, "crosses_updates": options.in_flight}
-            opening = JoinedGateways.open([options.hub], None, policy, "run", note=print, **settings)
-            joined = await stack.enter_async_context(opening)
-            return await answer_jobs(Updates(policy, partial(joined.updating, **how)), options.hub)
+            settings = TrainConfig(
+                run=RunConfig(gateways=(options.hub,), gateway_lease_seconds=60.0), policy=PolicyConfig(**how)
+            )
+            joined = await stack.enter_async_context(JoinedGateways.open(settings, None, policy, "run", print))
+            return await answer_jobs(Updates(policy, joined.updating), options.hub)
         store = LightningStore(folder / "store.db")
         stack.push_async_callback(store.close)
         server = await stack.enter_async_context(serve(store, {"policy": policy}, secret="s"))

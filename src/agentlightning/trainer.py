@@ -41,19 +41,19 @@ from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import (
     check_runners,
     credentials,
-    in_background,
     load_agent,
-    make_run_runner,
+    make_runner,
     queue_of,
     report_missing_runners,
+    routes_models,
     run_beside,
 )
-from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run, start_watching
+from agentlightning.training.build import make_collector, make_training_run, open_store, serve_run
 from agentlightning.training.callbacks import Callback, make_callbacks
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.health.examination import starting_warnings
-from agentlightning.training.joined_gateways import check_free, check_gateways, join_gateways, joined_url
+from agentlightning.training.joined_gateways import JoinedGateways, check_free, check_gateways, joined_url
 from agentlightning.training.persistence.checkpoints import load_weights, read_resources
 from agentlightning.training.persistence.run_changes import (
     Tasks,
@@ -97,7 +97,8 @@ from agentlightning.training.trainer_settings import (
     with_absolute_paths,
     with_arguments,
 )
-from agentlightning.util.event_loop import run_sync
+from agentlightning.training.watch import watch_rollouts
+from agentlightning.util.event_loop import in_background, run_sync
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml, settings_from
@@ -375,7 +376,7 @@ class Trainer:
 
     def _agent_of(self, agent: Any, state: RunState, *, recorded: bool = False) -> Any:
         """The agent to run. Raises ConfigError for none, ResumeError for an object that was not given again."""
-        check_objects(self.run_dir, state, self.store, self.reward)
+        check_objects(self.run_dir, state, store=self.store, reward=self.reward, callbacks=self.callbacks)
         if agent is not None or not recorded:
             check_runners(self.config, None if recorded else self.store, agent, self.reward)
         return with_hooks(agent, self.hooks, self.config.runner.hooks)
@@ -420,7 +421,7 @@ class Trainer:
                         f"{self.run_dir} learns from recorded data, without an agent; continue it with Trainer.resume("
                         f"{str(self.run_dir)!r}).train(), or `agl train --resume {self.run_dir}`"
                     )
-                check_extensions(self.run_dir, state, self.config, self._named, self.callbacks)
+                check_extensions(self.run_dir, state, self.config, self._named)
                 return run_dir, state, read_tasks(run_dir)
             except BaseException:
                 run_dir.close()
@@ -519,9 +520,12 @@ class Trainer:
             store = await open_store(given_store, run_dir, stack)
             self.progress.phase("loading the agent and the model")
             queue = queue_of(config.runner, given_store, state.run_id)
-            options: Any = {"policy": algorithm.learns_weights, "queue": queue, "log": run_dir.path / "agent.log"}
-            runs_agent = recorded is None or agent is not None
-            runner = make_run_runner(config, store, agent, self.reward, secret, **options) if runs_agent else None
+            runs_agent, runner = recorded is None or agent is not None, None
+            if runs_agent and config.runner.hosts:
+                redirect, log = algorithm.learns_weights or routes_models(config), run_dir.path / "agent.log"
+                runner = make_runner(
+                    config.runner, store, agent, self.reward, secret, redirect=redirect, queue=queue, log=log
+                )
             place: Any = {"host": config.run.host, "port": config.run.port, "url": joined_url(config)}
             listener, policy = await load_agent(runner, stack, policy=algorithm.learns_weights, **place), None
             if algorithm.learns_weights:
@@ -532,20 +536,25 @@ class Trainer:
             data = dashboard_of_run(run_dir.path, store)
             stack.push_async_callback(data.close)
             pages = dashboard_routes(data, token)
-            joined = await join_gateways(config, policy, given_store, state.run_id, self.progress.note, stack)
+            joined = None
+            if config.run.gateways:
+                opening = JoinedGateways.open(config, given_store, policy, state.run_id, self.progress.note)
+                joined = await stack.enter_async_context(opening)
             own = None if joined else policy
-            serving = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
-            server = await stack.enter_async_context(serving)
+            server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
             account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
             stack.push_async_callback(account.close)
-            start_watching(config, account, stack)
+            if self.progress.enabled:
+                timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()
+                watching = watch_rollouts(store, state.run_id, self.progress, timeout, own_store=own_store)
+                await stack.enter_async_context(in_background(watching))
             url = joined_url(config) or config.run.public_url or server.url
             await collector.move(state.run_id, url)
             if runner is None and runs_agent:
                 waiting = report_missing_runners(given_store or store, state.run_id, self.progress.note)
-                stack.enter_context(in_background(waiting))
+                await stack.enter_async_context(in_background(waiting))
             elif runner is not None:
                 await account.collector.recover(state.run_id, "the process that ran it ended")
                 await runner.start(joined_url(config) or server.url)

@@ -178,7 +178,7 @@ def test_a_budget_that_shows_nothing_is_refused_before_the_search(server, tmp_pa
 
 
 def test_overlapping_splits_are_refused_with_their_rows(server, tmp_path):
-    with pytest.raises(agl.DatasetError, match="held_out row 1 is train row 3"):
+    with pytest.raises(agl.DatasetError, match=r"4 held_out tasks are train tasks, too: rows 1 \(= 3\)"):
         trainer(server, tmp_path / "run").fit(
             write_report, report_tasks(10), report_tasks(5, 100), held_out_dataset=report_tasks(4, 2)
         )

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -267,19 +267,10 @@ def _confirm(planned: Pruned, yes: bool, output: Output, progress: Progress) -> 
 
 
 async def _prune(store: LightningStoreBase, retention: Retention, planned: Pruned, progress: Progress) -> Pruned:
-    async with _in_background(_show_pruning(store, await _finished(store), planned.rollouts, progress)):
+    from agentlightning.util.event_loop import in_background
+
+    async with in_background(_show_pruning(store, await _finished(store), planned.rollouts, progress)):
         return await store.prune(retention)
-
-
-@asynccontextmanager
-async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run `work` while the context is open. Its result and errors are ignored."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 async def _show_pruning(store: LightningStoreBase, before: int, total: int, progress: Progress) -> None:
@@ -319,9 +310,11 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
     """
 
     async def work(output: Output, progress: Progress) -> Result:
+        from agentlightning.util.event_loop import in_background
+
         async with open_named(store, server, token) as opened:
             before = (await opened.statistics())["bytes"]
-            async with _in_background(_show_phase_later(progress, "vacuuming")):
+            async with in_background(_show_phase_later(progress, "vacuuming")):
                 await opened.vacuum()
             after = (await opened.statistics())["bytes"]
         return {"bytes_before": before, "bytes": after}, lambda console: _show_vacuum(before, after, console)

@@ -13,7 +13,7 @@ from agentlightning.credit.rejection import NO_POLICY_CALLS, count_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.training.callbacks import Callback, restore, saved
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after
 from agentlightning.training.sources.collector import RolloutCollector
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
@@ -115,7 +115,7 @@ class RunAccount:
 
     def read_records(self) -> None:
         """Continue from the metrics of earlier steps. Those of steps that will be repeated are dropped."""
-        self.run_dir.forget_metrics_after(self.state.step)
+        forget_after(self.run_dir.path / "metrics.jsonl", self.state.step)
         self.records = [StepRecord.read(line) for line in self.run_dir.read_metrics()]
 
     def add_step(self, line: Mapping[str, Any]) -> StepRecord:

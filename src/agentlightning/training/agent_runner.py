@@ -6,8 +6,8 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,24 +75,6 @@ def routes_models(config: TrainConfig) -> bool:
     return bool(config.gateway.models or config.gateway.routes)
 
 
-def make_run_runner(
-    config: TrainConfig,
-    store: LightningStoreBase,
-    agent: Any,
-    reward: Any | None,
-    secret: str,
-    *,
-    policy: bool,
-    queue: str | None,
-    log: Path,
-) -> Runner | None:
-    """The runner of a run with or without a `policy`; None where runners elsewhere run the agent."""
-    if not config.runner.hosts:
-        return None
-    redirect = policy or routes_models(config)
-    return make_runner(config.runner, store, agent, reward, secret, redirect=redirect, queue=queue, log=log)
-
-
 async def load_agent(
     runner: Runner | None,
     stack: AsyncExitStack,
@@ -155,16 +137,6 @@ def queue_of(config: RunnerConfig, store: LightningStoreBase | None, run_id: str
     if config.queue is not None or store is None or config.hosts == 0:
         return config.queue
     return f"{PRIVATE_QUEUE}run-{run_id}"
-
-
-@contextmanager
-def in_background(work: Coroutine[Any, Any, None]) -> Generator[None]:
-    """Run `work` while the body runs."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
 
 
 async def report_missing_runners(store: LightningStoreBase, run_id: str, report: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import RecordedSource
 from agentlightning.training.report.reward_curve import Curve
@@ -54,7 +54,6 @@ from agentlightning.training.sources.in_flight_limit import InFlightLimit
 from agentlightning.training.sources.reader import TrajectoryReader
 from agentlightning.training.sources.stream import RolloutStream, check_staleness
 from agentlightning.training.tracking.tracking import Tracking
-from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.plugins import load_plugin
 
 
@@ -83,11 +82,12 @@ async def serve_run(
     token: str,
     listener: socket.socket | None = None,
     pages: Sequence[BaseRoute] = (),
-) -> AbstractAsyncContextManager[Server]:
-    """The server of a run. The policy answers all calls that no route sends elsewhere. `pages`: the dashboard's."""
+) -> Server:
+    """The server of a run, until the stack is closed. The policy answers all calls that no route sends elsewhere.
+    `pages`: the dashboard's."""
     engines: dict[str, Engine] = {} if policy is None else {policy.model: policy}
     engines |= await open_models(config.gateway.models, stack, run_dir.path)
-    return serve(
+    serving = serve(
         store,
         engines if policy is not None or routes_models(config) else None,
         secret=secret,
@@ -100,6 +100,7 @@ async def serve_run(
         listener=listener,
         pages=pages,
     )
+    return await stack.enter_async_context(serving)
 
 
 def make_collector(
@@ -148,7 +149,7 @@ async def make_training_run(
     publisher = ResourcePublisher(collector.store, url, policy, resources, config.runner.max_calls)
     if not state.measures_start(config.evaluation.modes):
         publisher.publish(read_resources(account.run_dir.path, state.checkpoint))
-    learner = None if policy is None else make_learner(server, policy, config, state, account.run_dir, joined)
+    learner = None if policy is None else make_learner(server, policy, config, account, joined)
     checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
     checkpoints.restore_algorithm(state.checkpoint)
     measurements = Measurements(
@@ -201,45 +202,29 @@ async def make_training_run(
     return run
 
 
-def start_watching(config: TrainConfig, account: RunAccount, stack: AsyncExitStack) -> None:
-    """Watch the rollouts, where there is a display."""
-    if account.progress.enabled:
-        own, timeout = (account.run_dir.path / "store.db").exists(), config.runner.timeout_seconds
-        store, run_id = account.collector.store, account.state.run_id
-        watching = asyncio.create_task(watch_rollouts(store, run_id, account.progress, timeout, own_store=own))
-        stack.push_async_callback(_cancel, watching)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def make_learner(
     server: Server,
     policy: Policy,
     config: TrainConfig,
-    state: RunState,
-    run_dir: RunDir,
+    account: RunAccount,
     joined: JoinedGateways | None,
 ) -> PolicyLearner:
-    in_flight, drain_seconds = config.policy.in_flight, config.policy.drain_seconds
     if joined is not None:
-        updating = partial(joined.updating, in_flight, drain_seconds)
+        updating = joined.updating
     else:
         assert server.gateway is not None
         updating = partial(
             server.gateway.gates.of(policy).update,
-            in_flight=in_flight,
-            drain_seconds=drain_seconds,
+            in_flight=config.policy.in_flight,
+            drain_seconds=config.policy.drain_seconds,
             can_go_on=capabilities_of(policy).in_flight,
         )
-    published, folder = config.policy.weights, run_dir.path / "weights"
+    published, folder = config.policy.weights, account.run_dir.path / "weights"
     return PolicyLearner(
         policy,
         updating,
         config.policy.token_budget,
-        resumes=state.resumes,
+        resumes=account.state.resumes,
         weights=None if published.url is None else load_plugin("publishers", "weights")(policy, published, folder),
     )
 
@@ -256,7 +241,8 @@ def make_source(
     `max_staleness` or a curriculum that cannot be."""
     check_staleness(config.run.max_staleness, algorithm.total_steps)
     algorithm.check_staleness(config.run.max_staleness)
-    check_calls_of_policy(config, trains=learner is not None)
+    if learner is None:
+        check_calls_of_policy(config)
     return RolloutStream(
         account.collector,
         tasks.train,
@@ -271,21 +257,16 @@ def make_source(
         reward_weights=algorithm.reward_weights,
         turn_limit=config.curriculum.turns,
         branching=config.curriculum.branching,
-        limit=in_flight_limit(config, learner),
+        limit=InFlightLimit()
+        if learner is None or not config.runner.limit_by_load
+        else InFlightLimit(learner.policy.kv_cache_usage),
         on_progress=lambda done, total: account.progress.update(account.state.stage_step, rollouts=f"{done}/{total}"),
         note=account.progress.note,
     )
 
 
-def in_flight_limit(config: TrainConfig, learner: PolicyLearner | None) -> InFlightLimit:
-    """The limit of groups that run at the same time: none without a policy, or where the settings ask for none."""
-    if learner is None or not config.runner.limit_by_load:
-        return InFlightLimit()
-    return InFlightLimit(learner.policy.kv_cache_usage)
-
-
-def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
-    """Raises ConfigError for settings on the calls of a policy in a run without one."""
+def check_calls_of_policy(config: TrainConfig) -> None:
+    """Raises ConfigError for settings on the calls of a policy, for a run without one."""
     settings = {
         "curriculum.turns": config.curriculum.turns,
         "curriculum.branching": config.curriculum.branching,
@@ -293,7 +274,7 @@ def check_calls_of_policy(config: TrainConfig, *, trains: bool) -> None:
         "run.token_ratios": config.run.token_ratios or None,
     }
     for name, setting in settings.items():
-        if setting is not None and not trains:
+        if setting is not None:
             raise ConfigError(
                 f"{name} needs a policy, whose answers are counted and have log-probabilities; this run trains no"
                 " model: leave it out"

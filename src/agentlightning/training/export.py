@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, cast
@@ -24,7 +25,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.persistence.run_dir import read_state, write_atomically
+from agentlightning.training.persistence.run_dir import holds_run, read_state, write_atomically
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -77,11 +78,15 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
 
 def checkpoint_of(run_dir: Path) -> Path:
     """The result of a finished run. Raises ConfigError where there is none."""
-    if not (run_dir / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
+    _check_run(run_dir)
     if not (checkpoint := run_dir / "checkpoint").is_dir():
         raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
     return checkpoint
+
+
+def _check_run(run_dir: Path) -> None:
+    if not holds_run(run_dir):
+        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
 
 
 def holds_weights(checkpoint: Path) -> bool:
@@ -122,7 +127,6 @@ def _check(path: Path) -> None:
 # whose history was rewritten begins another. A preference is made of the best and the worst rollout of one task that
 # began with the same prompt and differ in reward.
 
-PAGE: Final = 200
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
 
 
@@ -136,6 +140,12 @@ class Selection:
     """A regular expression for the whole name of the agent. None: every agent."""
     reward_weights: Mapping[str, float] | None = None
 
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.agent or "")
+        except re.error as error:
+            raise ConfigError(f"--agent {self.agent!r} is no regular expression: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -143,9 +153,9 @@ class Conversation:
 
     task: Any
     reward: float | None
-    messages: tuple[Message, ...]
+    messages: list[Message]
     """Its last message is the assistant's."""
-    tools: tuple[Any, ...] = ()
+    tools: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,42 +170,30 @@ class ExportedDataset:
     """Rollouts, or for preferences tasks, that gave no record, by reason."""
 
 
-def export_dataset(
-    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, store: LightningStoreBase | None = None
+async def export_dataset(
+    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, store: str | None = None
 ) -> ExportedDataset:
     """Write the training rollouts of a run that succeeded. `store`: that of the run, where it was given one.
 
     Raises ConfigError where there is no run or its rollouts are elsewhere, and DatasetError where nothing is left.
     """
-    return asyncio.run(_export(run_dir, form, path, selection, store))
-
-
-async def _export(
-    run_dir: Path, form: DatasetForm, path: Path, selection: Selection, given: LightningStoreBase | None
-) -> ExportedDataset:
-    if not (run_dir / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
-    if selection.agent is not None:
-        _check_pattern(selection.agent)
-    run_id, store = read_state(run_dir).run_id, given
-    if store is None:
-        if not (run_dir / "store.db").exists():
-            raise ConfigError(
-                f"{run_dir} has no store.db: its rollouts are in the store that the run was given; name it (--store)"
-            )
-        store = LightningStore(run_dir / "store.db")
+    _check_run(run_dir)
+    run_id, own_store = read_state(run_dir).run_id, run_dir / "store.db"
+    if store is None and not own_store.exists():
+        raise ConfigError(
+            f"{run_dir} has no store.db: its rollouts are in the store that the run was given; name it (--store)"
+        )
+    opened = LightningStore(store or own_store)
     try:
-        found, rollouts, skipped = await _conversations(store, run_id, selection)
+        rollouts = await opened.query_rollouts(status_in=["succeeded"], rollout_id_contains=f"{run_id}-")
+        # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
+        own = [each for each in rollouts if "-train" in each.rollout_id.removeprefix(run_id)]
+        records, skipped = await dataset_records(opened, own, form, selection)
     finally:
-        if given is None:
-            await store.close()
-    records = _records(form, found, skipped)
-    if not records:
-        counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
-        raise DatasetError(f"none of {rollouts} rollouts of {run_dir} gives a record ({counted}); widen the filters")
+        await opened.close()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, b"".join(dumps(each) + b"\n" for each in records))
-    return ExportedDataset(path, len(records), rollouts, dict(skipped))
+    return ExportedDataset(path, len(records), len(own), skipped)
 
 
 async def dataset_records(
@@ -203,63 +201,23 @@ async def dataset_records(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """(the records of some rollouts, those that gave none by reason). Raises DatasetError where nothing is left."""
     skipped: Counter[str] = Counter()
-    succeeded = [each for each in rollouts if each.status == "succeeded"]
-    if len(succeeded) < len(rollouts):
-        skipped["that did not succeed"] = len(rollouts) - len(succeeded)
+    tasks = {each.rollout_id: each.input for each in rollouts if each.status == "succeeded"}
+    if len(tasks) < len(rollouts):
+        skipped["that did not succeed"] = len(rollouts) - len(tasks)
     found: list[Conversation] = []
-    for start in range(0, len(succeeded), PAGE):
-        found += await _of_page(store, succeeded[start : start + PAGE], selection, skipped)
-    records = _records(form, found, skipped)
-    if not records:
-        counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
-        raise DatasetError(f"none of {len(rollouts)} rollouts gives a record of {form} ({counted}); choose others")
-    return records, dict(skipped)
-
-
-def _records(form: DatasetForm, found: Sequence[Conversation], skipped: Counter[str]) -> list[dict[str, Any]]:
-    return [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"--agent {pattern!r} is no regular expression: {error}") from error
-
-
-async def _conversations(
-    store: LightningStoreBase, run_id: str, selection: Selection
-) -> tuple[list[Conversation], int, Counter[str]]:
-    found: list[Conversation] = []
-    skipped: Counter[str] = Counter()
-    rollouts, after = 0, None
-    while True:
-        page = await store.query_rollouts(
-            status_in=["succeeded"], rollout_id_contains=f"{run_id}-", after=after, limit=PAGE
-        )
-        if not page:
-            return found, rollouts, skipped
-        # Those of a prompt search are RUN-trial-000001-PROMPT-train00001-0.
-        own = [each for each in page if "-train" in each.rollout_id.removeprefix(run_id)]
-        found += await _of_page(store, own, selection, skipped)
-        rollouts, after = rollouts + len(own), page[-1].rollout_id
-
-
-async def _of_page(
-    store: LightningStoreBase, page: Sequence[Rollout], selection: Selection, skipped: Counter[str]
-) -> list[Conversation]:
-    """The conversations of some rollouts, in order; why others have none is counted in `skipped`."""
-    attempts = await store.get_latest_attempts([rollout.rollout_id for rollout in page])
-    latest = {attempt.rollout_id: attempt.attempt_id for attempt in attempts}
-    found: list[Conversation] = []
-    for rollout in page:
-        spans = await store.query_spans(rollout.rollout_id, latest.get(rollout.rollout_id))
-        own = _of_rollout(rollout.input, spans, selection)
+    async for rollout_id, spans in store.iter_spans(list(tasks), tokens=False):
+        own = _of_rollout(tasks[rollout_id], spans, selection)
         if isinstance(own, str):
             skipped[own] += 1
         else:
             found += own
-    return found
+    records = [*_preferences(found, skipped)] if form == "dpo-jsonl" else [_record(form, each) for each in found]
+    if not records:
+        counted = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "there are none"
+        raise DatasetError(
+            f"none of {len(rollouts)} rollouts gives a record of {form} ({counted}); choose others, or wider filters"
+        )
+    return records, dict(skipped)
 
 
 def _of_rollout(task: Any, spans: Sequence[Span], selection: Selection) -> list[Conversation] | str:
@@ -275,17 +233,18 @@ def _of_rollout(task: Any, spans: Sequence[Span], selection: Selection) -> list[
         return f"with a reward of {dimensions}, without weights (--reward-weights)"
     if selection.min_reward is not None and (reward is None or reward < selection.min_reward):
         return "without a reward" if reward is None else "below the reward asked for"
-    chosen = [span for span in calls(spans) if _is_of(span, selection.agent)]
+    agent = re.compile("(?s).*" if selection.agent is None else selection.agent)
+    chosen = [span for span in calls(spans) if agent.fullmatch(str(span.attributes.get(names.AGENT_NAME) or ""))]
     if not chosen:
         return "without a call of the agent" if selection.agent else "without a model call"
     whole = [(_history(span), span) for span in chosen]
     ends = [(messages, span) for place, (messages, span) in enumerate(whole) if not _continued(messages, whole[place:])]
-    made = [Conversation(task, reward, tuple(messages), _tools(span)) for messages, span in ends if _is_whole(messages)]
+    made = [
+        Conversation(task, reward, messages, _tools(span))
+        for messages, span in ends
+        if len(messages) > 1 and messages[-1]["role"] == "assistant"
+    ]
     return made or "without recorded messages"
-
-
-def _is_of(span: Span, agent: str | None) -> bool:
-    return agent is None or re.fullmatch(agent, str(span.attributes.get(names.AGENT_NAME) or "")) is not None
 
 
 def _history(span: Span) -> list[Message]:
@@ -299,51 +258,44 @@ def _continued(messages: list[Message], later: Sequence[tuple[list[Message], Spa
     return any(len(other) > len(messages) and other[: len(messages)] == messages for other, _ in later)
 
 
-def _is_whole(messages: Sequence[Message]) -> bool:
-    return len(messages) > 1 and messages[-1]["role"] == "assistant"
-
-
-def _tools(span: Span) -> tuple[Any, ...]:
+def _tools(span: Span) -> list[Any]:
     """In OpenAI's form."""
-    return tuple(
+    return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         if "function" not in tool
         else tool
         for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS))
-    )
+    ]
 
 
 def _record(form: DatasetForm, found: Conversation) -> dict[str, Any]:
-    tools: dict[str, Any] = {"tools": list(found.tools)} if found.tools else {}
     if form == "openai-jsonl":
-        return {"messages": list(found.messages), **tools}
-    return {"prompt": list(found.messages[:-1]), "completion": [found.messages[-1]], **tools}
+        return _with_tools(found, messages=found.messages)
+    return _with_tools(found, prompt=found.messages[:-1], completion=found.messages[-1:])
+
+
+def _with_tools(found: Conversation, **record: Any) -> dict[str, Any]:
+    return {**record, "tools": found.tools} if found.tools else record
 
 
 def _preferences(found: Sequence[Conversation], skipped: Counter[str]) -> Iterator[dict[str, Any]]:
     """The best and the worst conversation of each task and prompt."""
-    groups: defaultdict[bytes, list[Conversation]] = defaultdict(list)
+    groups: defaultdict[bytes, list[tuple[float, Conversation]]] = defaultdict(list)
     for each in found:
         if each.reward is None:
             skipped["without a reward"] += 1
         else:
-            groups[dumps([task_key(each.task), _prompt(each)], default=repr)].append(each)
+            groups[dumps([task_key(each.task), _prompt(each)], default=repr)].append((each.reward, each))
     for group in groups.values():
-        best, worst = max(group, key=_reward), min(group, key=_reward)
-        if _reward(best) == _reward(worst):
+        (high, best), (low, worst) = max(group, key=itemgetter(0)), min(group, key=itemgetter(0))
+        if high == low:
             skipped["tasks whose rollouts have equal rewards"] += 1
             continue
         prompt = _prompt(best)
-        tools: dict[str, Any] = {"tools": list(best.tools)} if best.tools else {}
-        chosen, rejected = (list(each.messages[len(prompt) :]) for each in (best, worst))
-        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **tools}
-
-
-def _reward(found: Conversation) -> float:
-    return 0.0 if found.reward is None else found.reward
+        chosen, rejected = (each.messages[len(prompt) :] for each in (best, worst))
+        yield _with_tools(best, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _prompt(found: Conversation) -> list[Message]:
     """The messages before the first of the assistant."""
-    first = next(place for place, message in enumerate(found.messages) if message["role"] == "assistant")
-    return list(found.messages[:first])
+    return [*takewhile(lambda message: message["role"] != "assistant", found.messages)]

@@ -10,8 +10,8 @@ import asyncio
 import base64
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import quote
@@ -40,9 +40,11 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
+from agentlightning.server.joining.service import COUNTS
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.transport import Transport, open_transport
+from agentlightning.transport import open_transport
+from agentlightning.util.event_loop import in_background
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,6 @@ SERVER_SETTINGS: Final = {
     **dict.fromkeys(("default_model", "accept_any_model"), _TO_POLICY),
 }
 """The settings of [gateway] that a run cannot bring to a server, and what to do instead. It brings all others."""
-COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 
 
 class _Gateway:
@@ -69,27 +70,57 @@ class _Gateway:
         self.client, self._path = client, path
         self.joined = self.lost = False
         """Whether it serves the run; whether the run goes on without it."""
-        self.joins = 0
         self.last = JoinStatus()
-        self._before = dict.fromkeys(COUNTS, 0.0)
-        """Counts of earlier processes at its address."""
+        self.counts: dict[str, float] = dict.fromkeys(("joins", *COUNTS), 0)
+        """Of all processes at its address."""
 
-    async def join(self, request: JoinRequest) -> None:
-        await self.post("", request)
-        self.joined, self.lost = True, False
-        self.joins += 1
+    async def first(self, action: str, request: RunRequest) -> None:
+        """A request at the start of a run. Raises ConfigError for a gateway that the run cannot join."""
+        url = self.client.url
+        try:
+            await self.send(action, request)
+        except ModelServerError as error:
+            if error.status in (404, 405):
+                message = f"{url} is no `agl serve` that training runs can join; install this version there"
+                raise ConfigError(f"{message} ({error})") from error
+            raise ConfigError(f"the run cannot join {url}: {error}") from error
 
-    async def post(self, action: str, request: RunRequest) -> JoinStatus:
+    async def post(self, action: str, request: RunRequest) -> JoinStatus | None:
+        """See `send`. None where it was started again, or our lease has ended there."""
+        try:
+            return await self.send(action, request)
+        except ModelServerError as error:
+            if error.status != 404:
+                raise
+            self.joined = False
+            return None
+
+    async def send(self, action: str, request: RunRequest) -> JoinStatus:
         """Raises ModelServerError, and ConfigError for the token."""
-        response = await self.client.post(self._path + action, request.model_dump())
-        status = JoinStatus.model_validate(response)
-        if status.calls < self.last.calls:  # It was started again.
-            self._before = {name: count + getattr(self.last, name) for name, count in self._before.items()}
+        status = JoinStatus.model_validate(await self.client.post(self._path + action, request.model_dump()))
+        if isinstance(request, JoinRequest):
+            self.joined, self.lost = True, False
+            self.counts["joins"] += 1
+        before = self.last if status.calls >= self.last.calls else JoinStatus()  # Of an earlier process.
+        for name in COUNTS:
+            self.counts[name] += getattr(status, name) - getattr(before, name)
         self.last = status
         return status
 
-    def counts(self) -> dict[str, float]:
-        return {name: count + getattr(self.last, name) for name, count in self._before.items()}
+
+@asynccontextmanager
+async def _gateways_of(
+    config: TrainConfig, store: LightningStoreBase | None, policy: Policy
+) -> AsyncGenerator[list[_Gateway]]:
+    transport, path = open_transport(), f"{BASE_PATH}/{quote(policy.model, safe='')}"
+    token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
+    clients = (
+        JsonClient(transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0) for url in config.run.gateways
+    )
+    try:
+        yield [_Gateway(client, path) for client in clients]
+    finally:
+        await transport.close()
 
 
 class JoinedGateways:
@@ -97,52 +128,49 @@ class JoinedGateways:
 
     def __init__(
         self,
-        urls: Sequence[str],
-        token: str | None,
+        gateways: Sequence[_Gateway],
+        config: TrainConfig,
         policy: ServedPolicy,
         run_id: str,
-        *,
-        lease_seconds: float,
-        crosses_updates: bool,
-        settings: GatewayConfig | None = None,
         note: Callable[[str], None],
     ) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
-        self._policy, self._run_id, self._lease = policy, run_id, lease_seconds
-        self._crosses_updates, self._note = crosses_updates, note
-        self._settings = settings or GatewayConfig()
-        self._transport = open_transport()
-        path = _path_of(policy)
-        self._gateways = [_Gateway(_client(self._transport, url, token), path) for url in self.urls]
+        self._gateways, self._config, self._policy, self._note = gateways, config, policy, note
+        self._run = RunRequest(run_id=run_id)
+        self._lease = config.run.gateway_lease_seconds
         self._tokenizer = base64.b64encode(pack_tokenizer(policy.chat)).decode()
         self._joining = asyncio.Lock()
         """Held during updates, and while a gateway that was lost joins again."""
-        self._renewals: list[asyncio.Task[None]] = []
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, *arguments: Any, **options: Any) -> AsyncGenerator[JoinedGateways]:
-        """Join all gateways, and leave them at the end. Raises ConfigError for one that cannot be joined."""
-        gateways = cls(*arguments, **options)
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(gateways._transport.close)
-            stack.push_async_callback(gateways._leave)
-            await asyncio.gather(*map(gateways._join_first, gateways._gateways))
-            gateways._policy.servers.on_new_weights = gateways._announce
-            if (adapters := gateways._policy.adapters) is not None:
-                adapters.on_new, adapters.used_elsewhere = (
-                    gateways._announce_adapter,
-                    gateways._in_use,
-                )
-            gateways._renewals = [asyncio.create_task(gateways._renew(each)) for each in gateways._gateways]
-            yield gateways
-
-    async def _join_first(self, gateway: _Gateway) -> None:
-        with _refusals(gateway.client.url):
-            await gateway.join(self._join_request())
+    async def open(
+        cls,
+        config: TrainConfig,
+        store: LightningStoreBase | None,
+        policy: Policy | None,
+        run_id: str,
+        note: Callable[[str], None],
+    ) -> AsyncGenerator[JoinedGateways]:
+        """Join the gateways of the settings, and leave them at the end. Raises ConfigError for one that cannot be
+        joined."""
+        if not isinstance(policy, ServedPolicy):
+            raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
+        async with _gateways_of(config, store, policy) as gateways:
+            joined = cls(gateways, config, policy, run_id, note)
+            try:
+                await asyncio.gather(*(gateway.first("", joined._join_request()) for gateway in gateways))
+                policy.servers.on_new_weights = joined._announce
+                if policy.adapters is not None:
+                    policy.adapters.on_new = joined._announce_adapter
+                    policy.adapters.used_elsewhere = joined._in_use
+                async with in_background(*map(joined._renew, gateways)):
+                    yield joined
+            finally:
+                await joined._leave()
 
     def _join_request(self) -> JoinRequest:
         policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
+        settings, servers = self._config, policy.config
         assert isinstance(policy.chat, HFChatFormat)
         if ":" in policy.kind:
             raise ConfigError(
@@ -150,23 +178,23 @@ class JoinedGateways:
                 "entry point agentlightning.engines, there too"
             )
         return JoinRequest(
-            run_id=self._run_id,
+            run_id=self._run.run_id,
             protocol=PROTOCOL,
             package=version("agentlightning"),
             kind=policy.kind,
-            urls=policy.config.urls,
-            server_token=policy.config.token,
+            urls=servers.urls,
+            server_token=servers.token,
             context_length=policy.context_length,
-            retries=policy.config.retries,
-            wait_seconds=policy.config.wait_seconds,
-            timeout_seconds=policy.config.timeout_seconds,
-            crosses_updates=self._crosses_updates,
+            retries=servers.retries,
+            wait_seconds=servers.wait_seconds,
+            timeout_seconds=servers.timeout_seconds,
+            crosses_updates=settings.policy.in_flight or settings.policy.drain_seconds is not None,
             label=None if weights is None else weights.label,
             version=0 if weights is None else weights.version,
             adapters=() if adapters is None else tuple(_served(*each) for each in adapters.current.items()),
             adapter_routes=None if adapters is None else policy.table,
-            structured_output=self._settings.structured_output,
-            record_top_logprobs=self._settings.record_top_logprobs,
+            structured_output=settings.gateway.structured_output,
+            record_top_logprobs=settings.gateway.record_top_logprobs,
             lease_seconds=self._lease,
             tokenizer=self._tokenizer,
             tool_calls=policy.chat.option,
@@ -177,22 +205,27 @@ class JoinedGateways:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def updating(self, in_flight: bool, drain_seconds: float | None) -> AsyncGenerator[bool]:
+    async def updating(self) -> AsyncGenerator[bool]:
         """A context in which weights may change and new calls wait at all gateways; see `UpdateGate.update`. Raises
         PolicyError if no gateway can be reached."""
         async with self._joining:
-            request = PauseRequest(run_id=self._run_id, in_flight=in_flight, drain_seconds=drain_seconds)
+            given = self._config.policy
+            request = PauseRequest(
+                run_id=self._run.run_id, in_flight=given.in_flight, drain_seconds=given.drain_seconds
+            )
             try:
                 await self._all("/pause", request, until=lambda status: status.paused)
                 yield any(gateway.last.going_on for gateway in self._gateways if gateway.joined)
             finally:
-                await self._all("/resume", RunRequest(run_id=self._run_id))
+                await self._all("/resume", self._run)
 
     async def _announce(self, weights: LabeledWeights) -> None:
-        await self._all("/announce", AnnounceRequest(run_id=self._run_id, label=weights.label, version=weights.version))
+        request = AnnounceRequest(run_id=self._run.run_id, label=weights.label, version=weights.version)
+        await self._all("/announce", request)
 
     async def _announce_adapter(self, name: str, adapter: AdapterVersion) -> None:
-        await self._all("/announce", AnnounceRequest(run_id=self._run_id, adapters=(_served(name, adapter),)))
+        request = AnnounceRequest(run_id=self._run.run_id, adapters=(_served(name, adapter),))
+        await self._all("/announce", request)
 
     def _in_use(self) -> set[str]:
         """The served names of adapters that calls at the gateways use."""
@@ -206,9 +239,10 @@ class JoinedGateways:
         here = [gateway for gateway in self._gateways if not gateway.lost]
         await asyncio.gather(*(self._send(gateway, action, request, until) for gateway in here))
         if all(gateway.lost for gateway in self._gateways):
+            urls = ", ".join(gateway.client.url for gateway in self._gateways)
             raise PolicyError(
-                f"none of the run's gateways ({', '.join(self.urls)}) could be reached for {self._lease:g} s; start"
-                " them, and continue the run with --resume"
+                f"none of the run's gateways ({urls}) could be reached for {self._lease:g} s; start them, and continue"
+                " the run with --resume"
             )
 
     async def _send(
@@ -218,18 +252,17 @@ class JoinedGateways:
         deadline = loop.time() + self._lease
         while True:
             try:
-                if not gateway.joined and action != "/resume":
-                    return  # It answers no call of the run, and joins again once servers have the new weights.
                 if not gateway.joined:
-                    await gateway.join(self._join_request())
-                if until(await gateway.post(action, request)):
-                    return
-                deadline = loop.time() + self._lease
+                    if action != "/resume":
+                        return  # It answers no call of the run, and joins again once servers have the new weights.
+                    await gateway.send("", self._join_request())
+                status = await gateway.post(action, request)
+                if status is not None:
+                    if until(status):
+                        return
+                    deadline = loop.time() + self._lease
             except ModelServerError as error:
-                if error.status == 404:  # It was started again, or our lease has ended there.
-                    gateway.joined = False
-                    continue
-                elif error.status is not None and error.status < 500:
+                if error.status is not None and error.status < 500:
                     raise PolicyError(f"{gateway.client.url} refuses the run: {error}") from error
                 if loop.time() >= deadline:
                     gateway.joined, gateway.lost = False, True
@@ -245,70 +278,37 @@ class JoinedGateways:
             await asyncio.sleep(min(self._lease / RENEWALS, RENEW_SECONDS))
             try:
                 if gateway.joined:
-                    await self._send_renewal(gateway)
+                    await gateway.post("/renew", self._run)
+                    if self._policy.adapters is not None:
+                        self._policy.adapters.remove_unused()
                 if not gateway.joined and not self._joining.locked():
                     async with self._joining:
-                        await gateway.join(self._join_request())
+                        await gateway.send("", self._join_request())
                         self._note(f"the run has joined {gateway.client.url} again")
             except (PolicyError, ConfigError) as error:
                 log.warning("%s", error)
-
-    async def _send_renewal(self, gateway: _Gateway) -> None:
-        try:
-            await gateway.post("/renew", RunRequest(run_id=self._run_id))
-        except ModelServerError as error:
-            if error.status != 404:
-                raise
-            gateway.joined = False
-        if self._policy.adapters is not None:
-            self._policy.adapters.remove_unused()
 
     async def report(self) -> dict[str, Any]:
         """What the gateways have done for the run."""
         for gateway in self._gateways:
             with suppress(PolicyError, ConfigError):  # The last answer will do.
-                await gateway.post("/renew", RunRequest(run_id=self._run_id))
-        counts = [gateway.counts() for gateway in self._gateways]
-        total = {name: sum(each[name] for each in counts) for name in COUNTS}
-        whole = {name: value if name == "held_seconds" else int(value) for name, value in total.items()}
-        return {"urls": self.urls, "joins": sum(gateway.joins for gateway in self._gateways), **whole}
+                await gateway.post("/renew", self._run)
+        total = {name: sum(gateway.counts[name] for gateway in self._gateways) for name in ("joins", *COUNTS)}
+        return {"urls": [gateway.client.url for gateway in self._gateways], **total}
 
     async def _leave(self) -> None:
-        for task in self._renewals:
-            task.cancel()
-        await asyncio.gather(*self._renewals, return_exceptions=True)
         self._policy.servers.on_new_weights = None
         if (adapters := self._policy.adapters) is not None:
             adapters.on_new, adapters.used_elsewhere = None, tuple
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
-                await gateway.post("/leave", RunRequest(run_id=self._run_id))
+                await gateway.post("/leave", self._run)
             except (PolicyError, ConfigError) as error:
                 log.warning("%s; it forgets the run when its lease has ended", error)
 
 
 def _served(name: str, adapter: AdapterVersion) -> ServedAdapter:
     return ServedAdapter(name=name, served_name=adapter.served_name, version=adapter.version)
-
-
-def _path_of(policy: Policy) -> str:
-    return f"{BASE_PATH}/{quote(policy.model, safe='')}"
-
-
-def _client(transport: Transport, url: str, token: str | None) -> JsonClient:
-    return JsonClient(transport, url, token, seconds=REQUEST_SECONDS, connect_seconds=5.0)
-
-
-@contextmanager
-def _refusals(url: str) -> Generator[None]:
-    """Raise ConfigError for a gateway that a run cannot join at its start."""
-    try:
-        yield
-    except ModelServerError as error:
-        if error.status in (404, 405):
-            message = f"{url} is no `agl serve` that training runs can join; install this version there"
-            raise ConfigError(f"{message} ({error})") from error
-        raise ConfigError(f"the run cannot join {url}: {error}") from error
 
 
 def joined_url(config: TrainConfig) -> str | None:
@@ -341,44 +341,8 @@ async def check_free(config: TrainConfig, store: LightningStoreBase | None, run_
     for the time before the servers get weights: at the join, those of the other run would be gone."""
     if not config.run.gateways:
         return
-    urls = config.policy.servers.urls
-    changes_weights = not capabilities_of(learner).adapters
+    urls, changes_weights = config.policy.servers.urls, not capabilities_of(learner).adapters
     request = CheckRequest(run_id=run_id, urls=urls, changes_weights=changes_weights)
-    transport = open_transport()
-    try:
-        for url in (given.rstrip("/") for given in config.run.gateways):
-            with _refusals(url):
-                await _client(transport, url, _token(store)).post(_path_of(learner) + "/check", request.model_dump())
-    finally:
-        await transport.close()
-
-
-def _token(store: LightningStoreBase | None) -> str | None:
-    token = store.token if isinstance(store, LightningStoreClient) else os.environ.get("AGL_TOKEN")
-    return token or None
-
-
-async def join_gateways(
-    config: TrainConfig,
-    policy: Policy | None,
-    store: LightningStoreBase | None,
-    run_id: str,
-    note: Callable[[str], None],
-    stack: AsyncExitStack,
-) -> JoinedGateways | None:
-    """Join the gateways of the settings until the stack is closed; None where there are none. Raises ConfigError."""
-    if not config.run.gateways:
-        return None
-    if not isinstance(policy, ServedPolicy):
-        raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
-    opened = JoinedGateways.open(
-        config.run.gateways,
-        _token(store),
-        policy,
-        run_id,
-        lease_seconds=config.run.gateway_lease_seconds,
-        crosses_updates=config.policy.in_flight or config.policy.drain_seconds is not None,
-        settings=config.gateway,
-        note=note,
-    )
-    return await stack.enter_async_context(opened)
+    async with _gateways_of(config, store, learner) as gateways:
+        for gateway in gateways:
+            await gateway.first("/check", request)

@@ -6,8 +6,9 @@ import asyncio
 import contextvars
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -26,6 +27,18 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
         return uvloop.run(_until_signalled(work))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+@asynccontextmanager
+async def in_background(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run `work` while the body runs."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _loop_is_running() -> bool:

@@ -70,7 +70,8 @@ class Recorded:
         await store.close()
 
     def export(self, form: Any, **selection: Any) -> tuple[ExportedDataset, list[dict[str, Any]]]:
-        found = export_dataset(self.path, form, self.path / "out" / "set.jsonl", Selection(**selection))
+        exporting = export_dataset(self.path, form, self.path / "out" / "set.jsonl", Selection(**selection))
+        found = asyncio.run(exporting)
         return found, [json.loads(line) for line in found.path.read_text().splitlines()]
 
 
@@ -172,8 +173,8 @@ def test_thoughts_are_left_out() -> None:
 def test_what_is_no_run_or_no_pattern_is_named(run: Recorded, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(ConfigError, match="holds no run"):
-        export_dataset(tmp_path, "openai-jsonl", out, Selection())
+        asyncio.run(export_dataset(tmp_path, "openai-jsonl", out, Selection()))
     with pytest.raises(ConfigError, match=r"no store.db"):
-        export_dataset(run.path, "openai-jsonl", out, Selection())
+        asyncio.run(export_dataset(run.path, "openai-jsonl", out, Selection()))
     with pytest.raises(ConfigError, match="no regular expression"):
-        export_dataset(run.path, "openai-jsonl", out, Selection(agent="("))
+        asyncio.run(export_dataset(run.path, "openai-jsonl", out, Selection(agent="(")))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after, read_state, write_atomically
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
 def test_metrics_of_steps_that_are_done_again_are_forgotten(run_dir):
     for step in (1, 2, 3):
         run_dir.append_metrics({"step": step})
-    run_dir.forget_metrics_after(2)
+    forget_after(run_dir.path / "metrics.jsonl", 2)
     assert [record["step"] for record in run_dir.read_metrics()] == [1, 2]
 
 

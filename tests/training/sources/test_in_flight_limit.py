@@ -9,6 +9,7 @@ import pytest
 
 from agentlightning.training.sources import in_flight_limit
 from agentlightning.training.sources.in_flight_limit import SETTLE_SECONDS, InFlightLimit
+from agentlightning.util.event_loop import in_background
 
 
 class Clock:
@@ -28,7 +29,7 @@ def limit(used: float | None = None, groups: float = math.inf) -> InFlightLimit:
 
 async def test_an_engine_that_reports_nothing_limits_nothing() -> None:
     free = limit()
-    async with free.reading():
+    async with in_background(free.read()):
         await asyncio.sleep(0)
     assert free.load() is None
     assert free.groups == math.inf
@@ -87,7 +88,7 @@ async def test_the_highest_load_counts_and_is_a_metric(monkeypatch: pytest.Monke
         return next(readings, None)
 
     loaded = InFlightLimit(usage, clock=Clock())
-    async with loaded.reading():
+    async with in_background(loaded.read()):
         for _ in range(20):
             await asyncio.sleep(0)
     assert loaded.load() == 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,7 +65,6 @@ def _export(
     keep: bool,
 ) -> dict[str, Any]:
     from agentlightning.errors import ConfigError
-    from agentlightning.store import LightningStore
     from agentlightning.training.export import Selection, export_dataset, export_weights
 
     if precision is not None and to is not Form.GGUF:
@@ -83,8 +83,8 @@ def _export(
         return {"path": str(written.path), "files": list(written.files), "merged": written.merged}
     path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     _check_new(path, keep)
-    opened = None if store is None else LightningStore(store)
-    found = export_dataset(run, to.value, path, Selection(min_reward, agent, weights_of(weights, run)), opened)
+    selection = Selection(min_reward, agent, weights_of(weights, run))
+    found = asyncio.run(export_dataset(run, to.value, path, selection, store))
     return {
         "path": str(found.path),
         "records": found.records,

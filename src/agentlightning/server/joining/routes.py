@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from pydantic import ValidationError
@@ -19,7 +18,6 @@ from agentlightning.engine.servers.joining import (
     AnnounceRequest,
     CheckRequest,
     JoinRequest,
-    JoinStatus,
     PauseRequest,
     RunRequest,
 )
@@ -29,32 +27,31 @@ from agentlightning.store.http.errors import RequestError
 from agentlightning.store.http.server.asgi import authorize, headers_by_name, read_body
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
-Action = Callable[[str, Any], Awaitable[JoinStatus]]
+REQUESTS: Final[dict[str, type[RunRequest]]] = {
+    "/check": CheckRequest,
+    "": JoinRequest,
+    "/pause": PauseRequest,
+    "/announce": AnnounceRequest,
+    "/resume": RunRequest,
+    "/renew": RunRequest,
+    "/leave": RunRequest,
+}
 
 
 def joining_routes(policies: JoinedPolicies, token: str | None) -> list[Route]:
     """The routes, which require `token` if there is one."""
-    actions: dict[str, tuple[type[RunRequest], Action]] = {
-        "/check": (CheckRequest, policies.check),
-        "": (JoinRequest, policies.join),
-        "/pause": (PauseRequest, policies.pause),
-        "/announce": (AnnounceRequest, policies.announce),
-        "/resume": (RunRequest, policies.resume),
-        "/renew": (RunRequest, policies.renew),
-        "/leave": (RunRequest, policies.leave),
-    }
     return [
-        Route(f"{BASE_PATH}/{{model}}{path}", partial(_answer, kind, action, token), methods=["POST"])
-        for path, (kind, action) in actions.items()
+        Route(f"{BASE_PATH}/{{model}}{action}", partial(_answer, policies, token, action), methods=["POST"])
+        for action in REQUESTS
     ]
 
 
-async def _answer(kind: type[RunRequest], action: Action, token: str | None, request: Request) -> Response:
+async def _answer(policies: JoinedPolicies, token: str | None, action: str, request: Request) -> Response:
     headers = headers_by_name(request.scope)
     try:
         authorize(headers, token)
         body = await read_body(headers, request.receive, MAX_BODY_BYTES)
-        status = await action(request.path_params["model"], _read(kind, body))
+        status = await policies.answer(request.path_params["model"], action, _read(REQUESTS[action], body))
     except StoreAuthError as error:
         return _error(401, str(error))
     except (JoinError, RequestError) as error:

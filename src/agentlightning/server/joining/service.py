@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_POLL_SECONDS = 10.0
 """How long a request to pause waits for answers in progress; the run then repeats it."""
+COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+"""What a `JoinStatus` counts."""
 
 
 class JoinError(AgentLightningError):
@@ -157,14 +160,32 @@ class JoinedPolicies:
         self._gateway = gateway
         gateway.router.takes_runs = True
 
-    async def check(self, model: str, request: CheckRequest) -> JoinStatus:
-        """Whether a run could join as `model`, before it changes the weights of its servers. Raises JoinError."""
+    async def answer(self, model: str, action: str, request: RunRequest) -> JoinStatus:
+        """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises JoinError."""
         try:
-            self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)
-        except JoinError:
+            if isinstance(request, CheckRequest):
+                self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)
+                return JoinStatus()
+            if isinstance(request, JoinRequest):
+                return await self._join(model, request)
+        except AgentLightningError as error:
             self.refused += 1
-            raise
-        return JoinStatus()
+            raise _as_join_error(error) from error
+        run = self._get(model, request)
+        if isinstance(request, PauseRequest):
+            await run.hold(request)
+        elif isinstance(request, AnnounceRequest):
+            try:
+                run.policy.servers.announce(request)
+            except ConfigError as error:
+                raise JoinError(422, str(error)) from error
+        elif action == "/resume":
+            await run.release(updated=True)
+        elif action == "/leave":
+            await self._remove(model, run)
+            self.left += 1
+            log.info("run %s, which was served as %s, has left", run.run_id, model)
+        return run.status()
 
     def _refuse_conflicts(self, model: str, run_id: str, urls: Iterable[str], changes_weights: bool) -> None:
         others = {name: run for name, run in self._runs.items() if run.run_id != run_id and not run.gone}
@@ -185,84 +206,44 @@ class JoinedPolicies:
                     f" {run.lease_left:.0f} s for the end of its lease",
                 )
 
-    async def join(self, model: str, request: JoinRequest) -> JoinStatus:
-        """Serve the policy of a run as `model`. Raises JoinError."""
+    async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
         async with self._joining:
-            try:
-                run = await self._join(model, request)
-            except AgentLightningError as error:
-                self.refused += 1
-                raise _as_join_error(error) from error
-        self.joins += 1
-        log.info("run %s joined as %s, with weights of version %d", run.run_id, model, request.version)
-        return run.status()
+            run = await self._serve(model, request)
+            self.joins += 1
+            log.info("run %s joined as %s, with weights of version %d", run.run_id, model, request.version)
+            return run.status()
 
-    async def _join(self, model: str, request: JoinRequest) -> JoinedRun:
+    async def _serve(self, model: str, request: JoinRequest) -> JoinedRun:
+        """The run, whose calls are answered from now on."""
         assert self._gateway is not None
-        changes_weights = request.label is not None
+        changes_weights, known = request.label is not None, self._runs.get(model)
         self._refuse_conflicts(model, request.run_id, request.urls, changes_weights)
-        known = self._runs.get(model)
         try:
             self._gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
         except ConfigError as error:
             raise JoinError(409, str(error)) from error
         chat = await _open_chat(request)
         servers = await FollowedServers.open(request, model, chat)
+        settings = LocalSettings(request.structured_output, request.record_top_logprobs)
         if known is not None and known.run_id == request.run_id:
-            return await self._join_again(known, request, chat, servers)
-        if known is not None:
-            await self._remove(model, known)
-        policy = FollowedPolicy(model, chat, servers)
-        self._gateway.add_policy(model, policy, _settings(request))
-        gate = self._gateway.gates.of(policy)
-        run = JoinedRun(request.run_id, policy, gate, request.lease_seconds, request.urls, changes_weights)
-        self._runs[model] = run
-        run.watch = asyncio.create_task(self._watch(run))
-        return run
-
-    async def _join_again(
-        self, run: JoinedRun, request: JoinRequest, chat: HFChatFormat, servers: FollowedServers
-    ) -> JoinedRun:
-        """The trainer of a run was started again: what it held back goes on with the weights it has now."""
-        assert self._gateway is not None
-        run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
-        run.urls, run.changes_weights = request.urls, request.label is not None
-        await run.policy.move(chat, servers)
-        self._gateway.add_policy(run.policy.model, run.policy, _settings(request))
-        await run.release(updated=False)
+            # Its trainer was started again: what it held back goes on with the weights it has now.
+            run = known
+            run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
+            run.urls, run.changes_weights = request.urls, changes_weights
+            await run.policy.move(chat, servers)
+            self._gateway.add_policy(model, run.policy, settings)
+            await run.release(updated=False)
+        else:
+            if known is not None:
+                await self._remove(model, known)
+            policy = FollowedPolicy(model, chat, servers)
+            self._gateway.add_policy(model, policy, settings)
+            gate = self._gateway.gates.of(policy)
+            run = JoinedRun(request.run_id, policy, gate, request.lease_seconds, request.urls, changes_weights)
+            self._runs[model] = run
         if run.watch is None or run.watch.done():
             run.watch = asyncio.create_task(self._watch(run))
         return run
-
-    async def renew(self, model: str, request: RunRequest) -> JoinStatus:
-        return self._get(model, request).status()
-
-    async def pause(self, model: str, request: PauseRequest) -> JoinStatus:
-        """Hold calls back; to be repeated until the status says `paused`."""
-        run = self._get(model, request)
-        await run.hold(request)
-        return run.status()
-
-    async def announce(self, model: str, request: AnnounceRequest) -> JoinStatus:
-        run = self._get(model, request)
-        try:
-            run.policy.servers.announce(request)
-        except ConfigError as error:
-            raise JoinError(422, str(error)) from error
-        return run.status()
-
-    async def resume(self, model: str, request: RunRequest) -> JoinStatus:
-        run = self._get(model, request)
-        await run.release(updated=True)
-        return run.status()
-
-    async def leave(self, model: str, request: RunRequest) -> JoinStatus:
-        run = self._get(model, request)
-        status = run.status()
-        await self._remove(model, run)
-        self.left += 1
-        log.info("run %s, which was served as %s, has left", run.run_id, model)
-        return status
 
     def _get(self, model: str, request: RunRequest) -> JoinedRun:
         """The run that sends a request, whose lease this renews. Raises JoinError."""
@@ -297,7 +278,7 @@ class JoinedPolicies:
         run.policy.end(run.policy.unavailable or f"run {run.run_id}, whose policy was {model!r}, has left this server")
         await run.release(updated=False)
         await run.policy.close()
-        self._totals = _sum([self._totals, run.status()])
+        self._totals = JoinStatus.model_validate(_counts(self._totals, run.status()))
 
     async def close(self) -> None:
         """End all runs' policies; their trainers join the next server at this address."""
@@ -313,16 +294,9 @@ class JoinedPolicies:
             ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
         ):
             yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
-        total = _sum([self._totals, *(run.status() for run in self._runs.values())])
-        counts = {
-            name: getattr(total, name) for name in ("calls", "tokens", "failed", "held", "updates", "held_seconds")
-        }
+        counts = _counts(self._totals, *(run.status() for run in self._runs.values()))
         counts |= {"joins": self.joins, "refused": self.refused, "gone": self.gone, "left": self.left}
         yield from counters("joined", "Training runs that joined", counts)
-
-
-def _settings(request: JoinRequest) -> LocalSettings:
-    return LocalSettings(request.structured_output, request.record_top_logprobs)
 
 
 async def _open_chat(request: JoinRequest) -> HFChatFormat:
@@ -352,13 +326,5 @@ def _as_join_error(error: AgentLightningError) -> JoinError:
     return JoinError(503 if isinstance(error, ModelServerError) and error.retryable else 422, message)
 
 
-def _sum(statuses: Iterable[JoinStatus]) -> JoinStatus:
-    found = list(statuses)
-    return JoinStatus(
-        calls=sum(each.calls for each in found),
-        tokens=sum(each.tokens for each in found),
-        failed=sum(each.failed for each in found),
-        held=sum(each.held for each in found),
-        updates=sum(each.updates for each in found),
-        held_seconds=sum(each.held_seconds for each in found),
-    )
+def _counts(*statuses: JoinStatus) -> dict[str, float]:
+    return {name: sum(getattr(status, name) for status in statuses) for name in COUNTS}

@@ -32,6 +32,7 @@ from agentlightning.training.persistence.run_dir import (
     KeptCheckpoint,
     RunDir,
     RunState,
+    readable,
     write_atomically,
 )
 from agentlightning.training.report.result import prompt_diff
@@ -92,18 +93,14 @@ class ResourcePublisher:
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = f"{label}-{digest}"
-        return await self._put(resources_id, given | self._policy_resources(sampling, None))
+        await self._store.update_resources(resources_id, given | self._policy_resources(sampling, None))
+        return resources_id
 
     async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
         """Write the present resources to the store; again under the same id after a crash, at the new address. A
         rollout is given at most `max_calls` answers of the policy."""
-        return await self._put(resources_id, {**self.resources, **self._policy_resources(sampling, max_calls)})
-
-    async def _put(self, resources_id: str, resources: NamedResources) -> str:
-        if await self._store.get_resources_by_id(resources_id) is None:
-            await self._store.add_resources(resources, resources_id)
-        else:
-            await self._store.update_resources(resources_id, resources)
+        given = {**self.resources, **self._policy_resources(sampling, max_calls)}
+        await self._store.update_resources(resources_id, given)
         return resources_id
 
 
@@ -239,13 +236,11 @@ class Checkpoints:
         if checkpoint is None:
             return
         path = self.account.run_dir.path / checkpoint / ALGORITHM_FILE
-        try:
+        if not path.exists():
+            return
+        with readable(path):
             record = orjson.loads(path.read_bytes())
             revision, learned = record["revision"], record["state"]
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
         if revision == self.account.state.revision:
             self.algorithm.load_state_dict(learned)
 
@@ -273,12 +268,10 @@ def read_resources(run_dir: Path, checkpoint: str | None) -> NamedResources:
     if checkpoint is None:
         return {}
     path = run_dir / checkpoint / RESOURCES_FILE
-    try:
-        return named_resources.validate_json(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
+    with readable(path):
+        return named_resources.validate_json(path.read_bytes())
 
 
 def prompts_of(run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

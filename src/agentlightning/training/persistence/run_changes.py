@@ -26,7 +26,7 @@ from agentlightning.policy.config import BACKENDS
 from agentlightning.policy.losses import LOSSES
 from agentlightning.runner.agents.spec import REWARDS
 from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
+from agentlightning.training.persistence.run_dir import RunDir, RunState, readable, write_atomically
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.plugins import Registry, file_of
 from agentlightning.util.settings import NONE, SECRETS, load_settings
@@ -50,7 +50,7 @@ class Tasks:
 
     def shared(self) -> list[Overlap]:
         """The tasks that are in several parts, which only parts that were given can have in common."""
-        return overlaps({"train": self.train, "validation": self.validation, "held_out": self.held_out})
+        return overlaps({part: getattr(self, part) for part in PARTS})
 
 
 def load_tasks(
@@ -101,21 +101,10 @@ def _counted(tasks: Sequence[Any]) -> str:
 def check_disjoint(tasks: Tasks) -> None:
     """Raises DatasetError, which names rows, for a task that is in two splits: a result that was chosen or learned on
     it proves nothing there."""
-    seen: dict[str, tuple[str, int]] = {}
-    shared: list[str] = []
-    for part in PARTS:
-        own: dict[str, int] = {}
-        for row, task in enumerate(getattr(tasks, part), 1):
-            key = task_key(task)
-            if key in seen:
-                shared.append(f"{part} row {row} is {seen[key][0]} row {seen[key][1]}")
-            own.setdefault(key, row)
-        seen |= {key: (part, row) for key, row in own.items() if key not in seen}
-    if shared:
-        named = "; ".join(shared[:5]) + ("; ..." if len(shared) > 5 else "")
+    if shared := tasks.shared():
         raise DatasetError(
-            f"{len(shared)} tasks are in two splits ({named}), so that a result could be chosen on what it is tested"
-            " with; give each task to one split"
+            f"{'; '.join(map(str, shared))}: a result could be chosen on what it is tested with; give each task to one"
+            " split"
         )
 
 
@@ -129,11 +118,8 @@ def write_tasks(run_dir: RunDir, tasks: Tasks) -> None:
 
 def read_tasks(run_dir: RunDir) -> Tasks:
     """The tasks that a run was started with. Raises ResumeError where they cannot be read."""
-    try:
-        parts = {part: [loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS}
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"the tasks of {run_dir.path} cannot be read: {error}; start a new run") from error
-    return Tasks(**parts)
+    with readable(f"the tasks of {run_dir.path}"):
+        return Tasks(*([loads(line) for line in run_dir.data(part).read_bytes().splitlines()] for part in PARTS))
 
 
 CHANGEABLE = (
@@ -359,16 +345,8 @@ def extensions_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_extensions(
-    run_dir: Path, state: RunState, config: TrainConfig, named: Sequence[str], callbacks: Sequence[object] = ()
-) -> None:
-    """Raises ResumeError for a class of others whose file has changed since the run began, unless a change names it;
-    and where the run had callbacks that are objects, and none is given again."""
-    if "callbacks" in state.objects and not callbacks:
-        raise ResumeError(
-            f"{run_dir} was started with callbacks that are objects; give them again:"
-            f" Trainer.resume({str(run_dir)!r}, callbacks=[...])"
-        )
+def check_extensions(run_dir: Path, state: RunState, config: TrainConfig, named: Sequence[str]) -> None:
+    """Raises ResumeError for a class of others whose file has changed since the run began, unless a change names it."""
     now = extensions_of(config)
     for each, record in state.extensions.items():
         setting, _, name = each.partition("=")
@@ -381,15 +359,16 @@ def check_extensions(
     state.extensions = now
 
 
-def check_objects(run_dir: Path, state: RunState, store: object | None, reward: object | None) -> None:
+OBJECTS: Final = {
+    "store": ("keeps its rollouts in a store that was given to it; give it again", "...), or --server URL"),
+    "reward": ("was started with a reward function that is an object; give it again", "...), or --reward module:name"),
+    "callbacks": ("was started with callbacks that are objects; give them again", "[...])"),
+}
+"""What no setting names, and how to give it again."""
+
+
+def check_objects(run_dir: Path, state: RunState, **given: object) -> None:
     """Raises ResumeError where a live object of the run was not given again."""
-    if "store" in state.objects and store is None:
-        raise ResumeError(
-            f"{run_dir} keeps its rollouts in a store that was given to it; give it again:"
-            f" Trainer.resume({str(run_dir)!r}, store=...), or --server URL"
-        )
-    if "reward" in state.objects and reward is None:
-        raise ResumeError(
-            f"{run_dir} was started with a reward function that is an object; give it again:"
-            f" Trainer.resume({str(run_dir)!r}, reward=...), or --reward module:name"
-        )
+    for name, (what, how) in OBJECTS.items():
+        if name in state.objects and not given[name]:
+            raise ResumeError(f"{run_dir} {what}: Trainer.resume({str(run_dir)!r}, {name}={how}")

@@ -247,7 +247,7 @@ def read_state(run_dir: Path) -> RunState:
     """The state of the run in a directory, which another process may have open. Raises ResumeError where it cannot be
     read."""
     path = run_dir / "state.json"
-    try:
+    with readable(path):
         table = orjson.loads(path.read_bytes())
         recorded = table.get("recorded") or {}
         # Earlier runs on data in memory named it here, and the algorithm in what is recorded of the data.
@@ -257,12 +257,19 @@ def read_state(run_dir: Path) -> RunState:
             if own := {name: table.pop(name) for name in names if name in table}:
                 table.setdefault("callbacks", {})[callback] = own
         state = msgspec.convert(table, RunState)
-    except (OSError, AttributeError, KeyError, ValueError, TypeError, msgspec.ValidationError) as error:
-        raise ResumeError(f"{path} cannot be read: {error}; start a new run") from error
     if not 1 <= state.version <= STATE_VERSION:
         raise ResumeError(f"{run_dir} was written by another version (state {state.version}); use that version")
     state.version = STATE_VERSION
     return state
+
+
+@contextmanager
+def readable(part: object) -> Generator[None]:
+    """Turn what goes wrong while a part of a run is read into a ResumeError that names it."""
+    try:
+        yield
+    except (OSError, AttributeError, LookupError, ValueError, TypeError, msgspec.ValidationError) as error:
+        raise ResumeError(f"{part} cannot be read: {error}; start a new run") from error
 
 
 FLAT: Final = {
@@ -373,11 +380,7 @@ class RunDir:
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        whole_lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-        return [orjson.loads(line) for line in whole_lines]
+        return [orjson.loads(line) for line in whole_lines(self.path / "metrics.jsonl")]
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("ab") as file:
@@ -388,10 +391,16 @@ class RunDir:
         with (self.path / "changes.jsonl").open("ab") as file:
             file.write(line)
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be repeated."""
-        records = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Those of a file, but for a last one that a crash cut off; none where there is no file."""
+    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be repeated, and a last one that was cut off."""
+    kept = [line for line in whole_lines(path) if orjson.loads(line)["step"] <= step]
+    write_atomically(path, b"".join(line + b"\n" for line in kept))
 
 
 @contextmanager

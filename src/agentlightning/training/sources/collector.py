@@ -67,15 +67,9 @@ class RolloutPlan:
     branch: Mapping[str, Any] | None = None
     """`rollout_id` of the rollout that it branches off, and `span_ids` of the calls before that point, as the gateway
     reads them. None: it is independent."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedBatch:
-    """Rollouts that are queued, running or finished."""
-
-    plans: Sequence[RolloutPlan]
-    resources_id: str
-    mode: RolloutMode
+    resources_id: str | None = None
+    """None: it was not queued."""
+    mode: RolloutMode = "train"
 
 
 @dataclass(slots=True)
@@ -99,7 +93,7 @@ class RolloutCollector:
         self,
         plans: Sequence[RolloutPlan],
         *,
-        resources_id: str,
+        resources_id: str | None,
         mode: RolloutMode = "train",
         check: Check | None = None,
         timeout_reward: float | None = None,
@@ -107,67 +101,8 @@ class RolloutCollector:
         max_rejected_share: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Collected:
-        """`enqueue` and `gather` in one call."""
-        started = time.monotonic()
-        batch = await self.enqueue(plans, resources_id=resources_id, mode=mode, check=check)
-        collected = await self.gather(
-            batch,
-            check=check,
-            timeout_reward=timeout_reward,
-            max_failed_share=max_failed_share,
-            max_rejected_share=max_rejected_share,
-            on_progress=on_progress,
-        )
-        return replace(collected, seconds=time.monotonic() - started)
-
-    async def enqueue(
-        self,
-        plans: Sequence[RolloutPlan],
-        *,
-        resources_id: str,
-        mode: RolloutMode = "train",
-        check: Check | None = None,
-    ) -> QueuedBatch:
-        """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
-        earlier and cannot be used is replaced by a new one of the same task."""
-        batch = list(plans)
-        positions = list(range(len(batch)))
-        repetition = 0
-        while positions:
-            queued: list[Rollout] = []
-            for chunk in _chunks(positions):
-                requests = [self._request(batch[position], resources_id, mode) for position in chunk]
-                queued += await self.store.enqueue_many_rollouts(requests)
-            for rollout in queued:
-                if rollout.status in ("failed", "cancelled"):
-                    await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
-            done = {
-                batch[position].rollout_id: position
-                for position, rollout in zip(positions, queued, strict=True)
-                if rollout.status == "succeeded"
-            }
-            groups = {rollout_id: batch[position].group for rollout_id, position in done.items()}
-            tasks = {rollout_id: batch[position].task for rollout_id, position in done.items()}
-            _, rejected = await self.reader.read(groups, check, tasks=tasks)
-            unusable = {each.rollout_id for each in rejected}
-            positions = [position for rollout_id, position in done.items() if rollout_id in unusable]
-            repetition += 1
-            for position in positions:
-                rollout_id = f"{plans[position].rollout_id}-again{repetition}"
-                batch[position] = replace(batch[position], rollout_id=rollout_id)
-        return QueuedBatch(batch, resources_id, mode)
-
-    async def gather(
-        self,
-        batch: QueuedBatch,
-        *,
-        check: Check | None = None,
-        timeout_reward: float | None = None,
-        max_failed_share: float | None = None,
-        max_rejected_share: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> Collected:
-        """Wait for all rollouts and read their trajectories; `check` names those that cannot be used.
+        """`enqueue` the rollouts, unless they are queued (`resources_id` is None), wait for all of them, and read their
+        trajectories; `check` names those that cannot be used.
 
         A rollout that timed out has failed. With a `timeout_reward` it has that reward instead of any other, and its
         calls so far are its trajectory. Raises TrainingStopped when more than `max_failed_share` (default: the
@@ -175,19 +110,62 @@ class RolloutCollector:
         rejected.
         """
         started = time.monotonic()
+        if resources_id is not None:
+            plans = await self.enqueue(plans, resources_id, mode, check)
         share = self.max_failed_share if max_failed_share is None else max_failed_share
-        finished = await self._wait_for(batch, share, timeout_reward, on_progress)
+        finished: list[Rollout] = []
+        for chunk in _chunks(plans):
+            minimum, done = 1, list[Rollout]()
+            while len(done) < len(chunk):
+                done = await self.wait_for_some(chunk, minimum)
+                if on_progress is not None:
+                    on_progress(len(finished) + len(done))
+                await self.check_failures([*finished, *done], len(plans), timeout_reward=timeout_reward, share=share)
+                minimum = len(done) + max(1, len(chunk) // 8)
+            finished += done
         failed = [rollout for rollout in finished if rollout.status != "succeeded"]
         timed_out = await self._timed_out(failed)
         rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
         failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
         failed_ids = {rollout.rollout_id for rollout in failed}
-        groups = {plan.rollout_id: plan.group for plan in batch.plans if plan.rollout_id not in failed_ids}
-        tasks = {plan.rollout_id: plan.task for plan in batch.plans}
+        groups = {plan.rollout_id: plan.group for plan in plans if plan.rollout_id not in failed_ids}
+        tasks = {plan.rollout_id: plan.task for plan in plans}
         trajectories, rejected = await self.reader.read(groups, check, rewards, tasks)
         share = share if max_rejected_share is None else max_rejected_share
-        self._check_rejected(rejected, failed, len(batch.plans), share)
+        self._check_rejected(rejected, failed, len(plans), share)
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
+
+    async def enqueue(
+        self,
+        plans: Sequence[RolloutPlan],
+        resources_id: str,
+        mode: RolloutMode = "train",
+        check: Check | None = None,
+    ) -> list[RolloutPlan]:
+        """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
+        earlier and cannot be used is replaced by a new one of the same task."""
+        found = [replace(plan, resources_id=resources_id, mode=mode) for plan in plans]
+        positions = list(range(len(found)))
+        repetition = 0
+        while positions:
+            queued = await self._queue([found[position] for position in positions])
+            for rollout in queued:
+                if rollout.status in ("failed", "cancelled"):
+                    await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
+            done = {
+                rollout.rollout_id: position
+                for position, rollout in zip(positions, queued, strict=True)
+                if rollout.status == "succeeded"
+            }
+            groups = {rollout_id: found[position].group for rollout_id, position in done.items()}
+            tasks = {rollout_id: found[position].task for rollout_id, position in done.items()}
+            _, rejected = await self.reader.read(groups, check, tasks=tasks)
+            positions = [done[each.rollout_id] for each in rejected]
+            repetition += 1
+            for position in positions:
+                rollout_id = f"{plans[position].rollout_id}-again{repetition}"
+                found[position] = replace(found[position], rollout_id=rollout_id)
+        return found
 
     async def _timed_out(self, failed: Sequence[Rollout]) -> set[str]:
         """The ids of those whose last attempt timed out."""
@@ -197,22 +175,29 @@ class RolloutCollector:
             found |= {attempt.rollout_id for attempt in attempts if attempt.status == "timeout"}
         return found
 
-    def _request(self, plan: RolloutPlan, resources_id: str, mode: RolloutMode) -> EnqueueRolloutRequest:
-        return EnqueueRolloutRequest(
-            input=plan.task,
-            mode=mode,
-            resources_id=resources_id,
-            config=self.config,
-            metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch})},
-            rollout_id=plan.rollout_id,
-            queue=self.queue,
-        )
+    async def _queue(self, plans: Sequence[RolloutPlan]) -> list[Rollout]:
+        """Those that exist are not queued again."""
+        queued: list[Rollout] = []
+        for chunk in _chunks(plans):
+            requests = [
+                EnqueueRolloutRequest(
+                    input=plan.task,
+                    mode=plan.mode,
+                    resources_id=plan.resources_id,
+                    config=self.config,
+                    metadata={"group": plan.group, **({} if plan.branch is None else {BRANCH: plan.branch})},
+                    rollout_id=plan.rollout_id,
+                    queue=self.queue,
+                )
+                for plan in chunk
+            ]
+            queued += await self.store.enqueue_many_rollouts(requests)
+        return queued
 
-    async def wait_for_some(self, batches: Sequence[QueuedBatch], minimum: int) -> list[Rollout]:
+    async def wait_for_some(self, plans: Sequence[RolloutPlan], minimum: int) -> list[Rollout]:
         """Those of the rollouts that have finished: once they are `minimum`, or after `WAIT_SECONDS`. One that is
-        removed meanwhile is run again."""
-        ids = [plan.rollout_id for batch in batches for plan in batch.plans]
-        chunks, finished = list(_chunks(ids)), list[Rollout]()
+        removed meanwhile (`agl store prune`) is run again."""
+        chunks, finished = list(_chunks([plan.rollout_id for plan in plans])), list[Rollout]()
         try:
             for chunk in chunks:
                 seconds = WAIT_SECONDS / len(chunks)
@@ -220,47 +205,8 @@ class RolloutCollector:
                     rollout_ids=chunk, timeout=seconds, minimum=min(minimum, len(chunk))
                 )
         except NotFoundError:
-            for batch in batches:
-                await self._enqueue_missing(batch)
+            await self._queue(plans)
         return finished
-
-    async def waiting(self, rollout_id_contains: str) -> set[str]:
-        """The ids of the rollouts that no runner has begun."""
-        found = await self.store.query_rollouts(
-            status_in=["queuing", "requeuing"], rollout_id_contains=rollout_id_contains
-        )
-        return {rollout.rollout_id for rollout in found}
-
-    async def cancel_batch(self, batch: QueuedBatch) -> None:
-        """Cancel the unfinished rollouts of a batch. Enqueued again, they run again."""
-        for plan in batch.plans:
-            await self.store.cancel_rollout(plan.rollout_id)
-
-    async def _enqueue_missing(self, batch: QueuedBatch) -> None:
-        for chunk in _chunks(batch.plans):
-            requests = [self._request(plan, batch.resources_id, batch.mode) for plan in chunk]
-            await self.store.enqueue_many_rollouts(requests)
-
-    async def _wait_for(
-        self,
-        batch: QueuedBatch,
-        share: float,
-        timeout_reward: float | None,
-        on_progress: Callable[[int], None] | None,
-    ) -> list[Rollout]:
-        """The finished rollouts. One that is removed meanwhile (`agl store prune`) is run again."""
-        ended: list[Rollout] = []
-        for chunk in _chunks(batch.plans):
-            minimum, finished = 1, list[Rollout]()
-            while len(finished) < len(chunk):
-                finished = await self.wait_for_some([replace(batch, plans=chunk)], minimum)
-                if on_progress is not None:
-                    on_progress(len(ended) + len(finished))
-                found = [*ended, *finished]
-                await self.check_failures(found, len(batch.plans), timeout_reward=timeout_reward, share=share)
-                minimum = len(finished) + max(1, len(chunk) // 8)
-            ended += finished
-        return ended
 
     async def check_failures(
         self,

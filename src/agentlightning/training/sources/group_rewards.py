@@ -75,9 +75,7 @@ class GroupRewardSource:
 
     async def _rewards(self, group: Sequence[Trajectory]) -> Sequence[Reward | None]:
         rollouts = [await self._rollout(each) for each in group]
-        found = (
-            self.function(rollouts) if _is_async(self.function) else await asyncio.to_thread(self.function, rollouts)
-        )
+        found = await asyncio.to_thread(self.function, rollouts)
         rewards = list(await found if inspect.isawaitable(found) else found)
         if len(rewards) != len(group):
             raise RewardError(
@@ -91,7 +89,3 @@ class GroupRewardSource:
         spans = await self.store.query_spans(rollout_id, trajectory.attempt_id)
         output = None if attempt is None else attempt.metadata.get("output")
         return JudgedRollout(rollout_id, trajectory.task, output, transcript_of(spans))
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

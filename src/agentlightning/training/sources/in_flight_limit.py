@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,18 +54,8 @@ class InFlightLimit:
         """Groups that have finished."""
         self._finished += finished
 
-    @asynccontextmanager
-    async def reading(self) -> AsyncGenerator[None]:
-        """Read the load every `READ_SECONDS`, in the background."""
-        task = asyncio.create_task(self._read())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-    async def _read(self) -> None:
+    async def read(self) -> None:
+        """Read the load every `READ_SECONDS`."""
         while True:
             if (used := await self.usage()) is not None:
                 self.peak = max(used, self.peak or 0.0)

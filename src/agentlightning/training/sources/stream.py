@@ -28,9 +28,10 @@ from agentlightning.rollouts import Rollout
 from agentlightning.training.curriculum import EpochOrder, TaskOrder, collect_branched
 from agentlightning.training.learner import age, updates_of
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.sources.collector import QueuedBatch, RolloutCollector, RolloutPlan
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan
 from agentlightning.training.sources.in_flight_limit import CANCEL_ABOVE, InFlightLimit
 from agentlightning.trajectory import Trajectory
+from agentlightning.util.event_loop import in_background
 
 # -- schedule --------------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,8 @@ class Group:
 
     turn: int
     index: int
-    batch: QueuedBatch
-    deadline: int
+    plans: Sequence[RolloutPlan]
+    deadline: int = 0
     """The last update that may learn from it."""
     task: int = 0
     """The place of its task among all tasks."""
@@ -100,12 +101,12 @@ class Group:
 
     @property
     def name(self) -> str:
-        return self.batch.plans[0].group
+        return self.plans[0].group
 
     @property
-    def running(self) -> QueuedBatch:
+    def running(self) -> list[RolloutPlan]:
         """Its rollouts that have not finished."""
-        return replace(self.batch, plans=[plan for plan in self.batch.plans if plan.rollout_id not in self.ended])
+        return [plan for plan in self.plans if plan.rollout_id not in self.ended]
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class RolloutStream:
     """Whether groups wait for `limit`, and for nothing else."""
     _completed: int = 0
     """The number of groups that have completed."""
-    _counts: dict[str, int] = field(default_factory=dict[str, int])
+    _counts: Counter[str] = field(default_factory=Counter[str])
     """What happened to groups during this step."""
     _noted: set[str] = field(default_factory=set[str])
     _began: float = field(default_factory=time.time)
@@ -180,10 +181,10 @@ class RolloutStream:
 
     async def _next_groups(self, request: RolloutRequest, step: int) -> Collected:
         started = time.monotonic()
-        self._counts = {}
+        self._counts.clear()
         await self._postpone_deadlines()
         while True:
-            async with self.limit.reading():
+            async with in_background(self.limit.read()):
                 chosen = await self._wait(request)
             collected = await self._read(chosen, request)
             stale = self._stale(chosen, collected)
@@ -214,7 +215,8 @@ class RolloutStream:
 
     async def _start(self, request: RolloutRequest) -> None:
         """Start groups while `max_staleness`, the engine's load and the steps that are left allow it."""
-        starting: list[tuple[int, int]] = []
+        starting: list[Group] = []
+        drawn: dict[int, list[int]] = {}
         self._limited = False
         while (under_way := len(self._groups) + len(starting)) < self._most(request):
             running = sum(group.completed is None for group in self._groups) + len(starting)
@@ -222,15 +224,19 @@ class RolloutStream:
                 self._limited = True
                 break
             if self._cancelled:
-                await self._enqueue(self._cancelled.pop(0), request)
+                starting.append(self._cancelled.pop(0))
                 continue
             place = self._next_place(request, needed=under_way < len(request.wants))
             if place is None:
                 break
-            starting.append(place)
-        for turn in dict.fromkeys(turn for turn, _ in starting):
-            indices = [index for each, index in starting if each == turn]
-            await self._start_turn(request, turn, indices)
+            turn, index = place
+            if turn not in drawn:
+                drawn[turn] = self._draw(turn, len(request.wants))
+            task = drawn[turn][index]
+            plans = self._plans(request.wants[index].n, self._group_name(turn, index, task), task)
+            starting.append(Group(turn, index, plans, task=task))
+        await self._queue(starting, request)
+        self._groups += starting
         self._groups.sort(key=lambda group: (group.turn, group.index))
 
     def _most(self, request: RolloutRequest) -> int:
@@ -257,41 +263,27 @@ class RolloutStream:
         state.taken = {key: step for key, step in state.taken.items() if step < state.step}
         return (state.step if state.first_turn is None else state.first_turn), 0
 
-    async def _start_turn(self, request: RolloutRequest, turn: int, indices: Sequence[int]) -> None:
-        resources_id = await self._publish(self.state.step_name(turn), request, turn)
-        drawn = self._draw(turn, len(request.wants))
-        plans = {
-            index: self._plans(request.wants[index].n, self._group_name(turn, index, drawn), drawn[index])
-            for index in indices
-        }
-        batch = await self.collector.enqueue(
-            [plan for each in plans.values() for plan in each], resources_id=resources_id, check=request.check
-        )
-        queued, started = iter(batch.plans), list[Group]()
-        for index, each in plans.items():
-            own = replace(batch, plans=[next(queued) for _ in each])
-            started.append(Group(turn, index, own, self._update + self.max_staleness, drawn[index]))
-        if turn < self.state.turns:
-            await self._restore_deadlines(started)
-        self._groups += started
-        self.state.turns = max(self.state.turns, turn + 1)
+    async def _queue(self, groups: Sequence[Group], request: RolloutRequest) -> None:
+        """Queue the rollouts of groups that have none, or none any more, with the present weights."""
+        for turn in dict.fromkeys(group.turn for group in groups):
+            own = [group for group in groups if group.turn == turn]
+            resources_id = await self._publish(self.state.step_name(turn), request, turn)
+            queued = iter(await self.collector.enqueue(_plans_of(own), resources_id, check=request.check))
+            for group in own:
+                group.plans = [next(queued) for _ in group.plans]
+                group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
+            if turn < self.state.turns:
+                await self._restore_deadlines(own)
+            self.state.turns = max(self.state.turns, turn + 1)
 
     async def _restore_deadlines(self, groups: Sequence[Group]) -> None:
-        """After a resume, what had finished is as old as it is."""
-        found = await self.collector.wait_for_some([group.batch for group in groups], 0)
+        """What had finished, before a resume for example, is as old as it is."""
+        found = await self.collector.wait_for_some(_plans_of(groups), 0)
         finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
         for group in groups:
-            ids = [plan.rollout_id for plan in group.batch.plans if plan.rollout_id in finished]
+            ids = [plan.rollout_id for plan in group.plans if plan.rollout_id in finished]
             trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
             group.deadline -= max((self._age(each) for each in trajectories), default=0)
-
-    async def _enqueue(self, group: Group, request: RolloutRequest) -> None:
-        """Queue the rollouts of a group that has none any more, with the present weights."""
-        resources_id = await self._publish(self.state.step_name(group.turn), request, group.turn)
-        group.batch = await self.collector.enqueue(group.batch.plans, resources_id=resources_id, check=request.check)
-        group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
-        if group not in self._groups:
-            self._groups.append(group)
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
@@ -303,11 +295,11 @@ class RolloutStream:
             drawn += order.draw(turn, count - len(drawn))
         return drawn
 
-    def _group_name(self, turn: int, index: int, drawn: Sequence[int]) -> str:
+    def _group_name(self, turn: int, index: int, task: int) -> str:
         """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
         may draw another one."""
         name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{drawn[index]}" if self.order is not None and self.order.adapts else name
+        return f"{name}-task{task}" if self.order is not None and self.order.adapts else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -325,21 +317,19 @@ class RolloutStream:
             await self._observe()
             ended = [rollout for group in self._groups for rollout in group.ended.values()]
             self.on_progress(min(len(ended), total), total)
-            of = sum(len(group.batch.plans) for group in self._groups)
+            of = len(_plans_of(self._groups))
             await self.collector.check_failures(ended, of, timeout_reward=request.timeout_reward)
             await self._adapt(request)
 
     async def _observe(self) -> None:
         """Wait until a group may have completed, or a second has passed."""
         running = [group for group in self._groups if group.completed is None]
-        fewest = min(len(group.running.plans) for group in running)
-        found = await self.collector.wait_for_some([group.running for group in running], fewest)
+        plans = [group.running for group in running]
+        found = await self.collector.wait_for_some([plan for each in plans for plan in each], min(map(len, plans)))
         ended = {rollout.rollout_id: rollout for rollout in found}
         for group in running:
-            group.ended |= {
-                plan.rollout_id: ended[plan.rollout_id] for plan in group.running.plans if plan.rollout_id in ended
-            }
-        complete = [group for group in running if not group.running.plans]
+            group.ended |= {plan.rollout_id: ended[plan.rollout_id] for plan in group.plans if plan.rollout_id in ended}
+        complete = [group for group in running if not group.running]
         for group in sorted(complete, key=_end_time):
             self._completed += 1
             group.completed = self._completed
@@ -357,18 +347,19 @@ class RolloutStream:
             return
         running = [group for group in self._groups if group.completed is None]
         waiting = await self._waiting()
-        begun = [group for group in running if not waiting.issuperset(each.rollout_id for each in group.running.plans)]
+        begun = [group for group in running if not waiting.issuperset(each.rollout_id for each in group.running)]
         if not begun:
             return
         self.limit.shrink(used, len(begun))
         lost = begun[int(self.limit.groups) :] if used > CANCEL_ABOVE else []
         for group in running:
             if group not in begun or group in lost:
-                await self.collector.cancel_batch(group.running)
+                for plan in group.running:
+                    await self.collector.store.cancel_rollout(plan.rollout_id)
                 self._groups.remove(group)
                 self._cancelled.append(group)
         if lost:
-            self._count("groups_cancelled", len(lost))
+            self._counts["groups_cancelled"] += len(lost)
             self._note(
                 "cancelled",
                 f"{lost[0].name} and later groups are cancelled and run again later, as the engine's key-value cache is"
@@ -377,7 +368,10 @@ class RolloutStream:
 
     async def _waiting(self) -> set[str]:
         """The ids of the rollouts that no runner has begun."""
-        return await self.collector.waiting(f"{self.state.run_id}-train-")
+        found = await self.collector.store.query_rollouts(
+            status_in=["queuing", "requeuing"], rollout_id_contains=f"{self.state.run_id}-train-"
+        )
+        return {rollout.rollout_id for rollout in found}
 
     async def _postpone_deadlines(self) -> None:
         """Groups of which no rollout has begun will be sampled with the present weights."""
@@ -385,7 +379,7 @@ class RolloutStream:
             return
         waiting = await self._waiting()
         for group in self._groups:
-            if all(plan.rollout_id in waiting for plan in group.batch.plans):
+            if all(plan.rollout_id in waiting for plan in group.plans):
                 group.deadline = self._update + self.max_staleness
 
     # -- taking --------------------------------------------------------------------------------------------------------
@@ -401,11 +395,10 @@ class RolloutStream:
     async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
         for group in stale:
             group.reruns += 1
-            plans = self._plans(len(group.batch.plans), group.name, group.task)
-            plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-            group.batch = replace(group.batch, plans=plans)
-            await self._enqueue(group, request)
-        self._count("groups_stale", len(stale))
+            plans = self._plans(len(group.plans), group.name, group.task)
+            group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
+        await self._queue(stale, request)
+        self._counts["groups_stale"] += len(stale)
         self._note(
             "stale",
             f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
@@ -415,8 +408,9 @@ class RolloutStream:
         """The trajectories of complete groups. Agents that die do so early: where other groups are still running, the
         share of failures is that of all groups under way (`_wait`), and not of the first to complete."""
         share = self.collector.max_failed_share
-        return await self.collector.gather(
-            _joined(chosen),
+        return await self.collector.collect(
+            _plans_of(chosen),
+            resources_id=None,
             check=request.check,
             timeout_reward=request.timeout_reward,
             max_failed_share=1.0 if self.max_staleness else share,
@@ -548,18 +542,14 @@ class RolloutStream:
         """The number of updates behind the present weights."""
         return updates_of(self.policy_version(), self.state.resumes)
 
-    def _count(self, name: str, groups: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + groups
-
     def _note(self, kind: str, text: str) -> None:
         if kind not in self._noted:
             self._noted.add(kind)
             self.note(f"{text}\n  further ones are counted: groups_{kind} in metrics.jsonl")
 
 
-def _joined(groups: Iterable[Group]) -> QueuedBatch:
-    batches = [group.batch for group in groups]
-    return replace(batches[0], plans=[plan for batch in batches for plan in batch.plans])
+def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
+    return [plan for group in groups for plan in group.plans]
 
 
 def turn_limit_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.credit.agent_rewards import team_reward, team_score
-from agentlightning.rollouts import Attempt
-from agentlightning.span import Span
 from agentlightning.training.measurements import without_reward
 from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, describe_failure
-from agentlightning.trajectory import Trajectory
 
 
 async def run_trials(
@@ -37,25 +35,15 @@ async def run_trials(
     reports: dict[str, RolloutReport] = {}
     for rollout_id in ids:
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
-        found = spans.get(rollout_id, [])
-        reports[name] = _report(
-            rollout_id, scored.get(rollout_id), unusable, attempts.get(rollout_id), found, reward_weights
+        attempt, trajectory = attempts.get(rollout_id), scored.get(rollout_id)
+        report = RolloutReport(
+            rollout_id,
+            output=None if attempt is None else attempt.metadata.get("output"),
+            spans=tuple(spans.get(rollout_id, ())),
         )
+        if trajectory is None:
+            reports[name] = replace(report, failure=unusable.get(rollout_id) or describe_failure(attempt))
+        else:
+            score, reward = team_score(trajectory, reward_weights), team_reward(trajectory)
+            reports[name] = replace(report, score=score, reward=reward)
     return collected, [reports[name] for name in tasks]
-
-
-def _report(
-    rollout_id: str,
-    trajectory: Trajectory | None,
-    unusable: Mapping[str, str],
-    attempt: Attempt | None,
-    spans: Sequence[Span],
-    weights: Mapping[str, float] | None,
-) -> RolloutReport:
-    output: Any = None if attempt is None else attempt.metadata.get("output")
-    if trajectory is None:
-        failure = unusable.get(rollout_id) or describe_failure(attempt)
-        return RolloutReport(rollout_id, output=output, failure=failure, spans=tuple(spans))
-    return RolloutReport(
-        rollout_id, team_score(trajectory, weights), team_reward(trajectory), output, spans=tuple(spans)
-    )

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
@@ -26,7 +26,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.measurements import Measurements
-from agentlightning.training.persistence.run_dir import write_atomically
+from agentlightning.training.persistence.run_dir import forget_after, write_atomically
 from agentlightning.training.sources.transcripts import MOST_TEXT, said, text_of, transcript_of
 from agentlightning.training.tracking.trackers import TrackedRun, Tracker, Transcript
 from agentlightning.util.settings import SECRETS
@@ -71,7 +71,7 @@ MOST_WAITING: Final = 1000
 CLOSE_SECONDS: Final = 60.0
 """How long the end of a run waits for a tracker."""
 
-Call = Callable[[Tracker], object]
+T = TypeVar("T")
 
 
 def check_installed(config: TrackingConfig) -> None:
@@ -96,18 +96,17 @@ class _Channel:
         """The first failure."""
         self.begun: str | None = None
         """The name of its own run. None: it did not start, or takes too long to."""
-        self._tracker: Tracker | None = None
         self._thread = ThreadPoolExecutor(1, f"tracker-{name}")
-        self._waiting = set[Future[None]]()
-        self._submit("start", self._start, run)
+        self._waiting = set[Future[Any]]()
+        self._tracker = self._submit("start", lambda: self._start(run))
         self.flush()
 
-    def send(self, what: str, call: Call) -> None:
+    def send(self, what: str, call: Callable[[Tracker], object]) -> None:
         """Call it when its turn comes."""
         if len(self._waiting) >= MOST_WAITING:
             self._fail(what, "it is too slow, and what it was sent is dropped")
         else:
-            self._submit(what, self._call, call)
+            self._submit(what, lambda: call(self._tracker.result()))
 
     def flush(self) -> None:
         """Wait for what it was sent."""
@@ -118,27 +117,23 @@ class _Channel:
         self.flush()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, run: TrackedRun) -> None:
+    def _start(self, run: TrackedRun) -> Tracker:
         tracker = load_tracker(self.name)
         self.begun = tracker.start(run)
-        self._tracker = tracker
+        return tracker
 
-    def _call(self, call: Call) -> None:
-        if self._tracker is None:
-            self.failures += 1
-        else:
-            call(self._tracker)
-
-    def _submit(self, what: str, work: Callable[[Any], None], given: object) -> None:
-        def guarded() -> None:
+    def _submit(self, what: str, work: Callable[[], T]) -> Future[T]:
+        def guarded() -> T:
             try:
-                work(given)
-            except BaseException as error:  # noqa: BLE001  The boundary of a tracker, which may raise anything, and exit.
+                return work()
+            except BaseException as error:  # The boundary of a tracker, which may raise anything, and exit.
                 self._fail(what, f"{type(error).__name__}: {error}")
+                raise
 
         future = self._thread.submit(guarded)
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
+        return future
 
     def _fail(self, what: str, why: str) -> None:
         self.failures += 1
@@ -178,7 +173,8 @@ class Tracking(Callback[NoState]):
             known |= {name: channel.begun} if channel.begun else {}
         if self._channels:
             write_atomically(self.run_dir / FILE, orjson.dumps(known, option=orjson.OPT_INDENT_2))
-        _forget_after(self.run_dir / TRANSCRIPTS, step)
+        if (transcripts := self.run_dir / TRANSCRIPTS).exists():
+            forget_after(transcripts, step)
         account.warn(self._warnings())
 
     def _warnings(self) -> dict[str, str]:
@@ -228,7 +224,7 @@ class Tracking(Callback[NoState]):
         for channel in self._channels:
             await asyncio.to_thread(channel.end)
 
-    def _send(self, what: str, call: Call) -> None:
+    def _send(self, what: str, call: Callable[[Tracker], object]) -> None:
         for channel in self._channels:
             channel.send(what, call)
 
@@ -268,13 +264,3 @@ def _read(path: Path) -> dict[str, str]:
         return dict(orjson.loads(path.read_bytes()))
     except (OSError, ValueError):
         return {}
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the rows of validations that will be repeated, and a last line that was cut off."""
-    if not path.exists():
-        return
-    whole = path.read_bytes().rpartition(b"\n")[0].splitlines()
-    kept = [line for line in whole if orjson.loads(line)["step"] <= step]
-    if len(kept) < len(whole):
-        write_atomically(path, b"".join(line + b"\n" for line in kept))
