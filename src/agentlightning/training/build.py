@@ -33,11 +33,10 @@ from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.account import RunAccount
-from agentlightning.training.agent_runner import rollout_config, routes_models
+from agentlightning.training.agent_runner import in_background, rollout_config, routes_models
 from agentlightning.training.callbacks import Callback
 from agentlightning.training.curriculum import task_order
-from agentlightning.training.governance import Audit, Gate, Guard, guard_tasks
-from agentlightning.training.health.recovery import Health
+from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
@@ -152,16 +151,7 @@ async def make_training_run(
     checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
     checkpoints.restore_algorithm(state.checkpoint)
     measurements = Measurements(
-        collector,
-        publisher,
-        state,
-        tasks,
-        config.evaluation,
-        weights,
-        on_collected=account.name_evaluated if algorithm.learns_weights else account.name_left_out,
-        on_progress=account.progress.update,
-        write_state=account.write_state,
-        validates=not algorithm.selects_result,
+        account, publisher, tasks, config.evaluation, weights, validates=not algorithm.selects_result
     )
     source: RolloutSource
     if recorded is not None:
@@ -194,7 +184,7 @@ async def make_training_run(
     account.add(audit := Audit(account, checkpoints, algorithm.name))
     account.add(health := Health(config.run, account, checkpoints, judges=recorded is None))
     if config.gate is not None:
-        account.add(Gate(config.gate, account, checkpoints, audit, health, guard_tasks(config.gate, tasks), weights))
+        account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
     for callback in callbacks:
         callback.run = run
         account.add(callback)
@@ -206,13 +196,8 @@ def start_watching(config: TrainConfig, account: RunAccount, stack: AsyncExitSta
     if account.progress.enabled:
         own, timeout = (account.run_dir.path / "store.db").exists(), config.runner.timeout_seconds
         store, run_id = account.collector.store, account.state.run_id
-        watching = asyncio.create_task(watch_rollouts(store, run_id, account.progress, timeout, own_store=own))
-        stack.push_async_callback(_cancel, watching)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        watching = watch_rollouts(store, run_id, account.progress, timeout, own_store=own)
+        stack.enter_context(in_background(watching))
 
 
 def make_learner(

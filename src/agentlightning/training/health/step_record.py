@@ -6,15 +6,12 @@ names of metrics; `StepRecord.read` makes a typed record of a line.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 DIMENSION: Final = "reward_of_"
 """The metric of a named dimension of the reward begins with it."""
-VIOLATION: Final = "guard_"
-"""What the reward guard found begins with it."""
 VALIDATION: Final = "validation_"
 """The metric of a validation by mode begins with it."""
 REJECTED: Final = "rejected_"
@@ -54,8 +51,12 @@ class StepRecord:
     validation: Mapping[str, float] = field(default_factory=_empty)
     """Mean reward of the validation tasks, by mode."""
 
-    violations: Mapping[str, float] = field(default_factory=_empty)
-    """What the reward guard found: `out_of_range` (rollouts), `missing` (their share), `drift`, `disagreement`."""
+    guard_out_of_range: float | None = None
+    """Rollouts, where the reward guard does not allow their reward."""
+    guard_missing: float | None = None
+    """Share of rollouts without a reward, where the reward guard allows fewer; as the next two."""
+    guard_drift: float | None = None
+    guard_disagreement: float | None = None
 
     groups: int = 0
     groups_trained: int = 0
@@ -132,7 +133,6 @@ class StepRecord:
         return cls(
             **known,
             dimensions=_with_prefix(numbers, DIMENSION),
-            violations=_with_prefix(numbers, VIOLATION),
             validation=_with_prefix(numbers, VALIDATION),
             rejected={name: int(count) for name, count in _with_prefix(numbers, REJECTED).items()},
             not_finite=tuple(name for name in UPDATE_METRICS if name in line and name not in numbers),
@@ -180,13 +180,14 @@ class StepRecord:
         return {} if self.loss is None else {"loss": self.loss}
 
 
-_MAPPINGS: Final = frozenset({"dimensions", "violations", "validation", "rejected", "not_finite"})
+_MAPPINGS: Final = frozenset({"dimensions", "validation", "rejected", "not_finite"})
 _NUMBERS: Final = tuple(each.name for each in fields(StepRecord) if each.name not in _MAPPINGS)
 _COUNTS: Final = frozenset(each.name for each in fields(StepRecord) if each.type == "int")
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Of numbers so large that a sum of them is infinite, nothing can be said."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:
