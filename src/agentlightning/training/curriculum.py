@@ -206,8 +206,8 @@ class LearnabilityOrder:
             weights = [(1 - rho) * scores[i] / (total or 1.0) + rho * ages[i] / age for i in left]
             if not any(weights):
                 weights = [1.0] * len(left)
-            chosen = rng.choices(range(len(left)), weights)[0]
-            drawn.append(left.pop(chosen))
+            drawn += rng.choices(left, weights)
+            left.remove(drawn[-1])
         return drawn
 
     def _keep(self, index: int, record: TaskRecord) -> None:

@@ -128,8 +128,7 @@ class StepRecord:
         """The record of a line of metrics. Unknown metrics, and numbers that are not finite, are ignored; of the
         latter, the names of `UPDATE_METRICS` are kept."""
         numbers = {name: value for name, value in line.items() if _is_finite(value)}
-        known: dict[str, Any] = {name: numbers[name] for name in _NUMBERS if name in numbers}
-        known |= {name: int(value) for name, value in known.items() if name in _COUNTS}
+        known: dict[str, Any] = {name: kind(numbers[name]) for name, kind in _NUMBERS.items() if name in numbers}
         return cls(
             **known,
             dimensions=_with_prefix(numbers, DIMENSION),
@@ -180,9 +179,8 @@ class StepRecord:
         return {} if self.loss is None else {"loss": self.loss}
 
 
-_MAPPINGS: Final = frozenset({"dimensions", "validation", "rejected", "not_finite"})
-_NUMBERS: Final = tuple(each.name for each in fields(StepRecord) if each.name not in _MAPPINGS)
-_COUNTS: Final = frozenset(each.name for each in fields(StepRecord) if each.type == "int")
+_KINDS: Final = {"int": int, "float": float, "float | None": float}
+_NUMBERS: Final = {each.name: _KINDS[str(each.type)] for each in fields(StepRecord) if each.type in _KINDS}
 
 
 def _is_finite(value: Any) -> bool:
