@@ -18,12 +18,12 @@ from agentlightning.evaluation.intervals import check_bounds
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.requirements import require_training
-from agentlightning.resources import LLM, NamedResources
+from agentlightning.resources import LLM, NamedResources, named_resources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
-from agentlightning.training.evaluation_cache import EvaluationCache, open_cache
+from agentlightning.training.evaluation_cache import open_cache
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
@@ -107,6 +107,10 @@ def evaluate(
     return result if before is None else replace(result, comparison=result.compare(before))
 
 
+SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
+"""Settings of the runner that tell cached rollouts apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     agent: Any
@@ -149,7 +153,9 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         store, cache, ids = InMemoryLightningStore(), None, None
         stack.push_async_callback(store.close)
         if job.cache is not None:
-            cache = _open_cache(Path(job.cache), job, stack)
+            seen = config.model_dump(mode="json", include=SEEN_BY_AGENTS)
+            known = named_resources.dump_python(job.resources, mode="json")
+            cache = open_cache(Path(job.cache), stack, job.agent, job.reward, model, job.mode, seen, known)
             store, ids = cache.store, cache.rollout_ids(job.tasks, job.repeats)
         queue, redirect = None if cache is None else cache.queue, model is not None
         runner = make_runner(config, store, job.agent, job.reward, secret, redirect=redirect, queue=queue)
@@ -192,19 +198,6 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         found = [reward for each in result.rollouts for reward in each]
         known = [rollout_id for rollout_id, reward in zip(ids or (), found, strict=False) if reward is not None]
         return replace(result, cached=len(done.intersection(known)))
-
-
-def _open_cache(directory: Path, job: _Job, stack: AsyncExitStack) -> EvaluationCache:
-    return open_cache(
-        directory,
-        stack,
-        agent=job.agent,
-        reward=job.reward,
-        model=job.model,
-        mode=job.mode,
-        config=job.config,
-        resources=job.resources,
-    )
 
 
 async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:

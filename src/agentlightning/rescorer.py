@@ -16,7 +16,7 @@ from typing import Any
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.rollouts import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
+from agentlightning.rollouts import Attempt, Rollout, RolloutMode, RolloutStatus
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
@@ -24,7 +24,7 @@ from agentlightning.span import Span, counts
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.governance import apply_reward, with_attempt
+from agentlightning.training.governance import apply_reward
 from agentlightning.trajectory import Reward
 from agentlightning.util.event_loop import run_sync
 
@@ -180,24 +180,23 @@ class _Scorer:
             return _Outcome(rollout.rollout_id)
         spans = await self.store.query_spans(rollout.rollout_id, attempt.attempt_id)
         before = find_final_reward(spans)
-        attempted = with_attempt(rollout, attempt)
         try:
-            value = await apply_reward(self.store, self.function, attempted, spans)
+            value = await apply_reward(self.store, self.function, rollout, attempt, spans)
         except Exception as error:  # noqa: BLE001  the function is the user's code; the rollout is named and counted
             return _Outcome(rollout.rollout_id, before, error=f"{type(error).__name__}: {error}")
         rescored = [span for span in spans if names.RESCORED in span.attributes and counts(span)]
         newest = rescored[-1].attributes[names.RESCORED] if rescored else None
         changed = newest != self.name or before != value
         if changed and not self.dry_run:
-            await self.store.add_span(self._span(attempted, value, len(rescored)))
+            await self.store.add_span(self._span(attempt, value, len(rescored)))
         return _Outcome(rollout.rollout_id, before, value, changed)
 
-    def _span(self, rollout: AttemptedRollout, value: Reward, number: int) -> Span:
-        attempt_id = rollout.attempt.attempt_id
+    def _span(self, attempt: Attempt, value: Reward, number: int) -> Span:
+        attempt_id = attempt.attempt_id
         content = f"{attempt_id} rescored {number} {self.name} {value!r}"
         key = names.REWARD_VALUES if isinstance(value, dict) else names.SCORE_VALUE
         return Span(
-            rollout_id=rollout.rollout_id,
+            rollout_id=attempt.rollout_id,
             attempt_id=attempt_id,
             name=names.REWARD,
             start_time=time.time(),

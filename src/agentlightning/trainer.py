@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentlightning.algorithms import make_algorithm
@@ -85,7 +86,6 @@ from agentlightning.training.recorded import (
     wired_settings,
 )
 from agentlightning.training.report.result import TrainingResult
-from agentlightning.training.report.write_report import write_report
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
 from agentlightning.training.trainer_settings import (
@@ -228,10 +228,10 @@ class Trainer:
         datasets: dry_run.Datasets = train_dataset, val_dataset, held_out_dataset
         if self._resumed_from is not None:
             datasets = dry_run.tasks_of_run(self.run_dir)
-        with dry_run.directory() as directory, self.progress:
+        with TemporaryDirectory(prefix="agl-dry-run-") as directory, self.progress:
             settings = dry_run.settings_of(self.config, self.run_dir if self._resumed_from is not None else None)
             other = copy.copy(self)
-            other.config, other.run_dir, other.store = settings, directory, None
+            other.config, other.run_dir, other.store = settings, Path(directory) / "run", None
             other.callbacks, other._resumed_from = [], None
             return run_sync(other._rehearse(agent, datasets, self.config))
 
@@ -477,7 +477,7 @@ class Trainer:
         if measurements.rollouts:
             self.progress.phase("measuring the trained policy", measurements.rollouts)
         after = await measurements.measure_trained()
-        return await write_report(run, before, after)
+        return await run.report(before, after)
 
     async def _learn(self, algorithm: Algorithm[Any], run: TrainingRun) -> None:
         try:
@@ -544,7 +544,7 @@ class Trainer:
             server = await serve_run(config, store, own, run_dir, stack, secret, token, listener, pages)
             self.progress.note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             collector = make_collector(config, store, policy, queue)
-            account = RunAccount(run_dir, state, collector, progress=self.progress, since=since)
+            account = RunAccount(run_dir, state, collector, self.progress, algorithm.learns_weights, since=since)
             stack.push_async_callback(account.close)
             if self.progress.enabled:
                 timeout, own_store = config.runner.timeout_seconds, run_dir.store_path.exists()

@@ -91,7 +91,7 @@ NOT_METRICS = {
     "value_error_square",
 }
 """Keys of such mappings that are no metrics: parameters, and sums and counts that no step logs."""
-BY_PREFIX = {"dimensions", "validation", "violations", "rejected", "not_finite", "stopped"}
+BY_PREFIX = {"dimensions", "validation", "rejected", "not_finite", "stopped"}
 """Fields of a step's record that hold several metrics, or marks of its line."""
 
 

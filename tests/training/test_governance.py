@@ -9,8 +9,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from agentlightning.algorithms.training import Collected
 from agentlightning.config import GateConfig
+from agentlightning.training.callbacks import FinishedStep
 from agentlightning.training.governance import Gate, GateState
+from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
 
 START = [0.4 + 0.03 * place for place in range(16)]
@@ -25,6 +28,8 @@ class Parts:
     returned: list[str] = field(default_factory=list[str])
     records: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     algorithm: str = "test"
+    reward_weights: None = None
+    tasks: Any = field(default_factory=lambda: Tasks([], validation=["a task"], held_out=[]))
     collector: Any = field(default_factory=lambda: SimpleNamespace(store=None))
 
     async def keep(self) -> KeptCheckpoint:
@@ -33,7 +38,7 @@ class Parts:
     async def rollback(self, directory: str, version: int | None = None) -> None:
         self.returned.append(directory)
 
-    async def decided(self, action: Any, resources_id: str, reason: str, scores: Any, **more: Any) -> None:
+    async def decided(self, action: Any, *, reason: str, **fields: Any) -> None:
         self.records.append((action, reason))
 
     def return_to(self, kept: KeptCheckpoint) -> None: ...
@@ -43,12 +48,12 @@ class Parts:
 
 async def decided(start: Any, later: Any, **config: Any) -> tuple[bool, Parts, GateState]:
     parts: Any = Parts(RunState("run"))
-    gate = Gate(GateConfig(**config), parts, parts, parts, parts, ())
+    gate = Gate(GateConfig(**config), parts, parts, parts, parts, parts)
     measured: Any = AsyncMock(side_effect=[list(start), list(later)])
     gate.state, gate.measure = GateState(), measured
     await gate.on_start()
     parts.state.step = 10
-    return bool((await gate.decide())["gate_promoted"]), parts, gate.state
+    return bool((await gate.decide(FinishedStep(Collected(()), {})))["gate_promoted"]), parts, gate.state
 
 
 LOSSES: dict[str, tuple[list[float], list[float | None], float]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,15 +32,20 @@ class Measured:
         self.state = RunState(run_id="r", revision=1)
         tasks = Tasks(train=[], validation=["v1", "v2", "v3"], held_out=["h1", "h2"])
         self.measurements = Measurements(
-            collector=cast("Any", "collector"),
+            account=cast(
+                "Any",
+                SimpleNamespace(
+                    collector="collector",
+                    state=self.state,
+                    progress=SimpleNamespace(update=self.progress.append),
+                    name_evaluated="on_collected",
+                    write_state=self._write,
+                ),
+            ),
             publisher=cast("Any", Publisher()),
-            state=self.state,
             tasks=tasks,
             config=EvaluationConfig(**config),
             reward_weights={"right": 1.0},
-            on_collected=cast("Any", "on_collected"),
-            on_progress=self.progress.append,
-            write_state=self._write,
         )
 
         async def evaluate_tasks(collector: Any, tasks: Sequence[Any], **options: Any) -> Evaluation:
@@ -128,6 +134,7 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
         "reward_weights": {"right": 1.0},
         "max_failed_share": 1.0,
         "require_reward": False,
+        "scores": None,
         "on_progress": None,
         "on_collected": "on_collected",
     }

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from agentlightning.algorithms.agents import without_calls
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import NO_POLICY_CALLS, count_reasons
-from agentlightning.errors import ConfigError
-from agentlightning.training.callbacks import Callback, restore, saved
+from agentlightning.errors import ConfigError, TrainingStopped
+from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after
 from agentlightning.training.sources.collector import RolloutCollector
@@ -29,6 +29,8 @@ class RunAccount:
     state: RunState
     collector: RolloutCollector
     progress: Progress
+    learns_weights: bool = True
+    """Whether its rollouts have to call the policy."""
     callbacks: list[Callback[Any]] = field(default_factory=list[Callback[Any]])
     """In the order in which they are called (training/callbacks.py)."""
     records: list[StepRecord] = field(default_factory=list[StepRecord])
@@ -97,7 +99,7 @@ class RunAccount:
         """The same for an evaluation of a policy. Where no rollout asked any model, warn: nothing can be learned from
         such rollouts."""
         await self.name_left_out(collected)
-        if any(each.transitions for each in collected.trajectories):
+        if not self.learns_weights or any(each.transitions for each in collected.trajectories):
             return
         found = without_calls(collected.trajectories)
         if found and found[0].reason == NO_POLICY_CALLS:
@@ -117,6 +119,13 @@ class RunAccount:
         """Continue from the metrics of earlier steps. Those of steps that will be repeated are dropped."""
         forget_after(self.run_dir.path / "metrics.jsonl", self.state.step)
         self.records = [StepRecord.read(line) for line in self.run_dir.read_metrics()]
+
+    def conclude(self, step: FinishedStep) -> None:
+        """Show what is to be said of a step that is written. Raises TrainingStopped where it ends the run."""
+        for text in step.notes:
+            self.progress.note(text)
+        if step.stop is not None:
+            raise TrainingStopped(step.stop)
 
     def add_step(self, line: Mapping[str, Any]) -> StepRecord:
         """Record a finished step."""

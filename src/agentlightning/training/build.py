@@ -36,8 +36,7 @@ from agentlightning.training.account import RunAccount
 from agentlightning.training.agent_runner import rollout_config, routes_models
 from agentlightning.training.callbacks import Callback
 from agentlightning.training.curriculum import task_order
-from agentlightning.training.governance import Audit, Gate, Guard, guard_tasks
-from agentlightning.training.health.recovery import Health
+from agentlightning.training.governance import Audit, Gate, Guard, Health
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.measurements import Measurements
@@ -153,16 +152,7 @@ async def make_training_run(
     checkpoints = Checkpoints(account, config.run, learner, publisher, algorithm)
     checkpoints.restore_algorithm(state.checkpoint)
     measurements = Measurements(
-        collector,
-        publisher,
-        state,
-        tasks,
-        config.evaluation,
-        weights,
-        on_collected=account.name_evaluated if algorithm.learns_weights else account.name_left_out,
-        on_progress=account.progress.update,
-        write_state=account.write_state,
-        validates=not algorithm.selects_result,
+        account, publisher, tasks, config.evaluation, weights, validates=not algorithm.selects_result
     )
     source: RolloutSource
     if recorded is not None:
@@ -195,7 +185,7 @@ async def make_training_run(
     account.add(audit := Audit(account, checkpoints, algorithm.name))
     account.add(health := Health(config.run, account, checkpoints, judges=recorded is None))
     if config.gate is not None:
-        account.add(Gate(config.gate, account, checkpoints, audit, health, guard_tasks(config.gate, tasks), weights))
+        account.add(Gate(config.gate, account, checkpoints, audit, health, measurements))
     for callback in callbacks:
         callback.run = run
         account.add(callback)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -49,6 +49,10 @@ class FinishedStep:
     """Whether it is the last one of the run, or of its stage."""
     saves: bool = False
     """Set it to have a checkpoint written after the step, whether one is due or not."""
+    notes: list[str] = field(default_factory=list[str])
+    """What is shown once the step is written."""
+    stop: str | None = None
+    """Set it to end the run, which can be resumed, once the step is written: the message of its TrainingStopped."""
 
     @property
     def returned(self) -> bool:

@@ -115,19 +115,14 @@ class EpochOrder:
 class TaskRecord:
     """What is known of one task, as a list in `state.json`."""
 
-    turn: int
-    """When it was drawn last."""
-    groups: int = 0
+    turn: float
+    """When it was drawn last. Numbers are read back as floats."""
+    groups: float = 0
     mean: float = 0.0
     std: float = 0.0
     best: float = 0.0
     unrewarded: float = 0
     """Groups without any reward."""
-
-    @classmethod
-    def read(cls, values: Sequence[float]) -> TaskRecord:
-        turn, groups, *rest = values
-        return cls(int(turn), int(groups), *rest)
 
     @property
     def score(self) -> float:
@@ -170,7 +165,7 @@ class LearnabilityOrder:
 
     def draw(self, turn: int, count: int) -> list[int]:
         rng = random.Random(f"{self.seed}:turn:{turn}")
-        known = {int(index): TaskRecord.read(values) for index, values in self.state.items()}
+        known = {int(index): TaskRecord(*values) for index, values in self.state.items()}
         untried = [index for index in self._shuffled if index not in known]
         tried = [index for index, record in known.items() if record.groups or record.unrewarded]
         fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
@@ -184,12 +179,12 @@ class LearnabilityOrder:
         return drawn
 
     def observe(self, index: int, rewards: Sequence[float]) -> None:
-        record = TaskRecord.read(self.state.get(str(index), [0, 0]))
+        record = TaskRecord(*self.state.get(str(index), [0]))
         record.add(rewards)
         self._keep(index, record)
 
     def metrics(self) -> dict[str, float]:
-        tried = [record for record in map(TaskRecord.read, self.state.values()) if record.groups]
+        tried = [record for values in self.state.values() if (record := TaskRecord(*values)).groups]
         return {
             "curriculum_tasks_tried": float(len(tried)),
             "curriculum_tasks_with_spread": float(sum(record.std > 0 for record in tried)),
@@ -203,7 +198,7 @@ class LearnabilityOrder:
         rewarded = [known[index].score for index in tried if known[index].groups]
         unknown = statistics.fmean(rewarded) if rewarded else 0.0
         scores = {index: known[index].score if known[index].groups else unknown for index in tried}
-        ages = {index: float(max(1, turn - known[index].turn)) for index in tried}
+        ages = {index: max(1.0, turn - known[index].turn) for index in tried}
         left, drawn = list(tried), list[int]()
         while left and len(drawn) < count:
             total, age = sum(scores[i] for i in left), sum(ages[i] for i in left)
@@ -211,8 +206,8 @@ class LearnabilityOrder:
             weights = [(1 - rho) * scores[i] / (total or 1.0) + rho * ages[i] / age for i in left]
             if not any(weights):
                 weights = [1.0] * len(left)
-            chosen = rng.choices(range(len(left)), weights)[0]
-            drawn.append(left.pop(chosen))
+            drawn += rng.choices(left, weights)
+            left.remove(drawn[-1])
         return drawn
 
     def _keep(self, index: int, record: TaskRecord) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,24 +15,24 @@ from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.training import RolloutReport
 from agentlightning.assemble.model_calls import calls, has_failed, is_call, model_of, untrainable_calls
 from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
 from agentlightning.models.resolve import TINY
+from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.signs import LEAK_SHARE, answers_in_prompts
-from agentlightning.training.measurements import without_reward
 from agentlightning.training.persistence.run_changes import Tasks, read_tasks
 from agentlightning.training.persistence.run_dir import RunDir
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.collector import RolloutPlan, describe_failure
 from agentlightning.training.sources.transcripts import transcript_of
+from agentlightning.training.sources.trials import run_trials
 from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking.tracking import check_installed
 
@@ -83,20 +82,32 @@ class DryRunRollout:
     """The messages of its last call, and the answer."""
 
 
-def observe_calls(spans: Sequence[Span], model: str | None) -> dict[str, Any]:
-    """The fields of an observed rollout that its spans tell. `model`: the name of the policy; None: any counts."""
-    answered = calls(spans)
+def observe(
+    task: Any, report: RolloutReport, attempt: Attempt | None, reason: str | None, model: str | None
+) -> DryRunRollout:
+    """`reason`: why it was rejected; `model`: the name of the policy; None: any counts."""
+    spans, answered = report.spans, calls(report.spans)
     own = [span for span in answered if model is None or model_of(span) in (None, model)]
-    return {
-        "policy_calls": len(own),
-        "other_models": tuple(sorted({model_of(span) or "?" for span in answered if span not in own})),
-        "failed_calls": tuple(_error(span) for span in spans if is_call(span) and has_failed(span)),
-        "without_tokens": len(untrainable_calls(own)),
-        "sampled_tokens": sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
-        "truncated": sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
-        "tool_errors": _tool_errors(spans),
-        "transcript": transcript_of(spans),
-    }
+    ended = attempt is not None and attempt.status == "succeeded"
+    return DryRunRollout(
+        report.rollout_id,
+        task,
+        "failed" if attempt is None else attempt.status,
+        0.0 if attempt is None else (attempt.end_time or attempt.start_time) - attempt.start_time,
+        report.output,
+        report.score,
+        failure=None if ended else report.failure,
+        rejection=None if reason is None else report.failure,
+        reason=reason,
+        policy_calls=len(own),
+        other_models=tuple(sorted({model_of(span) or "?" for span in answered if span not in own})),
+        failed_calls=tuple(_error(span) for span in spans if is_call(span) and has_failed(span)),
+        without_tokens=len(untrainable_calls(own)),
+        sampled_tokens=sum(len(span.attributes.get(names.RESPONSE_TOKEN_IDS) or ()) for span in own),
+        truncated=sum("length" in (span.attributes.get(names.FINISH_REASONS) or ()) for span in own),
+        tool_errors=_tool_errors(spans),
+        transcript=transcript_of(spans),
+    )
 
 
 def _error(span: Span) -> str:
@@ -106,8 +117,8 @@ def _error(span: Span) -> str:
 
 def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
     """Of recorded tool calls; and of the results that the model was given, which say it in words."""
-    recorded = [f"{step.name}: {step.error}" for step in steps(spans) if step.kind == "tool" and step.error]
-    if not recorded:
+    found = [f"{step.name}: {step.error}" for step in steps(spans) if step.kind == "tool" and step.error]
+    if not found:
         named: dict[Any, Any] = {}
         messages = (message.get("parts") or () for message in transcript_of(spans))
         for part in (part for parts in messages for part in parts if isinstance(part, Mapping)):
@@ -115,8 +126,8 @@ def _tool_errors(spans: Sequence[Span]) -> tuple[str, ...]:
                 named[part.get("id")] = part.get("name")
             elif part.get("type") == "tool_call_response":
                 text = str(part.get("response", part.get("result", part.get("content", "")))).strip()
-                recorded += [f"{named.get(part.get('id'), 'tool')}: {text}"] if TOOL_ERROR.match(text) else []
-    return tuple(each[:MOST_TEXT] for each in recorded)
+                found += [f"{named.get(part.get('id'), 'tool')}: {text}"] if TOOL_ERROR.match(text) else []
+    return tuple(each[:MOST_TEXT] for each in found)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -339,19 +350,9 @@ def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig
 
 def tasks_of_run(run_dir: Path) -> Datasets:
     """Those that a run was started with."""
-    opened = RunDir.open(run_dir)
-    try:
+    with closing(RunDir.open(run_dir)) as opened:
         found = read_tasks(opened)
-    finally:
-        opened.close()
     return found.train, found.validation, found.held_out
-
-
-@contextmanager
-def directory() -> Generator[Path]:
-    """Where the run of a dry run is, until it ends."""
-    with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
-        yield Path(folder) / "run"
 
 
 async def dry_run(
@@ -362,27 +363,23 @@ async def dry_run(
 ) -> DryRun:
     """Check tasks, agent, reward and model, then a few rollouts. `config`: the settings of the run that is to follow.
     Raises ConfigError for settings that cannot work."""
-    started, checks = time.monotonic(), [check_tasks(config, tasks)]
+    started, trains = time.monotonic(), algorithm.learns_weights
+    checks, rollouts = [check_tasks(config, tasks)], tuple[DryRunRollout, ...]()
     try:
         async with wired() as (runner, run):
-            checks += [check_imports(config), *([check_model(config)] if algorithm.learns_weights else [])]
-            checks += check_tool_format(run.chat) if algorithm.learns_weights else []
+            reward = "the number that it returns" if config.reward is None else config.reward
+            loaded = f"{config.agent or 'the given object'} is loaded; its reward: {reward}"
+            checks.append(DryRunCheck("agent", "ok", loaded))
+            if trains:
+                checks += [check_model(config), *check_tool_format(run.chat)]
             rollouts = await run_beside(runner, rehearse(run, algorithm))
+        checks += checks_of(rollouts, trains=trains, random_weights=config.policy.model == TINY)
     except ConfigError:
         raise
     except AgentLightningError as error:
         name = "agent" if isinstance(error, AgentError) else "model"
         checks.append(DryRunCheck(name, "failed", f"{type(error).__name__}: {error}"))
-        return DryRun(tuple(checks), seconds=time.monotonic() - started)
-    random = config.policy.model == TINY
-    checks += checks_of(rollouts, trains=algorithm.learns_weights, random_weights=random)
     return DryRun(tuple(checks), rollouts, time.monotonic() - started)
-
-
-def check_imports(config: TrainConfig) -> DryRunCheck:
-    """Those that succeeded."""
-    reward = "the number that it returns" if config.reward is None else config.reward
-    return DryRunCheck("agent", "ok", f"{config.agent or 'the given object'} is loaded; its reward: {reward}")
 
 
 def check_tool_format(chat: ChatFormat) -> list[DryRunCheck]:
@@ -421,41 +418,18 @@ def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:
 
 async def rehearse(run: TrainingRun, algorithm: Algorithm[Any]) -> tuple[DryRunRollout, ...]:
     """Run the rollouts. None of them stops it."""
-    collector, label = run.account.collector, f"{run.state.run_id}-dry-run"
+    collector, progress, label = run.account.collector, run.account.progress, f"{run.state.run_id}-dry-run"
     temperature = float(getattr(algorithm.config, "temperature", 1.0)) if hasattr(algorithm, "config") else 1.0
     resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
-    chosen = enumerate(run.train_tasks[:TASKS])
-    plans = [RolloutPlan(f"{label}-{i}-{j}", task, f"{label}-{i}") for i, task in chosen for j in range(REPEATS)]
-    run.account.progress.phase("rollouts", len(plans))
-    collected = await collector.collect(
-        plans,
-        resources_id=resources_id,
-        check=lambda trajectories: without_reward(trajectories, algorithm.reward_weights),
-        max_failed_share=1.0,
-        max_rejected_share=1.0,
-        on_progress=run.account.progress.update,
+    tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}
+    progress.phase("rollouts", len(tasks))
+    collected, reports = await run_trials(
+        collector, label, tasks, resources_id, algorithm.reward_weights, progress.update
     )
-    ids = [plan.rollout_id for plan in plans]
+    ids = [each.rollout_id for each in reports]
     attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
-    spans = {rollout_id: found async for rollout_id, found in collector.store.iter_spans(ids)}
-    rejected = {each.rollout_id: each for each in collected.rejected}
-    scores = {each.rollout_id: team_score(each, algorithm.reward_weights) for each in collected.trajectories}
-    found: list[DryRunRollout] = []
-    for plan in plans:
-        attempt, refused = attempts.get(plan.rollout_id), rejected.get(plan.rollout_id)
-        ended = attempt is not None and attempt.status == "succeeded"
-        found.append(
-            DryRunRollout(
-                plan.rollout_id,
-                plan.task,
-                "failed" if attempt is None else attempt.status,
-                0.0 if attempt is None else (attempt.end_time or attempt.start_time) - attempt.start_time,
-                None if attempt is None else attempt.metadata.get("output"),
-                scores.get(plan.rollout_id),
-                failure=None if ended else describe_failure(attempt),
-                rejection=refused and refused.message,
-                reason=refused and refused.reason,
-                **observe_calls(spans.get(plan.rollout_id, []), collector.reader.model),
-            )
-        )
-    return tuple(found)
+    reasons = {each.rollout_id: each.reason for each in collected.rejected}
+    return tuple(
+        observe(task, report, attempts.get(each), reasons.get(each), collector.reader.model)
+        for each, task, report in zip(ids, tasks.values(), reports, strict=True)
+    )

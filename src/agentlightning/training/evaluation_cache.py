@@ -12,17 +12,15 @@ import inspect
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-from agentlightning.config import RunnerConfig
 from agentlightning.errors import ConfigError
-from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import PRIVATE_QUEUE
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
@@ -30,7 +28,6 @@ from agentlightning.task import task_key
 from agentlightning.util.file_lock import lock_file
 
 DIGITS = 32
-SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max_calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +70,12 @@ class EvaluationCache:
 
 
 def open_cache(
-    directory: Path,
-    stack: AsyncExitStack,
-    *,
-    agent: Any,
-    reward: Any,
-    model: str | Path | None,
-    mode: str,
-    config: RunnerConfig,
-    resources: NamedResources,
+    directory: Path, stack: AsyncExitStack, agent: Any, reward: Any, model: str | Path | None, *settings: Any
 ) -> EvaluationCache:
-    """Open the cache in a directory. Raises ConfigError where another process uses it, or nothing can be written."""
+    """Open the cache in a directory; `settings`: what else tells results apart, as JSON values. Raises ConfigError
+    where another process uses it, or nothing can be written."""
     files = None if model is None else _files(Path(model))
-    seen = [config.model_dump(mode="json", include=SEEN_BY_AGENTS), named_resources.dump_python(resources, mode="json")]
-    settings = _digest([identity(agent), identity(reward), files, mode, *seen])
+    known = _digest([identity(agent), identity(reward), files, *settings])
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context((directory / "lock").open("w"))
@@ -96,7 +85,7 @@ def open_cache(
         raise ConfigError(f"another evaluation uses cache={str(directory)!r}; wait for it, or use another directory")
     store = LightningStore(directory / "store.db")
     stack.push_async_callback(store.close)
-    return EvaluationCache(store, settings)
+    return EvaluationCache(store, known)
 
 
 def identity(part: Any) -> Any:
@@ -119,6 +108,7 @@ def _named(spec: str) -> Any:
 
 
 def _described(value: Any, above: frozenset[int]) -> Any:
+    """`above`: the objects that hold it."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, bytes | Path):
@@ -126,35 +116,29 @@ def _described(value: Any, above: frozenset[int]) -> Any:
     if id(value) in above:
         return "again"
     above = above | {id(value)}
-    if isinstance(value, Mapping):
-        return [[_described(each, above) for each in pair] for pair in cast("Mapping[Any, Any]", value).items()]
-    if isinstance(value, list | tuple):
-        return [_described(each, above) for each in cast("Iterable[Any]", value)]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_described(each, above)) for each in cast("Iterable[Any]", value))
     if isinstance(value, ModuleType):
         return value.__name__
-    if isinstance(value, MethodType):
-        return [_described(value.__self__, above), value.__name__]
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         defaults = [value.__defaults__, value.__kwdefaults__]
         return [_source(value), _code(value.__code__), _described([cells, defaults], above)]
     if inspect.isclass(value) or inspect.isbuiltin(value):
         return _source(value)
-    return _instance(value, above)
-
-
-def _instance(value: Any, above: frozenset[int]) -> Any:
-    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-    if not hasattr(value, "__dict__") and not slots:
-        raise ConfigError(
-            f"the cache cannot tell this {type(value).__name__} from another; give the agent and the reward as"
-            " module:name, or leave out cache"
-        )
-    state = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
-    state = {name: each for name, each in state.items() if not name.startswith("__")}
-    return [_source(type(value)), _described(state, above)]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_described(each, above)) for each in cast("Iterable[Any]", value))
+    if isinstance(value, Mapping):
+        parts: Any = list(cast("Mapping[Any, Any]", value).items())
+    elif isinstance(value, list | tuple | Iterator):
+        parts = list(cast("Iterable[Any]", value))
+    else:
+        try:
+            parts = value.__reduce_ex__(2)  # its class and its state, as they are pickled
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the cache cannot tell this {type(value).__name__} from another; give the agent and the reward as"
+                " module:name, or leave out cache"
+            ) from error
+    return [_described(each, above) for each in parts]
 
 
 def _source(value: Any) -> Any:

@@ -1,4 +1,10 @@
-"""Governance of a run: the check of its rewards, the audit log of its versions, and the promotion gate.
+"""Governance of a run: its health, the check of its rewards, the audit log of its versions, and the promotion gate.
+
+Health warns of each sign of trouble, and when the policy collapses it may stop the run, or return to a healthy
+checkpoint with a lower learning rate. A checkpoint is *healthy* once a number of further steps have shown no collapse,
+because its signs come some steps after its cause. Two are kept: the healthy one, and the next candidate. A run that
+stops has returned to the healthy one, too, so that it can be resumed; both are bounded in number by
+`run.max_rollbacks`.
 
 The guard checks the rewards of every batch before it is learned from, as `[guard]` says. What it measures is in the
 metrics of the step (`rewards_missing_share`, `reward_drift`, `reward_disagreement`); what violates a limit is there as
@@ -23,21 +29,23 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import scalar_reward
-from agentlightning.config import GateConfig, RewardGuard
+from agentlightning.config import GateConfig, RewardGuard, RunConfig
 from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_reward, team_score
+from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
+from agentlightning.policy.base import UpdateOptions
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout, Rollout
 from agentlightning.runner.agents.arguments import Invocation
@@ -49,15 +57,103 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
-from agentlightning.training.health.recovery import Health
-from agentlightning.training.health.signs import STEPS_BEFORE, discordance, distance, violations
-from agentlightning.training.health.step_record import VIOLATION, StepRecord
-from agentlightning.training.measurements import TEMPERATURES
+from agentlightning.training.health.batch import score_of
+from agentlightning.training.health.examination import check_run
+from agentlightning.training.health.signs import STEPS_BEFORE, beyond_limits, discordance, distance, signs_of
+from agentlightning.training.health.step_record import DIMENSION, VALIDATION, StepRecord
+from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint
-from agentlightning.training.sources.collector import RolloutPlan
 from agentlightning.trajectory import Reward, Trajectory
+
+# -- health ----------------------------------------------------------------------------------------------------------
+
+HEALTHY_STEPS: Final = 5
+"""Steps without a sign of collapse after which a checkpoint is healthy: `signs.LAST` and one."""
+
+
+@dataclass(slots=True)
+class HealthState:
+    healthy: KeptCheckpoint | None = None
+    """The newest checkpoint known to be from before any collapse."""
+    candidate: KeptCheckpoint | None = None
+    """The one that is to follow it."""
+    rollbacks: int = 0
+    """The number of returns to a healthy checkpoint."""
+    lr_factor: float = 1.0
+    """The factor of the learning rate after these."""
+
+
+class Health(Callback[HealthState]):
+    """Judges each step together with those before it, and acts on a collapse as `run.on_collapse` says."""
+
+    name = "health"
+    state_class = HealthState
+
+    def __init__(
+        self, config: RunConfig, account: RunAccount, checkpoints: Checkpoints, *, judges: bool = True
+    ) -> None:
+        """`judges`: whether the run has rollouts of the present weights, which is what signs assume."""
+        self.config, self.account, self.checkpoints, self.judges = config, account, checkpoints, judges
+
+    async def on_start(self) -> None:
+        """There is always a checkpoint to return to."""
+        if self.config.on_collapse != "warn" and self.state.healthy is None:
+            self.state.healthy = self.state.candidate = await self.checkpoints.keep()
+
+    def before_update(self, options: UpdateOptions) -> UpdateOptions:
+        return replace(options, lr_factor=options.lr_factor * self.state.lr_factor)
+
+    async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
+        if not self.judges:
+            return None
+        state, run = self.state, self.account.state
+        signs = signs_of([*self.account.records, StepRecord.read(step.line)])
+        self.account.warn({sign.name: str(sign) for sign in signs})
+        sign, healthy = next((sign for sign in signs if sign.is_collapse), None), state.healthy
+        if sign is None or healthy is None or self.config.on_collapse == "warn":
+            return None
+        await self.checkpoints.rollback(healthy["directory"], healthy["version"])
+        state.candidate, step.saves = healthy, True
+        back = f"returned to the weights of step {healthy['step']}"
+        stops = self.config.on_collapse == "stop" or state.rollbacks >= self.config.max_rollbacks
+        if stops:
+            why = f'run.on_collapse = "{self.config.on_collapse}"'
+            if self.config.on_collapse == "rollback":
+                why += f", after {state.rollbacks} rollbacks (run.max_rollbacks)"
+            step.stop = (
+                f"step {run.step}: {sign}.\nThe run has {back} and stopped: {why}. Continue with a lower learning rate:"
+                f" agl train --resume {self.account.run_dir.path} algorithm.optimizer.lr=..."
+            )
+        else:
+            state.rollbacks += 1
+            state.lr_factor *= self.config.rollback_lr_factor
+            step.notes.append(
+                f"step {run.step}: {back}, with {state.lr_factor:.3g} of the learning rate (rollback"
+                f" {state.rollbacks} of {self.config.max_rollbacks}), because {sign.what}"
+            )
+        did = "stopped" if stops else "rolled_back"
+        return {did: 1.0, "returned_to_step": float(healthy["step"]), "lr_factor": state.lr_factor}
+
+    async def on_checkpoint(self) -> None:
+        """That of a step without collapse is the next candidate when due."""
+        state, written = self.state, self.checkpoints.written
+        if written is None or state.candidate is None:
+            return
+        if written["step"] - state.candidate["step"] >= HEALTHY_STEPS:
+            state.healthy, state.candidate = state.candidate, written
+
+    async def on_stage(self) -> None:
+        """Return to no checkpoint before the one with which a stage begins."""
+        if (written := self.checkpoints.written) is not None:
+            self.return_to(written)
+
+    def return_to(self, kept: KeptCheckpoint) -> None:
+        """Return to no other checkpoint than this from now on, where one is kept at all."""
+        if self.state.healthy is not None:
+            self.state.healthy = self.state.candidate = kept
+
 
 # -- second reward ---------------------------------------------------------------------------------------------------
 
@@ -68,18 +164,15 @@ CONCURRENCY: Final = 8
 logger = logging.getLogger(__name__)
 
 
-def with_attempt(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
-    return AttemptedRollout(**{name: getattr(rollout, name) for name in rollout.__struct_fields__}, attempt=attempt)
-
-
 async def apply_reward(
-    store: LightningStoreBase, function: RewardFunction, rollout: AttemptedRollout, spans: Sequence[Span]
+    store: LightningStoreBase, function: RewardFunction, rollout: Rollout, attempt: Attempt, spans: Sequence[Span]
 ) -> Reward:
     """What a reward function gives a stored rollout. Raises RewardError, and whatever the function raises."""
     resources = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
-    invocation = Invocation(rollout, {} if resources is None else resources.resources, task=rollout.input)
-    output = rollout.attempt.metadata.get("output")
-    value = await asyncio.to_thread(function.start, invocation, output, spans=spans)
+    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
+    attempted = AttemptedRollout(**fields, attempt=attempt)
+    invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
+    value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
     return check_reward(await value if inspect.isawaitable(value) else value, function.source)
 
 
@@ -103,37 +196,43 @@ class SecondReward:
     async def scores(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """By rollout id. One that the function raises for, or gives no number, is left out; the first is logged."""
         limit = asyncio.Semaphore(CONCURRENCY)
-        failures: list[str] = []
 
         async def score(rollout_id: str) -> float | None:
             async with limit:
-                try:
-                    return await self._score(rollout_id)
-                except Exception as error:  # noqa: BLE001  The boundary of the user's function; counted as missing.
-                    failures.append(f"rollout {rollout_id}: {type(error).__name__}: {error}")
+                rollout = await self.store.get_rollout_by_id(rollout_id)
+                attempt = await self.store.get_latest_attempt(rollout_id)
+                if rollout is None or attempt is None:
                     return None
+                spans = await self.store.query_spans(rollout_id, attempt.attempt_id)
+                reward = await apply_reward(self.store, self.function, rollout, attempt, spans)
+                return scalar_reward(reward, self.weights)
 
-        found = await asyncio.gather(*map(score, rollout_ids))
+        # The boundary of the user's function: what it raises is counted as missing.
+        results = await asyncio.gather(*map(score, rollout_ids), return_exceptions=True)
+        found = dict(zip(rollout_ids, results, strict=True))
+        failures = [
+            f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
+        ]
         if failures:
-            logger.warning("%s gave %d rollouts no score. %s", self.function.source, len(failures), failures[0])
-        return {key: value for key, value in zip(rollout_ids, found, strict=True) if value is not None}
-
-    async def _score(self, rollout_id: str) -> float | None:
-        rollout = await self.store.get_rollout_by_id(rollout_id)
-        attempt = await self.store.get_latest_attempt(rollout_id)
-        if rollout is None or attempt is None:
-            return None
-        spans = await self.store.query_spans(rollout_id, attempt.attempt_id)
-        reward = await apply_reward(self.store, self.function, with_attempt(rollout, attempt), spans)
-        return scalar_reward(reward, self.weights)
+            source = self.function.source
+            logger.warning("%s gave %d rollouts no score. rollout %s", source, len(failures), failures[0])
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
 
 WITHOUT_REWARD: Final = frozenset({MISSING_REWARD, CALL_LIMIT, RewardError.reason})
 """Reasons of rejected rollouts that have no usable reward."""
+METRICS: Final = {
+    "missing": "rewards_missing_share",
+    "drift": "reward_drift",
+    "disagreement": "reward_disagreement",
+}
+"""The metric of what is measured, whether it violates its limit or not."""
 MOST_REMEMBERED: Final = 512
 """Rewards of a step that are remembered."""
+Pairs: TypeAlias = Sequence[Sequence[tuple[float, float]]]
+"""Two scores of each rollout of each group."""
 
 
 @dataclass(slots=True)
@@ -155,18 +254,41 @@ class Guard(Callback[GuardState]):
         self._metrics = dict[str, float]()
         """Of the batches of the present step."""
         self._rewards: list[float] = []
+        self._limits = {
+            "out_of_range": 0.0,
+            "missing": guard.max_missing,
+            "drift": guard.max_drift,
+            "disagreement": guard.max_disagreement,
+        }
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
-        rewards = {each.rollout_id: _score(each, self.weights) for each in collected.trajectories}
+        rewards = {each.rollout_id: score_of(each, self.weights) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
-        found = self._range_and_missing(collected, rewards) | self._drift(known)
-        found |= await self._disagreement(collected.trajectories, rewards)
+        low, high = self.guard.low, self.guard.high
+        finished = len(collected.trajectories) + len(collected.rejected)
+        rejected = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
+        shares = [discordance(each) for each in await self._pairs(collected.trajectories, rewards)]
+        measured = {
+            "out_of_range": sum(
+                not (-math.inf if low is None else low) <= reward <= (math.inf if high is None else high)
+                for reward in known
+            ),
+            "missing": (rejected + len(rewards) - len(known)) / max(1, finished),
+            "drift": distance(known, [reward for step in self.state.recent_rewards for reward in step]),
+            "disagreement": max((share for share in shares if share is not None), default=None),
+        }
         self._rewards += filter(math.isfinite, known)
+        found = dict[str, float]()
+        for name, value in measured.items():
+            if value is not None and name in METRICS:
+                found[METRICS[name]] = value
+            if value is not None and value > self._limits[name]:
+                found[f"guard_{name}"] = float(value)
         for name, value in found.items():  # a step may have several batches
             both = value + self._metrics.get(name, 0.0)
             self._metrics[name] = both if name.endswith("out_of_range") else max(value, self._metrics.get(name, value))
-        violated = list(violations([StepRecord.read({"step": 1, **found})]))
+        violated = list(beyond_limits([StepRecord.read(found)]))
         if violated and self.guard.on_violation == "stop":
             raise TrainingStopped(
                 f"step {self.account.state.step + 1}: {'; '.join(map(str, violated))}.\nThe run has not learned from"
@@ -183,78 +305,28 @@ class Guard(Callback[GuardState]):
     async def on_stage(self) -> None:
         self.state.recent_rewards.clear()
 
-    async def on_revision(self) -> None:
-        self.state.recent_rewards.clear()
+    on_revision = on_stage
 
-    def _range_and_missing(self, collected: Collected, rewards: Mapping[str, float | None]) -> dict[str, float]:
-        guard, found = self.guard, dict[str, float]()
-        low, high = (-math.inf if guard.low is None else guard.low), (math.inf if guard.high is None else guard.high)
-        beyond = sum(reward is not None and not low <= reward <= high for reward in rewards.values())
-        if beyond:
-            found[f"{VIOLATION}out_of_range"] = float(beyond)
-        missing = sum(each.reason in WITHOUT_REWARD for each in collected.rejected)
-        missing += sum(reward is None for reward in rewards.values())
-        finished = len(collected.trajectories) + len(collected.rejected)
-        share = missing / finished if finished else 0.0
-        found["rewards_missing_share"] = share
-        if share > guard.max_missing:
-            found[f"{VIOLATION}missing"] = share
+    async def _pairs(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]) -> list[Pairs]:
+        """What is compared: two dimensions of the reward, and the reward with that of another function."""
+        groups, found = group_trajectories(trajectories), list[Pairs]()
+        if self.guard.agree is not None:
+            first, second = self.guard.agree
+            named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
+            found.append(
+                [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
+            )
+        if self.second is not None:
+            chosen: list[Sequence[Trajectory]] = []
+            for group in groups:
+                if sum(map(len, chosen)) + len(group) <= self.guard.sample:
+                    chosen.append(group)
+            scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
+            both = {
+                key: (reward, scores[key]) for key, reward in rewards.items() if key in scores and reward is not None
+            }
+            found.append([[both[each.rollout_id] for each in group if each.rollout_id in both] for group in chosen])
         return found
-
-    def _drift(self, now: Sequence[float]) -> dict[str, float]:
-        before = [reward for step in self.state.recent_rewards for reward in step]
-        found = distance(now, before)
-        if found is None:
-            return {}
-        return {"reward_drift": found} | ({f"{VIOLATION}drift": found} if found > self.guard.max_drift else {})
-
-    async def _disagreement(
-        self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]
-    ) -> dict[str, float]:
-        groups = group_trajectories(trajectories)
-        shares = [self._of_dimensions(groups), *await self._of_functions(groups, rewards)]
-        known = [share for share in shares if share is not None]
-        if not known:
-            return {}
-        worst = max(known)
-        violated = {f"{VIOLATION}disagreement": worst} if worst > self.guard.max_disagreement else {}
-        return {"reward_disagreement": worst} | violated
-
-    def _of_dimensions(self, groups: Sequence[Sequence[Trajectory]]) -> float | None:
-        if self.guard.agree is None:
-            return None
-        first, second = self.guard.agree
-        named = [[reward for each in group if isinstance(reward := team_reward(each), dict)] for group in groups]
-        return discordance(
-            [[(each[first], each[second]) for each in group if first in each and second in each] for group in named]
-        )
-
-    async def _of_functions(
-        self, groups: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float | None]
-    ) -> list[float | None]:
-        if self.second is None:
-            return []
-        chosen: list[Sequence[Trajectory]] = []
-        for group in groups:
-            if sum(map(len, chosen)) + len(group) <= self.guard.sample:
-                chosen.append(group)
-        scores = await self.second.scores([each.rollout_id for group in chosen for each in group])
-        pairs = [
-            [
-                (reward, scores[each.rollout_id])
-                for each in group
-                if (reward := rewards[each.rollout_id]) is not None and each.rollout_id in scores
-            ]
-            for group in chosen
-        ]
-        return [discordance(pairs)]
-
-
-def _score(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
-    try:
-        return team_score(trajectory, weights)
-    except RewardError:
-        return None
 
 
 # -- audit log -------------------------------------------------------------------------------------------------------
@@ -304,47 +376,29 @@ class Audit(Callback[NoState]):
 
     async def on_step(self, step: FinishedStep) -> None:
         publisher = self.checkpoints.publisher
-        resources = named_resources.dump_python(publisher.resources, mode="json") if publisher.published else None
-        scores = {
-            name: float(value)
-            for name, value in step.line.items()
-            if name == "reward" or name.startswith(("validation_", "reward_of_"))
-            if isinstance(value, int | float)
-        }
-        self.write(
-            AuditRecord(
-                "learned",
-                self.account.state.step,
-                self.checkpoints.version,
-                self.algorithm,
-                time.time(),
-                tuple(each.rollout_id for each in step.collected.trajectories),
-                scores,
-                resources=resources,
-            )
+        self._write(
+            "learned",
+            rollouts=tuple(each.rollout_id for each in step.collected.trajectories),
+            scores={
+                name: float(value)
+                for name, value in step.line.items()
+                if name == "reward" or name.startswith((VALIDATION, DIMENSION))
+                if isinstance(value, int | float)
+            },
+            resources=named_resources.dump_python(publisher.resources, mode="json") if publisher.published else None,
         )
 
-    def write(self, record: AuditRecord) -> None:
+    def _write(self, action: Action, **fields: Any) -> AuditRecord:
+        given: Any = {"version": self.checkpoints.version, "algorithm": self.algorithm, "time": time.time()} | fields
+        record = AuditRecord(action, self.account.state.step, **given)
         with (self.account.run_dir.path / AUDIT_FILE).open("ab") as file:
             file.write(orjson.dumps(msgspec.to_builtins(record)) + b"\n")
+        return record
 
-    async def decided(
-        self, action: Action, resources_id: str, reason: str, scores: Mapping[str, float], **more: int | None
-    ) -> None:
-        """The promotion gate has decided. `more`: further fields of the record."""
+    async def decided(self, action: Action, **fields: Any) -> None:
+        """The promotion gate has decided. `fields`: those of the record."""
         state, store = self.account.state, self.account.collector.store
-        fields: dict[str, Any] = {"version": self.checkpoints.version} | more
-        record = AuditRecord(
-            action,
-            state.step,
-            algorithm=self.algorithm,
-            time=time.time(),
-            scores=scores,
-            reason=reason,
-            resources_id=resources_id,
-            **fields,
-        )
-        self.write(record)
+        record = self._write(action, **fields)
         name = f"{state.run_id}-audit-{record.step:06d}{state.suffix}"
         try:
             rollout = await store.start_rollout(
@@ -367,9 +421,8 @@ def read_audit(run_dir: str | Path) -> list[AuditRecord]:
         >>> agl.read_audit("runs/first")[-1].action  # doctest: +SKIP
         'promoted'
     """
+    check_run(Path(run_dir))
     path = Path(run_dir) / AUDIT_FILE
-    if not (Path(run_dir) / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
     if not path.exists():
         return []
     found: dict[tuple[int, str], AuditRecord] = {}
@@ -385,8 +438,6 @@ def read_audit(run_dir: str | Path) -> list[AuditRecord]:
 
 
 # -- promotion gate --------------------------------------------------------------------------------------------------
-
-Scores = Sequence[float | None]
 
 
 def guard_tasks(config: GateConfig, tasks: Tasks) -> list[Any]:
@@ -405,7 +456,9 @@ def guard_tasks(config: GateConfig, tasks: Tasks) -> list[Any]:
     return found[: config.limit]
 
 
-def difference(before: Scores, after: Scores, confidence: float, margin: float = 0.0) -> Gain:
+def difference(
+    before: Sequence[float | None], after: Sequence[float | None], confidence: float, margin: float = 0.0
+) -> Gain:
     """The paired difference where a task without a reward counts as the lowest. Raises RewardError if none has one."""
     known = [score for score in (*before, *after) if score is not None]
     if not known:
@@ -440,16 +493,13 @@ class Gate(Callback[GateState]):
         checkpoints: Checkpoints,
         audit: Audit,
         health: Health,
-        tasks: Sequence[Any],
-        weights: Mapping[str, float] | None = None,
+        measurements: Measurements,
     ) -> None:
-        """`tasks`: the guard set. Raises AgentError where the reward of the gate cannot be loaded."""
+        """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError for its tasks."""
         self.config, self.account, self.checkpoints, self.audit = config, account, checkpoints, audit
-        self.health, self.tasks, self.weights = health, tasks, weights
-        self.second = SecondReward.load(account.collector.store, config.reward, weights)
-        self._said = ""
-        """What was decided in the present step."""
-        self._lost = False
+        self.health, self.measurements = health, measurements
+        self.tasks = guard_tasks(config, measurements.tasks)
+        self.second = SecondReward.load(account.collector.store, config.reward, measurements.reward_weights)
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""
@@ -464,26 +514,26 @@ class Gate(Callback[GateState]):
             )
         self.state.guard_scores = {"start": scores, "promoted": scores}
         self.state.promoted, self.state.judged_step = await self.checkpoints.keep(), self.account.state.step
-        await self.audit.decided("promoted", self._name, "the run starts from it", {"guard": sum(known) / len(known)})
+        numbers = {"guard": sum(known) / len(known)}
+        why = "the run starts from it"
+        await self.audit.decided("promoted", resources_id=self._name, reason=why, scores=numbers)
         self.account.write_state()
 
     async def on_step(self, step: FinishedStep) -> Mapping[str, float] | None:
         if step.returned or not (step.is_last or self.account.state.step % self.config.every == 0):
             return None
         step.saves = True
-        return await self.decide()
-
-    async def on_step_end(self, step: FinishedStep) -> None:
-        self._tell()
+        return await self.decide(step)
 
     async def on_trained(self) -> None:
         """Judge the present version, unless that is done. The result of the run, or of its stage, is the promoted
         one."""
         run = self.account.state
         if self.state.judged_step != run.step:
-            await self.decide()
+            step = FinishedStep(Collected(()), {}, is_last=True)
+            await self.decide(step)
             await self.checkpoints.save()
-            self._tell()
+            self.account.conclude(step)
         if (promoted := self.state.promoted) is not None:
             run.best_step, run.best_checkpoint = promoted["step"], promoted["directory"]
             run.best_version = promoted["version"]
@@ -492,12 +542,12 @@ class Gate(Callback[GateState]):
         self.state.promoted = self.state.judged_step = None
         self.state.guard_scores.clear()
 
-    async def decide(self) -> dict[str, float]:
+    async def decide(self, step: FinishedStep) -> dict[str, float]:
         """Promote the present version, or return to the promoted one. Returns the metrics of that."""
-        state, step = self.state, self.account.state.step
+        state, number = self.state, self.account.state.step
         assert state.promoted is not None
         scores = await self.measure()
-        state.judged_step = step
+        state.judged_step = number
         gains = {
             name: difference(state.guard_scores[name], scores, self.config.confidence, self.config.margin)
             for name in ("promoted", "start")
@@ -506,31 +556,27 @@ class Gate(Callback[GateState]):
         gain, against = gains["promoted"], lost[0] if lost else "promoted"
         reason = _describe(gains[against], against, state.promoted["step"])
         numbers = {"guard": gain.after, "gain": gain.gain, "low": gain.interval[0], "high": gain.interval[1]}
+        decided = partial(self.audit.decided, resources_id=self._name, reason=reason, scores=numbers)
         found = {"gate_gain": gain.gain, "gate_promoted": float(not lost)}
-        self._lost = bool(lost)
         if not lost:
             state.promoted, state.guard_scores["promoted"] = await self.checkpoints.keep(), scores
-            await self.audit.decided("promoted", self._name, reason, numbers)
-            self._said = f"step {step}: promoted, {reason}"
+            await decided("promoted")
+            step.notes.append(f"step {number}: promoted, {reason}")
             return found
         version, back = self.checkpoints.version, state.promoted["step"]
         state.gate_rejections += 1
         await self.checkpoints.rollback(state.promoted["directory"], state.promoted["version"])
         self.health.return_to(state.promoted)
-        await self.audit.decided("rejected", self._name, reason, numbers, version=version, returned_to=back)
-        self._said = f"step {step}: not promoted, and back to step {back}: {reason}"
-        return {**found, "rolled_back": 1.0, "returned_to_step": float(back)}
-
-    def _tell(self) -> None:
-        """Show what was decided. Raises TrainingStopped where that ends the run."""
-        said, self._said = self._said, ""
-        if said and self._lost and self.config.on_loss == "stop":
-            raise TrainingStopped(
+        await decided("rejected", version=version, returned_to=back)
+        said = f"step {number}: not promoted, and back to step {back}: {reason}"
+        if self.config.on_loss == "stop":
+            step.stop = (
                 f'{said}. gate.on_loss = "stop". The promoted version is kept; continue from it with --resume, another'
                 " reward or a lower learning rate"
             )
-        if said:
-            self.account.progress.note(said)
+        else:
+            step.notes.append(said)
+        return {**found, "rolled_back": 1.0, "returned_to_step": float(back)}
 
     @property
     def _name(self) -> str:
@@ -540,20 +586,9 @@ class Gate(Callback[GateState]):
 
     async def measure(self) -> list[float | None]:
         """The reward of each task of the guard set. A repeated call continues an interrupted one."""
-        name = self._name
-        plans = [RolloutPlan(f"{name}-{index:05d}", task, f"{name}-{index}") for index, task in enumerate(self.tasks)]
-        sampling = {"temperature": TEMPERATURES[self.config.mode]}
-        resources_id = await self.checkpoints.publisher.write(name, sampling)
-        collected = await self.account.collector.collect(
-            plans, resources_id=resources_id, mode="val", max_failed_share=1.0, max_rejected_share=1.0
-        )
-        ids = {each.group: each.rollout_id for each in collected.trajectories}
-        found: Mapping[str, float | None]
-        if self.second is not None:
-            found = await self.second.scores(list(ids.values()))
-        else:
-            found = {each.rollout_id: team_score(each, self.weights) for each in collected.trajectories}
-        return [found.get(ids.get(plan.group, "")) for plan in plans]
+        scores = None if self.second is None else self.second.scores
+        found = await self.measurements.evaluate(self._name, self.config.mode, self.tasks, scores=scores)
+        return list(found.rewards)
 
 
 def _describe(gain: Gain, name: str, step: int) -> str:

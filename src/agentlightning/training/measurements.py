@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import EvaluationConfig
@@ -15,6 +15,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import Rejection, describe_reasons, rejection
 from agentlightning.errors import RewardError
 from agentlightning.evaluation.evaluation import WITHOUT_REWARD, Evaluation, comparable_scores
+from agentlightning.training.account import RunAccount
 from agentlightning.training.persistence.checkpoints import ResourcePublisher
 from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import RunState
@@ -27,6 +28,8 @@ from agentlightning.trajectory import Trajectory
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 """Sampling temperature of each evaluation mode."""
+Scores: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, float]]]
+"""Gives rollouts their rewards, by id."""
 
 
 async def evaluate_tasks(
@@ -40,23 +43,30 @@ async def evaluate_tasks(
     reward_weights: Mapping[str, float] | None = None,
     max_failed_share: float | None = None,
     require_reward: bool = False,
+    scores: Scores | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_collected: Callable[[Collected], Awaitable[None]] | None = None,
 ) -> Evaluation:
     """The rewards of each task's rollouts, `repeats` of them. Rollout ids begin with `name`, unless they are given,
-    task by task: a repeated call continues an interrupted evaluation.
+    task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
+    those that the rollouts have.
 
     Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
     RewardError where rollouts succeed and none has a usable reward.
     """
-    plans = _plans(tasks, name, repeats)
+    ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
+    plans = [
+        RolloutPlan(f"{name}-{index:05d}{end}", task, f"{name}-{index}{end}")
+        for index, task in enumerate(tasks)
+        for end in ends
+    ]
     if rollout_ids is not None:
         plans = [replace(plan, rollout_id=each) for plan, each in zip(plans, rollout_ids, strict=True)]
     collected = await collector.collect(
         plans,
         resources_id=resources_id,
         mode="val",
-        check=lambda trajectories: without_reward(trajectories, reward_weights),
+        check=None if scores is not None else lambda trajectories: without_reward(trajectories, reward_weights),
         max_failed_share=max_failed_share,
         max_rejected_share=1.0,
         on_progress=on_progress,
@@ -69,22 +79,18 @@ async def evaluate_tasks(
         )
     if on_collected is not None:
         await on_collected(collected)
-    rewards = {each.group: team_score(each, reward_weights) for each in collected.trajectories}
+    ids = {each.group: each.rollout_id for each in collected.trajectories}
+    if scores is not None:
+        known = await scores(list(ids.values()))
+    else:
+        known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
+    rewards = {group: known.get(rollout_id) for group, rollout_id in ids.items()}
     found = [rewards.get(plan.group) for plan in plans]
     return Evaluation.of_rollouts(
         [found[start : start + repeats] for start in range(0, len(found), repeats)],
         seconds=collected.seconds,
         reasons=collected.left_out,
     )
-
-
-def _plans(tasks: Sequence[Any], name: str, repeats: int) -> list[RolloutPlan]:
-    ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
-    return [
-        RolloutPlan(f"{name}-{index:05d}{end}", task, f"{name}-{index}{end}")
-        for index, task in enumerate(tasks)
-        for end in ends
-    ]
 
 
 def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None) -> list[Rejection]:
@@ -105,17 +111,17 @@ def without_reward(trajectories: Sequence[Trajectory], weights: Mapping[str, flo
 class Measurements:
     """Evaluates the present weights and resources, and records the results in the run's state."""
 
-    collector: RolloutCollector
+    account: RunAccount
     publisher: ResourcePublisher
-    state: RunState
     tasks: Tasks
     config: EvaluationConfig
     reward_weights: Mapping[str, float] | None
-    on_collected: Callable[[Collected], Awaitable[None]]
-    on_progress: Callable[[int], None]
-    write_state: Callable[[], None]
     validates: bool = True
     """False: the algorithm chooses its result on the validation tasks itself."""
+
+    @property
+    def state(self) -> RunState:
+        return self.account.state
 
     @property
     def validation(self) -> Sequence[Any]:
@@ -140,12 +146,12 @@ class Measurements:
 
     async def validate(self) -> dict[str, Evaluation]:
         """The reward of the validation tasks, by mode."""
-        label = f"validation-{self.state.step:06d}"
-        return {mode: await self.evaluate(label, mode, self.validation) for mode in self.config.modes}
+        modes = self.config.modes
+        return {mode: await self.evaluate(self.validation_name(mode), mode, self.validation) for mode in modes}
 
     def validation_name(self, mode: str) -> str:
         """The beginning of the ids of the rollouts of the step's validation."""
-        return f"{self.state.run_id}-validation-{self.state.step:06d}-{mode}{self.state.suffix}"
+        return self.name(f"validation-{self.state.step:06d}", mode)
 
     def is_best(self, results: Mapping[str, Evaluation]) -> bool:
         """Whether these are as good as the best validation so far, and if so record them. Tasks without a reward count
@@ -186,36 +192,46 @@ class Measurements:
         """Held-out reward by mode, measured once for each label in the life of a run. `purpose` names its rollouts."""
         results: dict[str, Evaluation] = {}
         for index, mode in enumerate(self.config.modes):
-            name, done = f"{label}-{mode}", index * len(self.held_out)
+            name = f"{label}-{mode}"
             if name not in self.state.evaluations:
-                result = await self.evaluate(
-                    purpose, mode, self.held_out, lambda count, done=done: self.on_progress(done + count), strict
-                )
+                done = index * len(self.held_out)
+
+                def show(count: int, done: int = done) -> None:
+                    self.account.progress.update(done + count)
+
+                result = await self.evaluate(self.name(purpose, mode), mode, self.held_out, show, strict=strict)
                 self.state.evaluations[name] = list(result.rewards)
                 self.state.reasons[name] = dict(result.reasons)
-                self.write_state()
+                self.account.write_state()
             rewards, reasons = self.state.evaluations[name], self.state.reasons.get(name, {})
             results[mode] = Evaluation(tuple(rewards), reasons=reasons)
         return results
 
+    def name(self, purpose: str, mode: str) -> str:
+        """The beginning of the ids of the rollouts of an evaluation, and its resources."""
+        return f"{self.state.run_id}-{purpose}-{mode}{self.state.suffix}"
+
     async def evaluate(
         self,
-        label: str,
+        name: str,
         mode: str,
         tasks: Sequence[Any],
         on_progress: Callable[[int], None] | None = None,
+        *,
         strict: bool = False,
+        scores: Scores | None = None,
     ) -> Evaluation:
-        """The reward of tasks under the present weights and resources. Failures are part of the result."""
-        name = f"{self.state.run_id}-{label}-{mode}{self.state.suffix}"
+        """The reward of tasks under the present weights and resources. Failures are part of the result, unless it is
+        `strict`."""
         return await evaluate_tasks(
-            self.collector,
+            self.account.collector,
             tasks,
             name=name,
             resources_id=await self.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
             reward_weights=self.reward_weights,
             max_failed_share=None if strict else 1.0,
             require_reward=strict,
+            scores=scores,
             on_progress=on_progress,
-            on_collected=self.on_collected,
+            on_collected=self.account.name_evaluated,
         )

@@ -13,22 +13,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, RolloutSource, Stage, Want
 from agentlightning.assemble import AUTOMATIC_REWARDS
 from agentlightning.chat.base import ChatFormat
 from agentlightning.credit.rejection import Check, count_reasons
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.policy.base import UPDATE, UpdateOptions
-from agentlightning.resources import NamedResources, PromptTemplate
+from agentlightning.resources import NamedResources, PromptTemplate, prompts_in
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep
 from agentlightning.training.health.batch import batch_metrics
+from agentlightning.training.health.examination import closing_warnings
+from agentlightning.training.health.step_record import VALIDATION
 from agentlightning.training.learner import PolicyLearner, age
 from agentlightning.training.measurements import TEMPERATURES, Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
-from agentlightning.training.persistence.run_dir import RunState, StageRecord
+from agentlightning.training.persistence.run_dir import RunState, StageRecord, write_atomically
 from agentlightning.training.recorded import RecordedSource
+from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
 from agentlightning.training.sources.trials import run_trials
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
@@ -36,17 +41,6 @@ from agentlightning.util.plugins import calls_of
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 # The stages of a run of several algorithms, as its state records them.
-
-
-def record_of(stage: Stage, state: RunState) -> StageRecord:
-    """The record of a stage that begins now."""
-    return {
-        "name": stage.name,
-        "first_step": state.step,
-        "rollouts": state.rollouts,
-        "learns_weights": stage.learns_weights,
-        "settings": stage.settings,
-    }
 
 
 def check_order(stage: Stage, records: Sequence[StageRecord], warn: Callable[[str, str], None]) -> None:
@@ -234,7 +228,7 @@ class TrainingRun:
         label = f"evaluation-{self.state.step + 1:06d}" + (f"-part{self._evaluations}" if self._evaluations else "")
         self._evaluations += 1
         chosen = self.measurements.validation if tasks is None else tasks
-        return await self.measurements.evaluate(label, "greedy", chosen)
+        return await self.measurements.evaluate(self.measurements.name(label, "greedy"), "greedy", chosen)
 
     async def finish_step(self, collected: Collected, metrics: Mapping[str, float]) -> None:
         state, self._evaluations = self.state, 0
@@ -245,7 +239,14 @@ class TrainingRun:
             found = await asyncio.to_thread(batch_metrics, collected.trajectories, weights)
             line = step_line(state, collected, found | dict(metrics))
         if self.measurements.validation_is_due(self.total_steps):
-            line |= await self._validate()
+            results = await self.measurements.validate()
+            if self.measurements.is_best(results):
+                await self._keep_best()
+            await self.account.each(lambda callback: callback.on_validation(results))
+            for mode, result in results.items():
+                line[f"{VALIDATION}{mode}"] = result.mean if result.known else math.nan
+                if result.missing:
+                    line[f"missing_{VALIDATION}{mode}"] = result.missing
         step = FinishedStep(collected, line, is_last=state.step == self.total_steps)
 
         async def add(callback: Callback[Any]) -> None:
@@ -258,6 +259,7 @@ class TrainingRun:
             await self.checkpoints.save()
         await self.account.each(lambda callback: callback.on_step_end(step))
         self.account.progress.update(self.step, **record.progress())
+        self.account.conclude(step)
 
     async def begin(self) -> None:
         """Before the first step of a process."""
@@ -274,37 +276,78 @@ class TrainingRun:
         if state.best_checkpoint is not None and state.best_step != state.step:
             await self.checkpoints.rollback(state.best_checkpoint, state.best_version)
 
+    async def report(self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> TrainingResult:
+        """Write what the finished run leaves: its checkpoint and `report.json`. `before`, `after`: held-out reward."""
+        account, state = self.account, self.state
+        gains = {mode: gain_of(before[mode], after[mode]) for mode in before if before[mode].rewards}
+        directory = self.directory / "checkpoint"
+        await self.checkpoints.export(directory)
+        account.write_state()
+        lines = account.run_dir.read_metrics()
+        cost = cost_of_steps(lines)
+        if self.uses_providers:
+            cost = await with_providers(cost, account.collector.store, state.run_id)
+        result = TrainingResult(
+            held_out=gains,
+            missing=dict(state.reasons),
+            rollouts=state.rollouts,
+            failed_rollouts=state.failed_rollouts,
+            rejected_rollouts=dict(state.rejected),
+            skipped_groups=state.skipped_groups,
+            warnings=(*state.warnings.values(), *closing_warnings(account.records, gains).values()),
+            warning_counts=dict(state.warning_counts),
+            rollbacks=state.rollbacks,
+            gate_rejections=state.of("gate").get("gate_rejections", 0),
+            steps=state.step,
+            best_step=state.best_step,
+            seconds=state.seconds,
+            checkpoint=directory,
+            curve=None,
+            run_dir=self.directory,
+            start_prompts=self.start_prompts,
+            prompts=prompts_in(self.resources),
+            stages=stage_results(state, lines, list(gains)),
+            cost=cost,
+            recorded=None if self.recorded is None else self.recorded.result(lines),
+            gateways=None if self.gateways is None else await self.gateways(),
+        )
+        for callback in account.callbacks:
+            with calls_of(type(callback), "callback"):
+                result = await callback.on_end(result)
+        write_atomically(self.directory / "report.json", orjson.dumps(result.as_json(), option=orjson.OPT_INDENT_2))
+        return result
+
     # -- stages --------------------------------------------------------------------------------------------------------
 
     async def begin_stage(self, stage: Stage) -> bool:
-        state = self.state
+        state, account = self.state, self.account
         check_order(stage, state.stages, self.warn)
         if stage.number < len(state.stages):
             return False
         if stage.number > len(state.stages):
-            if state.stages:
-                await self._finish_stage(stage)
-            state.begin_stage(record_of(stage, state))
-            await self._keep_start()
+            if state.stages:  # The next stage begins with the result of the one before it, which is measured.
+                await self.finish()
+                account.progress.phase(f"measuring after stage {stage.place}", self.measurements.rollouts)
+                await self.measurements.measure_stage(stage.place - 1)
+            state.begin_stage(
+                {
+                    "name": stage.name,
+                    "first_step": state.step,
+                    "rollouts": state.rollouts,
+                    "learns_weights": stage.learns_weights,
+                    "settings": stage.settings,
+                }
+            )
+            if state.first_step:
+                await self.checkpoints.save()
+            await account.each(lambda callback: callback.on_stage())
+            account.write_state()
         self.total_steps, self._lr_factor = state.first_step + stage.steps, stage.lr_factor
         self.stop_rollouts_at(self.total_steps)
         self.measurements.validates = not stage.selects_result
         steps = None if stage.selects_result else stage.steps
-        self.account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", steps, done=self.step)
+        account.progress.phase(f"stage {stage.number} of {stage.of}: {stage.name}", steps, done=self.step)
         return True
-
-    async def _keep_start(self) -> None:
-        """Record that a stage has begun, with a checkpoint of what it begins with."""
-        if self.state.first_step:
-            await self.checkpoints.save()
-        await self.account.each(lambda callback: callback.on_stage())
-        self.account.write_state()
-
-    async def _finish_stage(self, following: Stage) -> None:
-        """Leave the next stage the result of the present one, and measure it."""
-        await self.finish()
-        self.account.progress.phase(f"measuring after stage {following.place}", self.measurements.rollouts)
-        await self.measurements.measure_stage(following.place - 1)
 
     async def keep_best(self, score: float) -> None:
         state = self.state
@@ -316,16 +359,6 @@ class TrainingRun:
         self.state.best_step = self.state.step
         self.state.best_checkpoint = await self.checkpoints.write(self.state.step)
         self.state.best_version = self.checkpoints.version
-
-    async def _validate(self) -> dict[str, float]:
-        results = await self.measurements.validate()
-        if self.measurements.is_best(results):
-            await self._keep_best()
-        await self.account.each(lambda callback: callback.on_validation(results))
-        return {
-            **{f"validation_{mode}": result.mean if result.known else math.nan for mode, result in results.items()},
-            **{f"missing_validation_{mode}": result.missing for mode, result in results.items() if result.missing},
-        }
 
 
 def step_line(state: RunState, collected: Collected, metrics: Mapping[str, float]) -> dict[str, Any]:

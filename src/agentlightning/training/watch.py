@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError
@@ -36,7 +37,7 @@ async def watch_rollouts(
     store: LightningStoreBase, run_id: str, progress: Progress, timeout_seconds: float, *, own_store: bool
 ) -> None:
     """Until cancelled. `own_store`: no other run's rollouts are in it, so that attempts can be counted."""
-    watch = _Watch(store, run_id, progress, timeout_seconds, own_store)
+    watch = _Watch(store, progress, timeout_seconds, {} if own_store else {"rollout_id_contains": run_id})
     while True:
         try:
             await watch.look()
@@ -49,75 +50,75 @@ async def watch_rollouts(
                 await watch.show_transcript()
 
 
+@dataclass(slots=True)
 class _Watch:
-    def __init__(
-        self, store: LightningStoreBase, run_id: str, progress: Progress, timeout_seconds: float, own_store: bool
-    ) -> None:
-        self._store, self._progress = store, progress
-        self._timeout, self._own_store = timeout_seconds, own_store
-        self._own: dict[str, Any] = {} if own_store else {"rollout_id_contains": run_id}
-        """What limits a search to the rollouts of this run."""
-        self._named: set[str] = set()
-        self._since: dict[str, float] = {}
-        """Since when an attempt is known to run, on the clock of this process: that of the store may be another."""
-        self._cause: str | None = None
-        self._failed = 0
+    store: LightningStoreBase
+    progress: Progress
+    timeout: float
+    own: dict[str, Any]
+    """What limits a search to the rollouts of this run; empty where all of the store are its own."""
+    named: set[str] = field(default_factory=set[str])
+    """Hanging attempts that were named."""
+    since: dict[str, float] = field(default_factory=dict[str, float])
+    """Since when an attempt is known to run, on the clock of this process: that of the store may be another."""
+    failed: int = 0
+    cause: str | None = None
+    """Why the last one failed."""
 
     async def look(self) -> None:
-        own = self._own
-        running = await running_rollouts(self._store, **own)
+        running = await running_rollouts(self.store, **self.own)
         await self._name_hanging([each.rollout_id for each in running[-MOST_RUNNING:]])
-        failed = await self._store.count_rollouts(status_in=["failed"], **own)
-        if failed != self._failed:
-            self._failed = failed
-            self._cause = await self._last_cause(own)
-        waiting = await self._store.count_rollouts(status_in=["queuing", "requeuing"], **own)
-        succeeded = await self._store.count_rollouts(status_in=["succeeded"], **own)
+        waiting, succeeded = await self._count("queuing", "requeuing"), await self._count("succeeded")
+        failed = await self._count("failed")
+        if failed != self.failed:
+            self.failed, newest = failed, await self._newest("failed")
+            self.cause = newest and describe_failure(newest).splitlines()[-1][:MOST_TEXT]
         retried = 0
-        if self._own_store:
-            counts = await self._store.statistics()
+        if not self.own:
+            counts = await self.store.statistics()
             begun = sum(
                 n for name, n in counts.items() if name.startswith("rollouts.") and not name.endswith("queuing")
             )
             retried = max(0, counts.get("attempts", 0) - begun)
-        self._progress.rollouts(RolloutCounts(waiting, len(running), succeeded, failed, retried, self._cause))
+        self.progress.rollouts(RolloutCounts(waiting, len(running), succeeded, failed, retried, self.cause))
 
-    async def _last_cause(self, own: dict[str, Any]) -> str | None:
-        found = await self._store.query_rollouts(status_in=["failed"], **own, newest_first=True, limit=1)
-        attempt = await self._store.get_latest_attempt(found[0].rollout_id) if found else None
-        return describe_failure(attempt).splitlines()[-1][:MOST_TEXT] if found else None
+    async def _count(self, *status: RolloutStatus) -> int:
+        return await self.store.count_rollouts(status_in=status, **self.own)
+
+    async def _newest(self, status: RolloutStatus) -> Attempt | None:
+        """The last attempt of the newest rollout that has ended so."""
+        found = await self.store.query_rollouts(status_in=[status], **self.own, newest_first=True, limit=1)
+        return await self.store.get_latest_attempt(found[0].rollout_id) if found else None
 
     async def _name_hanging(self, running: list[str]) -> None:
-        attempts: list[Attempt] = await self._store.get_latest_attempts(running) if running else []
+        attempts = await self.store.get_latest_attempts(running) if running else []
         now = time.monotonic()
-        self._since = {each.attempt_id: self._since.get(each.attempt_id, now) for each in attempts}
+        self.since = {each.attempt_id: self.since.get(each.attempt_id, now) for each in attempts}
         for attempt in attempts:
-            seconds = now - self._since[attempt.attempt_id]
-            if seconds < HANGING_SHARE * self._timeout or attempt.attempt_id in self._named:
+            seconds = now - self.since[attempt.attempt_id]
+            if seconds < HANGING_SHARE * self.timeout or attempt.attempt_id in self.named:
                 continue
-            self._named.add(attempt.attempt_id)
-            if len(self._named) > MOST_NAMED:
+            self.named.add(attempt.attempt_id)
+            if len(self.named) > MOST_NAMED:
                 continue
-            rollout = await self._store.get_rollout_by_id(attempt.rollout_id)
+            rollout = await self.store.get_rollout_by_id(attempt.rollout_id)
             task = "" if rollout is None else f" on task {text_of(rollout.input)[:MOST_TEXT]}"
-            further = " Further ones are not named" if len(self._named) == MOST_NAMED else ""
-            self._progress.note(
+            further = " Further ones are not named" if len(self.named) == MOST_NAMED else ""
+            self.progress.note(
                 f"warning: rollout {attempt.rollout_id} hangs: it has run for {seconds:.0f} s{task}; it is stopped"
-                f" after {self._timeout:g} s (runner.timeout_seconds).{further}"
+                f" after {self.timeout:g} s (runner.timeout_seconds).{further}"
             )
 
     async def show_transcript(self) -> None:
         """That of the newest rollout that ended well."""
-        own = self._own
-        found = await self._store.query_rollouts(status_in=["succeeded"], **own, newest_first=True, limit=1)
-        if not found:
-            self._progress.transcript("no rollout has ended yet")
+        attempt = await self._newest("succeeded")
+        if attempt is None:
+            self.progress.transcript("no rollout has ended yet")
             return
-        spans = await self._store.query_spans(found[0].rollout_id)
+        spans = await self.store.query_spans(attempt.rollout_id)
         lines = [f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans)]
-        attempt = await self._store.get_latest_attempt(found[0].rollout_id)
-        output = None if attempt is None else attempt.metadata.get("output")
-        self._progress.transcript("\n".join([found[0].rollout_id, *lines, f"output: {text_of(output)}"]))
+        output = f"output: {text_of(attempt.metadata.get('output'))}"
+        self.progress.transcript("\n".join([attempt.rollout_id, *lines, output]))
 
 
 async def running_rollouts(

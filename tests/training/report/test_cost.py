@@ -10,7 +10,7 @@ from agentlightning import span as names
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore
-from agentlightning.training.report.result import Cost, _cost, _stages, cost_of_steps, with_providers
+from agentlightning.training.report.result import Cost, cost_of_steps, fill_report, with_providers
 
 
 def searched(step: int, stage: int, tokens: int, money: float) -> dict[str, Any]:
@@ -54,11 +54,12 @@ def test_the_report_has_money_where_prices_are_known_and_says_where_not() -> Non
     report = {
         **dict.fromkeys(("steps", "rollouts", "failed_rollouts", "seconds", "rollbacks"), 0),
         "rejected_rollouts": {},
+        "held_out": {},
         "cost": Cost(12, 3, 90, None, 4, 30, 0.25, 1).as_json(),
     }
-    text = _cost(report)
+    text = fill_report("r", report)
     assert "| sampled tokens of training | 12 |" in text
     assert "| tokens of the prompt search, agent included | 90 |" in text
     assert "| money of the prompt search | unknown, no price is set |" in text
     assert "| US dollars of providers beside the search | 0.2500, without 1 calls that have no price |" in text
-    assert _stages(report) == "", "one algorithm has no stages"
+    assert "Stages" not in text, "one algorithm has no stages"

@@ -36,7 +36,7 @@ def test_the_prompt_and_its_diff_stand_in_the_text_and_on_the_page(after: str) -
         start_prompts={"p": before},
         prompts={"p": PromptTemplate(template=after)},
     )
-    text = report._prompts(result.as_json())  # pyright: ignore[reportPrivateUsage]
+    text = report.fill_report("r", result.as_json())
     page = report.as_html(text)
     assert after in text
     assert page.count("<pre>") == (1 if after == before.template else 2)

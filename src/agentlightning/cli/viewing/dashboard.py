@@ -143,10 +143,10 @@ async def _catalog(target: str | None) -> AsyncGenerator[Catalog]:
 def _runs(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None where there are none."""
     from agentlightning.dashboard.data.catalog import Catalog
-    from agentlightning.dashboard.data.run_files import is_run
+    from agentlightning.training.persistence.run_dir import holds_run
 
     path = Path("runs" if target is None else target)
-    if is_run(path):
+    if holds_run(path):
         return Catalog(directories=[path])
     return Catalog(roots=[path]) if path.is_dir() and any(path.glob("*/state.json")) else None
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agentlightning.dashboard.data.run_files import RunFiles, is_run
+from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.training.persistence.run_dir import holds_run
 
 STORE: Final = "store"
 """The name of a store that is shown by itself."""
@@ -114,7 +115,7 @@ class Catalog:
             paths += sorted(each.parent for pattern in ("state.json", "*/state.json") for each in root.glob(pattern))
         found: dict[str, Path] = {}
         for path in dict.fromkeys(paths):
-            if is_run(path):
+            if holds_run(path):
                 name, number = path.name, 2
                 while name in found or name == STORE:
                     name, number = f"{path.name}-{number}", number + 1

@@ -12,13 +12,13 @@ import msgspec
 import orjson
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import AgentLightningError
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_audit
-from agentlightning.training.health.examination import read_records
+from agentlightning.training.health.examination import check_run, read_records, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_changes import settings_of_run
-from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
+from agentlightning.training.persistence.run_dir import RunState, read_state
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
@@ -40,9 +40,7 @@ class RunFiles:
 
     def status(self) -> Literal["running", "finished", "unfinished"]:
         """unfinished: no process has the run open, and there is no report."""
-        if is_locked(self.path):
-            return "running"
-        return "finished" if (self.path / "report.json").exists() else "unfinished"
+        return status_of(self.path)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` that can be read."""
@@ -131,15 +129,9 @@ class RunFiles:
         return value
 
 
-def is_run(path: Path) -> bool:
-    """Whether a directory holds a run."""
-    return (path / "state.json").is_file()
-
-
 def open_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run."""
-    if not is_run(path):
-        raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
+    check_run(path)
     return RunFiles(path)
 
 

@@ -46,8 +46,8 @@ def batch_metrics(
     if not trajectories:
         return {}
     groups = group_trajectories(trajectories)
-    rewards = [[_reward(each, reward_weights) for each in group] for group in groups]
-    known = [[reward for reward in group if reward is not None] for group in rewards]
+    rewards = [[score_of(each, reward_weights) for each in group] for group in groups]
+    known = [[each for each in group if each is not None and math.isfinite(each)] for group in rewards]
     batch = [reward for group in known for reward in group]
     found: dict[str, float] = {f"groups_{cause}": 0.0 for cause in CAUSES}
     for group, own in zip(groups, known, strict=True):
@@ -61,12 +61,12 @@ def batch_metrics(
     return {**found, **_named(trajectories), **_outputs(trajectories, groups), **answer_metrics(trajectories)}
 
 
-def _reward(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
+def score_of(trajectory: Trajectory, weights: Mapping[str, float] | None) -> float | None:
+    """The reward of a rollout as one number; None where it is missing, or cannot be made one."""
     try:
-        number = team_score(trajectory, weights)
+        return team_score(trajectory, weights)
     except RewardError:
         return None
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _named(trajectories: Sequence[Trajectory]) -> dict[str, float]:

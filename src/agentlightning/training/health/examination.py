@@ -20,7 +20,7 @@ from agentlightning.store import LightningStore
 from agentlightning.task import Overlap
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_dir import RunState, is_locked, read_state
+from agentlightning.training.persistence.run_dir import RunState, holds_run, is_locked, read_state
 from agentlightning.training.sources.collector import describe_failure
 
 # -- milestones ------------------------------------------------------------------------------------------------------
@@ -129,49 +129,45 @@ class Examination:
         return not (self.signs or self.warnings or self.damaged_lines or failed_before_a_step)
 
 
+def check_run(path: Path) -> None:
+    """Raises ConfigError where a directory holds no run."""
+    if not holds_run(path):
+        raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
+
+
 def examine(run_dir: Path) -> Examination:
     """Raises ConfigError for a directory that holds no run, ResumeError for a state that cannot be read."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is no directory; give that of a run, such as runs/20260101-120000")
-    if not (run_dir / "state.json").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
-    state = read_state(run_dir)
+    check_run(run_dir)
+    state, status = read_state(run_dir), status_of(run_dir)
     records, damaged = read_records(run_dir / "metrics.jsonl")
-    signs = tuple(sign_history(records))
-    seen = {each.sign.name for each in signs}
     notes = [] if records else ["no step is finished yet, so that there is nothing to judge"]
     failures = failures_of(run_dir / "store.db", state, notes)
-    status = _status(run_dir)
-    warnings = state.warnings | (_closing_warnings(run_dir, records, notes) if status == "finished" else {})
-    return Examination(
-        run_dir,
-        status,
-        state,
-        len(records),
-        signs,
-        {kind: text for kind, text in warnings.items() if kind not in seen},
-        failures,
-        damaged,
-        tuple(notes),
-    )
+    warnings = state.warnings
+    if status == "finished":
+        try:
+            gains = _gains(orjson.loads((run_dir / "report.json").read_bytes()))
+            warnings = warnings | closing_warnings(records, gains)
+        except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
+            notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
+    signs = tuple(sign_history(records))
+    for each in signs:
+        warnings = {kind: text for kind, text in warnings.items() if kind != each.sign.name}
+    return Examination(run_dir, status, state, len(records), signs, warnings, failures, damaged, tuple(notes))
 
 
-def _closing_warnings(run_dir: Path, records: Sequence[StepRecord], notes: list[str]) -> dict[str, str]:
-    """What the run did not achieve, by its report."""
-    try:
-        held_out = orjson.loads((run_dir / "report.json").read_bytes())["held_out"]
-        # Without tasks that could be compared the numbers are NaN, which JSON has not.
-        unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
-        gains = {
-            mode: msgspec.convert(gain if gain["tasks"] else gain | unknown, Gain) for mode, gain in held_out.items()
-        }
-    except (orjson.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
-        notes.append(f"report.json cannot be read, so that nothing is said of the gain: {error}")
-        return {}
-    return closing_warnings(records, gains)
+def _gains(report: Mapping[str, Any]) -> dict[str, Gain]:
+    """Without tasks that could be compared the numbers are NaN, which JSON has not."""
+    unknown = dict.fromkeys(("before", "after", "gain"), math.nan) | {"interval": (math.nan, math.nan)}
+    return {
+        mode: msgspec.convert(gain if gain["tasks"] else gain | unknown, Gain)
+        for mode, gain in report["held_out"].items()
+    }
 
 
-def _status(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
+def status_of(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
+    """unfinished: no process has the run open, and there is no report."""
     if is_locked(run_dir):
         return "running"
     return "finished" if (run_dir / "report.json").exists() else "unfinished"
@@ -180,25 +176,16 @@ def _status(run_dir: Path) -> Literal["running", "finished", "unfinished"]:
 def read_records(path: Path) -> tuple[list[StepRecord], tuple[int, ...]]:
     """The steps in a file of metrics, and the numbers of the lines that cannot be read. A last line without an end is
     being written."""
-    if not path.exists():
-        return [], ()
     records: list[StepRecord] = []
     damaged: list[int] = []
-    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
-        read = _read(line)
-        if read is None:
+    lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            found: Any = orjson.loads(line)
+            records.append(StepRecord.read(found | {"step": int(found["step"])}))
+        except (ValueError, TypeError, LookupError):
             damaged.append(number)
-        else:
-            records.append(read)
     return records, tuple(damaged)
-
-
-def _read(line: bytes) -> StepRecord | None:
-    try:
-        found: Any = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return StepRecord.read(found) if isinstance(found, dict) and isinstance(found.get("step"), int | float) else None
 
 
 def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures, ...]:
@@ -212,11 +199,8 @@ def failures_of(path: Path, state: RunState, notes: list[str]) -> tuple[Failures
     except AgentLightningError as error:
         notes.append(f"{path} cannot be read, so that failures are not listed by cause: {error}")
         return ()
-    counts = Counter(_cause(attempt) for attempt in attempts)
-    examples = {
-        _cause(attempt): f"{attempt.rollout_id}: {describe_failure(attempt).splitlines()[-1][:MOST_TEXT]}"
-        for attempt in attempts
-    }
+    counts = Counter(map(_cause, attempts))
+    examples = {_cause(each): f"{each.rollout_id}: {describe_failure(each).splitlines()[-1]}" for each in attempts}
     return tuple(Failures(cause, count, examples[cause][:MOST_TEXT]) for cause, count in counts.most_common())
 
 

@@ -1,6 +1,6 @@
 """The signs of trouble in the steps of a training run, judged as of the last one. Pure functions.
 
-`LIMITS` and `VIOLATIONS` are tables; each other function yields the signs of one subject. Thresholds stand where they
+`LIMITS` and `OF_LAST_STEP` are tables; each other function yields the signs of one subject. Thresholds stand where they
 are used, each with its reason.
 """
 
@@ -72,11 +72,16 @@ def mean_of(records: Iterable[StepRecord], name: str) -> float:
     return math.fsum(known) / len(known) if known else math.nan
 
 
-def first_and_last(records: Records, name: str) -> tuple[float, float]:
-    """Means of the first and the last `WINDOW` steps; NaN in runs too short to compare, or without the number."""
-    if len(records) < 2 * WINDOW:
+def first_and_last(
+    values: Sequence[float],
+    first: int = WINDOW,
+    last: int = WINDOW,
+    average: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> tuple[float, float]:
+    """Averages of the first and the last of these numbers; NaN where they are too few to compare."""
+    if len(values) < first + last:
         return math.nan, math.nan
-    return mean_of(records[:WINDOW], name), mean_of(records[-WINDOW:], name)
+    return average(values[:first]), average(values[-last:])
 
 
 def best_reward(records: Records) -> float:
@@ -170,47 +175,53 @@ LIMITS: Final = (
 )
 """(sign, number of `StepRecord`, limit, what is wrong, what to try): found where the mean of `WINDOW` steps reaches the
 limit."""
-VIOLATIONS: Final = (
+OF_LAST_STEP: Final = (
+    (
+        "updates_skipped",
+        "skipped_steps",
+        1,
+        "{:.0f} updates were skipped: the loss or its gradient was not finite",
+        f"if it happens again, {LOWER_LR}",
+    ),
+    # Those of the reward guard are there where [guard] says that they are violations.
     (
         "reward_out_of_range",
-        "out_of_range",
+        "guard_out_of_range",
+        0,
         "{:.0f} rollouts have a reward out of the range that [guard] allows",
         "mend the reward function, or widen guard.low and guard.high",
     ),
     (
         "rewards_missing",
-        "missing",
+        "guard_missing",
+        0,
         "{:.0%} of the finished rollouts have no usable reward",
         "see the first one's reason above; a judge that times out needs more time or fewer calls at once",
     ),
     (
         "reward_drift",
-        "drift",
+        "guard_drift",
+        0,
         "the rewards jumped: at some value, the share of rewards up to it differs by {:.0%} from the 5 steps before",
         "check whether the reward function, its judge or the environment has changed",
     ),
     (
         "reward_disagreement",
-        "disagreement",
+        "guard_disagreement",
+        0,
         "the two rewards that [guard] compares order {:.0%} of the pairs of rollouts differently",
         "read rollouts that they disagree about (`agl store show ROLLOUT`): one of the two is exploited or wrong",
     ),
 )
-"""(sign, violation of [guard], what is wrong, what to try)."""
+"""The same for the last step, or batch, alone."""
 
 
 def beyond_limits(records: Records) -> Iterator[Sign]:
     """Numbers that are too large."""
-    for name, number, limit, what, advice in LIMITS:
-        if (mean := mean_of(records[-WINDOW:], number)) >= limit:
-            yield Sign(name, what.format(mean), advice)
-
-
-def violations(records: Records) -> Iterator[Sign]:
-    """What of [guard] the last step, or batch, violates."""
-    for name, kind, what, advice in VIOLATIONS:
-        if found := records[-1].violations.get(kind):
-            yield Sign(name, what.format(found), advice)
+    for limits, steps in ((OF_LAST_STEP, 1), (LIMITS, WINDOW)):
+        for name, number, limit, what, advice in limits:
+            if (mean := mean_of(records[-steps:], number)) >= limit:
+                yield Sign(name, what.format(mean), advice)
 
 
 # -- groups that teach nothing ---------------------------------------------------------------------------------------
@@ -226,6 +237,10 @@ _UNSEEN: Final = (
     "the reward probably does not see what differs: check that the agent's result depends on what the model answers,"
     " and call the reward function on a recorded output (`agl store show ROLLOUT`): it has to find the answer in it,"
     " whatever the case, the spaces or the words around it. If it does, each task is too hard or too easy for it"
+)
+_UNKNOWN: Final = (
+    "where all fail, use easier tasks, a reward with partial credit or a warm start; where all succeed, harder tasks;"
+    " else a larger group_size. Check that the reward reads the agent's output"
 )
 _EASIER: Final = "use easier tasks, a reward with partial credit, or a warm start (warm_start.dataset)"
 _HARDER: Final = "use harder tasks: these are solved"
@@ -263,7 +278,8 @@ def of_groups(records: Records) -> Iterator[Sign]:
             f"the rewards of {flat} of the last {groups} groups taught nothing: all rollouts of a group had the same"
             f" (mean {mean_of(window, 'reward'):.3g})"
         )
-        yield Sign("rewards_without_spread", *_cause(records, what))
+        explained, advice = _cause(records)
+        yield Sign("rewards_without_spread", what + explained, advice)
     if repeated >= IDENTICAL_SHARE * groups:
         seed = f", and {seeded} calls had a seed" if seeded else ""
         what = (
@@ -272,35 +288,33 @@ def of_groups(records: Records) -> Iterator[Sign]:
         yield Sign("identical_outputs", what + seed, _SAMPLING)
 
 
-def _cause(records: Records, what: str) -> tuple[str, str]:
-    """`what` with its most frequent cause, and what to try."""
+def _cause(records: Records) -> tuple[str, str]:
+    """The most frequent cause of equal rewards, and what to try."""
     window = records[-WINDOW:]
     causes = {name: int(sum(values_of(window, name))) for name in _CAUSES}
     cause = max(causes, key=lambda name: causes[name])
     failed, solved, constant = (causes[name] for name in _DIFFERENT)
     (low, high), (lowest, highest) = reward_limits(window), reward_limits(records)
+    several = high - low > 1e-9
     explained, advice = _CAUSES[cause]
     if not causes[cause]:
-        return what, (
-            "where all fail, use easier tasks, a reward with partial credit or a warm start; where all succeed, harder"
-            " tasks; else a larger group_size. Check that the reward reads the agent's output"
-        )
-    of_tasks = high - low > 1e-9 and (constant or (failed and solved))
+        return "", _UNKNOWN
+    of_tasks = several and (constant or (failed and solved))
     if of_tasks and cause in _DIFFERENT and all(each.groups == each.groups_without_spread for each in records):
         return (
-            f"{what}. In {failed + solved + constant} of them outputs differ; since the first step each output of a"
-            f" task had the same reward, from {low:.3g} to {high:.3g} between tasks"
+            f". In {failed + solved + constant} of them outputs differ; since the first step each output of a task had"
+            f" the same reward, from {low:.3g} to {high:.3g} between tasks"
         ), _UNSEEN
     if cause == "groups_constant":
         since = "of the batch" if highest - lowest > 1e-9 else "since the first step"
         explained = f"outputs differ, and every rollout {since} has the reward {low:.3g}"
-        if high - low > 1e-9:
+        if several:
             explained = (
                 f"outputs differ, and all rollouts of a step have one reward, from {low:.3g} to {high:.3g} over steps"
             )
         if highest - lowest > 1e-9:
             advice = _HARDER if mean_of(window, "reward") >= highest - 1e-9 else _EASIER
-    return f"{what}. In {causes[cause]} of them {explained}", advice
+    return f". In {causes[cause]} of them {explained}", advice
 
 
 # -- rewards gained in the wrong way ---------------------------------------------------------------------------------
@@ -407,34 +421,28 @@ REWARD_SHARE: Final = 0.5
 def collapse(records: Records) -> Iterator[Sign]:
     """The policy begins to collapse, or looks broken."""
     updated = [record for record in records if record.grad_norm is not None]
-    if len(updated) >= FIRST + LAST and updated[-1] is records[-1]:
-        norms = values_of(updated, "grad_norm")
-        first, last = statistics.median(norms[:FIRST]), statistics.median(norms[-LAST:])
-        highest = max(values_of(records, "reward_highest"), default=math.inf)
-        learned = highest > 0 and mean_of(records[-WINDOW:], "reward") >= TRAP_LEARNED_SHARE * highest
-        fallen = "" if last < NORM_GROWTH * first or learned else " and ".join(_fallen(updated))
+    norms, spreads, entropies = (values_of(updated, name) for name in ("grad_norm", "reward_std", "certainty"))
+    first, last = first_and_last(norms, FIRST, LAST, statistics.median)
+    highest = max(values_of(records, "reward_highest"), default=math.inf)
+    learned = highest > 0 and mean_of(records[-WINDOW:], "reward") >= TRAP_LEARNED_SHARE * highest
+    if last >= NORM_GROWTH * first and updated[-1] is records[-1] and not learned:
+        fallen: list[str] = []
+        means = [statistics.fmean(spreads[i : i + LAST]) for i in range(len(spreads) - LAST + 1)]
+        if len(means) > FIRST and means[-1] < SPREAD_LEFT * max(means):
+            fallen.append(f"the spread of rewards in a group fell from {max(means):.3g} to {means[-1]:.3g}")
+        before, after = first_and_last(entropies, FIRST, LAST)
+        if after <= TRAP_ENTROPY_LEFT * before:
+            fallen.append(f"the entropy from {before:.3g} to {after:.3g} nats a token")
         if fallen:
             yield Sign(
                 "echo_trap",
                 f"the policy begins to collapse: the norm of the gradient grew from {first:.3g} to {last:.3g}, and"
-                f" {fallen}",
+                f" {' and '.join(fallen)}",
                 "lower algorithm.optimizer.lr to a third, go back to an earlier checkpoint (run.on_collapse="
                 '"rollback" does both), and draw from more tasks',
                 is_collapse=True,
             )
     yield from _broken(records)
-
-
-def _fallen(updated: Records) -> Iterator[str]:
-    spreads, entropies = values_of(updated, "reward_std"), values_of(updated, "certainty")
-    if len(spreads) >= FIRST + LAST:
-        means = [statistics.fmean(spreads[i : i + LAST]) for i in range(len(spreads) - LAST + 1)]
-        if means[-1] < SPREAD_LEFT * max(means):
-            yield f"the spread of rewards in a group fell from {max(means):.3g} to {means[-1]:.3g}"
-    if len(entropies) >= FIRST + LAST:
-        first, last = statistics.fmean(entropies[:FIRST]), statistics.fmean(entropies[-LAST:])
-        if last <= TRAP_ENTROPY_LEFT * first:
-            yield f"the entropy from {first:.3g} to {last:.3g} nats a token"
 
 
 def _broken(records: Records) -> Iterator[Sign]:
@@ -485,24 +493,18 @@ def of_updates(records: Records) -> Iterator[Sign]:
     """The last update was skipped, or changed weights with numbers that are not finite; hardly any entropy is left, and
     the reward is not where it could be; norms of the gradient spike."""
     last = records[-1]
-    if last.skipped_steps:
-        what = f"{last.skipped_steps} updates were skipped: the loss or its gradient was not finite"
-        yield Sign("updates_skipped", what, f"if it happens again, {LOWER_LR}")
-    elif last.not_finite:
+    if last.not_finite and not last.skipped_steps:
         what = f"metrics of the last update are not finite: {', '.join(last.not_finite)}"
         yield Sign("not_finite", what, f"{LOWER_LR}, and look at rewards and log-probabilities of that step")
-    known, reward = values_of(records, "certainty"), mean_of(records[-WINDOW:], "reward")
-    highest = reward_limits(records)[1]
-    if len(known) >= 2 * WINDOW and reward < LEARNED_SHARE * highest:
-        first, now = statistics.fmean(known[:WINDOW]), statistics.fmean(known[-WINDOW:])
-        if now < ENTROPY_LEFT * first:
-            yield Sign(
-                "entropy_gone",
-                f"the entropy fell from {first:.3g} to {now:.3g} nats a token, and the reward is {reward:.3g} where"
-                f" {highest:.3g} was reached",
-                f"{LOWER_LR}, raise algorithm.loss clip_high or algorithm.temperature, or use a loss with an entropy"
-                " bonus",
-            )
+    first, now = first_and_last(values_of(records, "certainty"))
+    reward, highest = mean_of(records[-WINDOW:], "reward"), reward_limits(records)[1]
+    if now < ENTROPY_LEFT * first and reward < LEARNED_SHARE * highest:
+        yield Sign(
+            "entropy_gone",
+            f"the entropy fell from {first:.3g} to {now:.3g} nats a token, and the reward is {reward:.3g} where"
+            f" {highest:.3g} was reached",
+            f"{LOWER_LR}, raise algorithm.loss clip_high or algorithm.temperature, or use a loss with an entropy bonus",
+        )
     norms = values_of(records, "grad_norm")
     recent = range(max(SPIKE_HISTORY, len(norms) - SPIKE_RECENT), len(norms))
     spikes = [norms[i] for i in recent if _is_spike(norms[i], norms[max(0, i - LONGEST_HISTORY) : i])]
@@ -584,7 +586,7 @@ def of_outputs(records: Records) -> Iterator[Sign]:
     """Outputs have become much longer or shorter, and no better; they consist of the same n-grams again and again; one
     is given for nearly every task, where outputs differed at first."""
     window, reward = records[-WINDOW:], mean_of(records[-WINDOW:], "reward")
-    first, last = first_and_last(records, "response_tokens")
+    first, last = first_and_last(values_of(records, "response_tokens"))
     longer = last > LENGTH_FACTOR * first
     if (longer or last < first / LENGTH_FACTOR) and not reward > NO_GAIN * mean_of(records[:WINDOW], "reward"):
         yield Sign(
@@ -594,14 +596,14 @@ def of_outputs(records: Records) -> Iterator[Sign]:
             if longer
             else "check that the reward does not favour giving up early; lower algorithm.optimizer.lr",
         )
-    first, last = first_and_last(records, "repeated_ngrams")
+    first, last = first_and_last(values_of(records, "repeated_ngrams"))
     if last >= max(first + REPEATED_GROWTH, REPEATED_SHARE):  # in this order, NaN is unknown
         yield Sign(
             "repetitive_outputs",
             f"{last:.0%} of the 4-grams of an output repeat earlier ones, {first:.0%} at first",
             "lower algorithm.optimizer.lr; read a rollout: where repetition is rewarded, the reward is exploited",
         )
-    first, last = first_and_last(records, "common_output")
+    first, last = first_and_last(values_of(records, "common_output"))
     if last >= COMMON_SHARE and first <= COMMON_AT_FIRST and sum(each.groups for each in window) >= MIN_GROUPS:
         yield Sign(
             "same_output_everywhere",
@@ -728,7 +730,6 @@ DETECTORS: Final[tuple[Callable[[Records], Iterator[Sign]], ...]] = (
     of_updates,
     of_failures,
     of_rewards,
-    violations,
     beyond_limits,
     of_outputs,
 )
@@ -739,7 +740,7 @@ LAST_STEPS: Final = 450
 """Of a longer run, these many of its first and last steps are judged: the work of a step stays the same."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SignHistory:
     """One kind of sign in the history of a run."""
 
@@ -747,9 +748,9 @@ class SignHistory:
     """As it was last seen."""
     since: int
     """The step at which it was first seen."""
-    until: int
+    until: int = 0
     """The last such step."""
-    count: int
+    count: int = 0
     """The number of steps at which it was seen."""
 
 
@@ -776,10 +777,8 @@ def comparable(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
 def sign_history(records: Sequence[StepRecord]) -> list[SignHistory]:
     """Every kind of sign that was seen, in order of its first step."""
     found: dict[str, SignHistory] = {}
-    for end in range(1, len(records) + 1):
-        step = records[end - 1].step
+    for end, record in enumerate(records, 1):
         for sign in signs_of(records[:end]):
-            known = found.get(sign.name)
-            since, count = (step, 0) if known is None else (known.since, known.count)
-            found[sign.name] = SignHistory(sign, since, step, count + 1)
+            known = found.setdefault(sign.name, SignHistory(sign, record.step))
+            known.sign, known.until, known.count = sign, record.step, known.count + 1
     return list(found.values())

@@ -6,15 +6,12 @@ names of metrics; `StepRecord.read` makes a typed record of a line.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 DIMENSION: Final = "reward_of_"
 """The metric of a named dimension of the reward begins with it."""
-VIOLATION: Final = "guard_"
-"""What the reward guard found begins with it."""
 VALIDATION: Final = "validation_"
 """The metric of a validation by mode begins with it."""
 REJECTED: Final = "rejected_"
@@ -54,8 +51,12 @@ class StepRecord:
     validation: Mapping[str, float] = field(default_factory=_empty)
     """Mean reward of the validation tasks, by mode."""
 
-    violations: Mapping[str, float] = field(default_factory=_empty)
-    """What the reward guard found: `out_of_range` (rollouts), `missing` (their share), `drift`, `disagreement`."""
+    guard_out_of_range: float | None = None
+    """Rollouts, where the reward guard does not allow their reward."""
+    guard_missing: float | None = None
+    """Share of rollouts without a reward, where the reward guard allows fewer; as the next two."""
+    guard_drift: float | None = None
+    guard_disagreement: float | None = None
 
     groups: int = 0
     groups_trained: int = 0
@@ -127,12 +128,10 @@ class StepRecord:
         """The record of a line of metrics. Unknown metrics, and numbers that are not finite, are ignored; of the
         latter, the names of `UPDATE_METRICS` are kept."""
         numbers = {name: value for name, value in line.items() if _is_finite(value)}
-        known: dict[str, Any] = {name: numbers[name] for name in _NUMBERS if name in numbers}
-        known |= {name: int(value) for name, value in known.items() if name in _COUNTS}
+        known: dict[str, Any] = {name: kind(numbers[name]) for name, kind in _NUMBERS.items() if name in numbers}
         return cls(
             **known,
             dimensions=_with_prefix(numbers, DIMENSION),
-            violations=_with_prefix(numbers, VIOLATION),
             validation=_with_prefix(numbers, VALIDATION),
             rejected={name: int(count) for name, count in _with_prefix(numbers, REJECTED).items()},
             not_finite=tuple(name for name in UPDATE_METRICS if name in line and name not in numbers),
@@ -180,13 +179,13 @@ class StepRecord:
         return {} if self.loss is None else {"loss": self.loss}
 
 
-_MAPPINGS: Final = frozenset({"dimensions", "violations", "validation", "rejected", "not_finite"})
-_NUMBERS: Final = tuple(each.name for each in fields(StepRecord) if each.name not in _MAPPINGS)
-_COUNTS: Final = frozenset(each.name for each in fields(StepRecord) if each.type == "int")
+_KINDS: Final = {"int": int, "float": float, "float | None": float}
+_NUMBERS: Final = {each.name: _KINDS[str(each.type)] for each in fields(StepRecord) if each.type in _KINDS}
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Of numbers so large that a sum of them is infinite, nothing can be said."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def _with_prefix(numbers: Mapping[str, Any], prefix: str) -> dict[str, float]:

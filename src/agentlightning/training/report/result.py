@@ -126,29 +126,27 @@ class StageResult:
 def stage_results(state: RunState, lines: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> tuple[StageResult, ...]:
     """The stages of a finished run; none for a run of one algorithm. `lines`: the metrics of its steps."""
     records = state.stages
-    ends = [*(each["first_step"] for each in records[1:]), state.step]
-    rollouts = [*(each["rollouts"] for each in records[1:]), state.rollouts]
+    ends: list[Mapping[str, Any]] = [*records[1:], {"first_step": state.step, "rollouts": state.rollouts}]
     measured = ["before", *(f"stage-{place}" for place in range(len(records) - 1)), "after"]
     return tuple(
         StageResult(
             record["name"],
             record["first_step"],
-            ends[place] - record["first_step"],
-            rollouts[place] - record["rollouts"],
+            end["first_step"] - record["first_step"],
+            end["rollouts"] - record["rollouts"],
             _gains(state, measured[place], measured[place + 1], modes),
             cost_of_steps([line for line in lines if line.get("stage") == place + 1]),
         )
-        for place, record in enumerate(records)
+        for place, (record, end) in enumerate(zip(records, ends, strict=False))
     )
 
 
 def _gains(state: RunState, before: str, after: str, modes: Sequence[str]) -> dict[str, Gain]:
     found: dict[str, Gain] = {}
     for mode in modes:
-        names = [f"{when}-{mode}" for when in (before, after)]
-        if all(state.evaluations.get(name) for name in names):
-            first, second = (Evaluation(tuple(state.evaluations[name])) for name in names)
-            found[mode] = gain_of(first, second)
+        first, second = (state.evaluations.get(f"{when}-{mode}") for when in (before, after))
+        if first and second:
+            found[mode] = gain_of(Evaluation(tuple(first)), Evaluation(tuple(second)))
     return found
 
 
@@ -287,30 +285,25 @@ class TrainingResult:
 
 # -- run report ------------------------------------------------------------------------------------------------------
 
-# The report of a finished run as text: Markdown, or one HTML page without anything from elsewhere.
-#
-# It says what changed: held-out reward before and after with its interval, that of each stage where there are several,
-# tasks won and lost, what it cost, and how the agent answered some of these tasks before and after. Everything is read
-# from the run directory.
+# The report of a finished run as text: `report.md.jinja` filled in with what the run directory holds, as Markdown or as
+# one HTML page without anything from elsewhere.
 
 MOST_SHOWN: Final = 1500
-"""Characters of a task, an output or a message that are shown."""
-MOST_TASKS: Final = 30
-"""Tasks that are listed as won, and as lost."""
+"""Characters of an output or a message that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A held-out task before and after."""
+    """A held-out task with a reward before and after."""
 
     index: int
-    task: Any
-    before: float | None
-    after: float | None
+    title: str
+    before: float
+    after: float
 
     @property
-    def difference(self) -> float:
-        return 0.0 if self.before is None or self.after is None else self.after - self.before
+    def gain(self) -> float:
+        return self.after - self.before
 
 
 async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBase | None = None) -> str:
@@ -319,177 +312,70 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
     if not path.exists():
         raise ConfigError(f"{run_dir} has no report.json: the run is not finished; finish it with --resume")
     report, state = loads(path.read_bytes()), read_state(run_dir)
-    modes = list(report["held_out"])
-    parts = [_summary(run_dir, report), _stages(report), _prompts(report), _cost(report), _warnings(report)]
-    for mode in modes:
-        changes = changes_of(run_dir, state, mode)
-        parts.append(_tasks(mode, changes))
-        if mode == modes[0] and examples:
-            parts.append(await _examples(run_dir, state, mode, changes, examples, store))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    lines = (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()
+    titles = [_inline(as_text(loads(line)))[:120] for line in lines]
+    changes: list[tuple[Any, ...]] = []
+    shown: list[Any] | None = None
+    for mode in report["held_out"]:
+        rewards = [state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after")]
+        rows = list(zip(titles, *rewards, strict=False))
+        tasks = [Change(i, title, b, a) for i, (title, b, a) in enumerate(rows) if b is not None and a is not None]
+        won = sorted((each for each in tasks if each.gain > 0), key=lambda each: -each.gain)
+        lost = sorted((each for each in tasks if each.gain < 0), key=lambda each: each.gain)
+        changes.append((mode, won, lost, len(tasks) - len(won) - len(lost), len(rows) - len(tasks)))
+        if len(changes) == 1 and (chosen := [*won[:examples], *lost[:examples]]):
+            shown = await _examples(run_dir, state, mode, chosen, store)
+    return fill_report(run_dir.name, report, changes, shown)
 
 
-def changes_of(run_dir: Path, state: RunState, mode: str) -> list[Change]:
-    """The held-out tasks, with their rewards before and after."""
-    tasks = [loads(line) for line in (run_dir / "data" / "held_out.jsonl").read_bytes().splitlines()]
-    before, after = (state.evaluations.get(f"{when}-{mode}", []) for when in ("before", "after"))
-    rows = zip(tasks, before, after, strict=False)
-    return [Change(index, *row) for index, row in enumerate(rows)]
+def fill_report(
+    name: str,
+    report: Mapping[str, Any],
+    changes: Sequence[tuple[Any, ...]] = (),
+    examples: Sequence[Any] | None = None,
+) -> str:
+    """The report of the run `name`, from its `report.json`; `changes` and `examples` as the template names them."""
+    from jinja2 import Environment, PackageLoader
 
-
-def _summary(run_dir: Path, report: Mapping[str, Any]) -> str:
-    lines = [f"# Report of {run_dir.name}", "", "| held out | before | after | gain | 95% interval | tasks |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    lines += [f"| {mode} | {_gain(gain)} |" for mode, gain in report["held_out"].items()]
-    return "\n".join(lines)
-
-
-def _gain(gain: Mapping[str, Any]) -> str:
-    """The cells of a gain: before, after, gain, interval, tasks."""
-    low, high = gain["interval"]
-    numbers = f"{_number(gain['before'])} | {_number(gain['after'])} | {_number(gain['gain'], sign=True)}"
-    return f"{numbers} | {_number(low, sign=True)} to {_number(high, sign=True)} | {gain['tasks']}"
-
-
-def _stages(report: Mapping[str, Any]) -> str:
-    """What each stage of a run of several algorithms has gained and cost."""
-    stages = report.get("stages", [])
-    if not stages:
-        return ""
-    lines = ["## Stages", "", "| stage | held out | before | after | gain | 95% interval | tasks |", "| --- " * 7 + "|"]
-    for number, stage in enumerate(stages, 1):
-        rows = [f"{mode} | {_gain(gain)}" for mode, gain in stage["held_out"].items()] or ["not measured | | | | | "]
-        lines += [f"| {number} {stage['name']} | {row} |" for row in rows]
-    lines += [
-        "",
-        "| stage | steps | rollouts | sampled tokens of training | tokens of the search | money of the search |",
-    ]
-    lines.append("| --- " * 6 + "|")
-    for number, stage in enumerate(stages, 1):
-        cost = stage["cost"]
-        money = _money(cost["search_money"]) if cost["search_tokens"] else ""
-        tokens = f"{cost['sampled_tokens']} | {cost['search_tokens']}"
-        lines.append(f"| {number} {stage['name']} | {stage['steps']} | {stage['rollouts']} | {tokens} | {money} |")
-    return "\n".join(lines)
-
-
-def _prompts(report: Mapping[str, Any]) -> str:
-    """The prompt templates of the result, and what the run changed in them."""
-    prompts: Mapping[str, str] = report.get("prompts") or {}
-    if not prompts:
-        return ""
-    diff = report.get("prompt_diff") or ""
-    texts = [f"### {name}\n\n{_block(text)}" for name, text in prompts.items()]
-    return "\n\n".join(["## Prompts", *texts, _block(diff) if diff else "The run has changed none of them."])
-
-
-def _money(value: float | None) -> str:
-    return "unknown, no price is set" if value is None else f"{value:.4f}"
+    environment = Environment(
+        loader=PackageLoader("agentlightning.training", "report"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"number": _number, "money": _money, "block": _block, "inline": _inline}
+    template = environment.get_template("report.md.jinja")
+    return template.render(name=name, report=report, changes=changes, examples=examples)
 
 
 def _number(value: float | None, *, sign: bool = False) -> str:
     return "unknown" if value is None else f"{value:+.3f}" if sign else f"{value:.3f}"
 
 
-def _cost(report: Mapping[str, Any]) -> str:
-    cost = report["cost"]
-    rows = {
-        "steps": report["steps"],
-        "training rollouts": report["rollouts"],
-        "failed rollouts": report["failed_rollouts"],
-        "rejected rollouts": sum(report["rejected_rollouts"].values()),
-        "sampled tokens of training": cost["sampled_tokens"],
-        **_searches(cost),
-        **_providers(cost),
-        "seconds": report["seconds"],
-        "returns to an earlier checkpoint": report["rollbacks"],
-        "versions refused by the gate": report.get("gate_rejections", 0),
-    }
-    return "## Cost\n\n| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
-
-def _searches(cost: Mapping[str, Any]) -> dict[str, Any]:
-    if not cost["search_tokens"]:
-        return {}
-    return {
-        "calls of critic and editor": cost["search_calls"],
-        "tokens of the prompt search, agent included": cost["search_tokens"],
-        "money of the prompt search": _money(cost["search_money"]),
-    }
-
-
-def _providers(cost: Mapping[str, Any]) -> dict[str, Any]:
-    if not cost["provider_calls"]:
-        return {}
-    without = cost["provider_calls_without_price"]
-    missing = (
-        f", without {without} calls that have no price" if without and cost["provider_dollars"] is not None else ""
-    )
-    beside = " beside the search" if cost["search_tokens"] else ""
-    return {
-        f"calls to providers{beside}": cost["provider_calls"],
-        f"tokens of providers{beside}": cost["provider_tokens"],
-        f"US dollars of providers{beside}": _money(cost["provider_dollars"]) + missing,
-    }
-
-
-def _warnings(report: Mapping[str, Any]) -> str:
-    found = report["warnings"]
-    return "## Warnings\n\n" + "\n".join(f"- {_inline(each)}" for each in found) if found else ""
-
-
-def _tasks(mode: str, changes: Sequence[Change]) -> str:
-    won = sorted((each for each in changes if each.difference > 0), key=lambda each: -each.difference)
-    lost = sorted((each for each in changes if each.difference < 0), key=lambda each: each.difference)
-    known = [each for each in changes if each.before is not None and each.after is not None]
-    missing = len(changes) - len(known)
-    same = len(known) - len(won) - len(lost)
-    lines = [
-        f"## Tasks, {mode}",
-        "",
-        f"{len(won)} won, {len(lost)} lost, {same} unchanged, {missing} without a reward.",
-    ]
-    for name, found in (("Won", won), ("Lost", lost)):
-        if found:
-            lines += ["", f"### {name}", "", "| task | before | after |", "| --- | --- | --- |"]
-            lines += [
-                f"| {_inline(as_text(each.task))[:120]} | {_number(each.before)} | {_number(each.after)} |"
-                for each in found[:MOST_TASKS]
-            ]
-            if len(found) > MOST_TASKS:
-                lines.append(f"| ... and {len(found) - MOST_TASKS} more | | |")
-    return "\n".join(lines)
+def _money(value: float | None) -> str:
+    return "unknown, no price is set" if value is None else f"{value:.4f}"
 
 
 async def _examples(
-    run_dir: Path,
-    state: RunState,
-    mode: str,
-    changes: Sequence[Change],
-    examples: int,
-    given: LightningStoreBase | None,
-) -> str:
-    ranked = sorted((each for each in changes if each.difference), key=lambda each: -abs(each.difference))
-    chosen = [each for each in ranked if each.difference > 0][:examples]
-    chosen += [each for each in ranked if each.difference < 0][:examples]
-    if not chosen:
-        return ""
+    run_dir: Path, state: RunState, mode: str, chosen: Sequence[Change], given: LightningStoreBase | None
+) -> list[Any]:
+    """What was said in these tasks before and after; nothing where the store is not known."""
     if given is None and not (run_dir / "store.db").exists():
-        return "## Changed behaviour\n\nThe rollouts are in the store that the run was given; pass `store=`."
+        return []
     store = given or LightningStore(run_dir / "store.db")
-    step = f"after-{state.measured_step or 0:06d}"
+    found: list[Any] = []
+    labels = {"before": "before", "after": f"after-{state.measured_step or 0:06d}"}
     try:
-        parts = ["## Changed behaviour"]
         for each in chosen:
-            parts.append(f"### {_inline(as_text(each.task))[:120]}")
-            for when, reward in (("before", each.before), (step, each.after)):
-                rollout_id = f"{state.run_id}-{when}-{mode}{state.suffix}-{each.index:05d}"
-                parts.append(f"**{when.partition('-')[0]}**, reward {_number(reward)} (`{rollout_id}`)")
-                parts.append(_block(await _transcript(store, rollout_id)))
-        return "\n\n".join(parts)
+            rollouts: list[Any] = []
+            for when, label in labels.items():
+                rollout_id = f"{state.run_id}-{label}-{mode}{state.suffix}-{each.index:05d}"
+                rollouts.append((when, getattr(each, when), rollout_id, await _transcript(store, rollout_id)))
+            found.append((each.title, rollouts))
     finally:
         if given is None:
             await store.close()
+    return found
 
 
 async def _transcript(store: LightningStoreBase, rollout_id: str) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
+from agentlightning.training.health.step_record import VALIDATION
 from agentlightning.training.persistence.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ COLORS = {"greedy": "#c2410c", "sampled": "#0f766e"}
 OTHER_COLORS = ("#7c3aed", "#b45309", "#475569")
 TRAINING = "#2563eb"
 INK = "#334155"
-VALIDATION = "validation_"
-"""The prefix of a mode in a record of metrics."""
 
 
 def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], path: Path) -> None:
@@ -39,23 +38,44 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], 
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise MissingExtraError("matplotlib", "train") from error
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    steps, rewards = _series(metrics, "reward")
+    steps, rewards = [float(record["step"]) for record in metrics], _series(metrics, "reward")
     if not all(map(math.isnan, rewards)):
         window = max(3, round(len(steps) / 10))
-        means, small = running_mean(rewards, window), {"linewidth": 1.2, "marker": "o", "markersize": 2.5, "alpha": 0.3}
+        small = {"linewidth": 1.2, "marker": "o", "markersize": 2.5, "alpha": 0.3}
         axes.plot(steps, rewards, color=TRAINING, label="training batch", **small)
+        means = running_mean(rewards, window)
         axes.plot(steps, means, color=TRAINING, linewidth=2.4, label=f"mean of {window} batches")
     validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
-    others = cycle(OTHER_COLORS)
+    others, diamond = cycle(OTHER_COLORS), {"marker": "D", "markersize": 6, "markeredgecolor": "white", "zorder": 4}
     for mode in dict.fromkeys([*gains, *validated]):
-        color = COLORS.get(mode) or next(others)
-        _draw_mode(axes, _series(metrics, VALIDATION + mode), gains.get(mode), mode, color)
-    _style(axes, max([1.0, *steps]), gains)
+        color, values = COLORS.get(mode) or next(others), _series(metrics, VALIDATION + mode)
+        known = [(step, value) for step, value in zip(steps, values, strict=True) if value == value]
+        if known:
+            label = f"validation, {mode}"
+            axes.plot(*zip(*known, strict=True), ":", color=color, label=label, linewidth=1, **diamond)
+        if (gain := gains.get(mode)) is not None:
+            for reward, style, when in ((gain.before, (0, (2, 3)), "before"), (gain.after, (0, (7, 3)), "after")):
+                label = f"held out, {mode}, {when}: {reward:.3f}"
+                axes.axhline(reward, color=color, linewidth=1.5, linestyle=style, label=label, zorder=1)
+    held_out = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
+    title = "Held-out reward: " + ",  ".join(held_out) if held_out else "Reward during training"
+    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
+    axes.set(xlabel="training step", ylabel="mean reward", xlim=(0, max([1.0, *steps]) * 1.02), axisbelow=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    low, high = axes.get_ylim()
+    if low >= -0.1 and high <= 1.1:
+        axes.set_ylim(-0.04, 1.04)
+    axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
+    axes.tick_params(colors=INK, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
 
@@ -66,44 +86,9 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(known) / len(known) if known else math.nan for known in parts]
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     values = [record.get(name) for record in metrics]
-    return [float(record["step"]) for record in metrics], [math.nan if value is None else value for value in values]
-
-
-def _draw_mode(
-    axes: Any, validation: tuple[list[float], list[float]], gain: Gain | None, mode: str, color: str
-) -> None:
-    points = [point for point in zip(*validation, strict=True) if point[1] == point[1]]
-    if points:
-        style = {"linewidth": 1, "linestyle": ":", "marker": "D", "markersize": 6, "markeredgecolor": "white"}
-        axes.plot(*zip(*points, strict=True), color=color, label=f"validation, {mode}", zorder=4, **style)
-    if gain is not None:
-        for reward, style, word in ((gain.before, (0, (2, 3)), "before"), (gain.after, (0, (7, 3)), "after")):
-            label = f"held out, {mode}, {word}: {reward:.3f}"
-            axes.axhline(reward, color=color, linewidth=1.5, linestyle=style, label=label, zorder=1)
-
-
-def _style(axes: Any, last: float, gains: Mapping[str, Gain]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    parts = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
-    title = "Held-out reward: " + ",  ".join(parts) if parts else "Reward during training"
-    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
-    axes.set_xlabel("training step", color=INK)
-    axes.set_ylabel("mean reward", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, last * 1.02)
-    low, high = axes.get_ylim()
-    if low >= -0.1 and high <= 1.1:
-        axes.set_ylim(-0.04, 1.04)
-    axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#94a3b8")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
+    return [math.nan if value is None else value for value in values]
 
 
 # -- live curve ------------------------------------------------------------------------------------------------------

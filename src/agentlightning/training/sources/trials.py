@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ async def run_trials(
     tasks: Mapping[str, Any],
     resources_id: str,
     reward_weights: Mapping[str, float] | None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
     """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
     plans = [RolloutPlan(f"{label}-{name}", task, name) for name, task in tasks.items()]
@@ -26,6 +27,7 @@ async def run_trials(
         resources_id=resources_id,
         check=lambda trajectories: without_reward(trajectories, reward_weights),
         max_failed_share=1.0,
+        on_progress=on_progress,
     )
     scored = {each.rollout_id: each for each in collected.trajectories}
     unusable = {each.rollout_id: each.message for each in collected.rejected}
