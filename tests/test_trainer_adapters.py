@@ -26,11 +26,8 @@ from agentlightning.attempt_address import attempt_key, attempt_path, attempt_se
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, PolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore

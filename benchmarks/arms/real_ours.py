@@ -19,11 +19,9 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.model_loading import load_model
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 MICRO_BATCH_TOKENS = 8192

@@ -33,10 +33,8 @@ from transformers.utils import logging
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import AgentLightningError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 CONTEXT = 512

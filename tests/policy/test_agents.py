@@ -14,10 +14,8 @@ from tests.support.models import tiny_checkpoint
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

@@ -19,14 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, PolicyConfig, ValueHeadConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.open import policy_config
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]

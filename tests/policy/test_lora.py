@@ -13,12 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import (
+    LR_FACTOR,
+    LocalPolicyConfig,
+    Lora,
+    OptimizerConfig,
+    PolicyConfig,
+    adapters_of,
+    default_lr,
+)
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import LR_FACTOR, Lora, adapters_of
 from agentlightning.policy.open import policy_config
-from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 PROMPT = tuple(range(5, 25))

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError
 from agentlightning.models import checkpoint
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 
 
 def open_trainable(config: LocalPolicyConfig, model: Any) -> LocalPolicy:

@@ -36,8 +36,7 @@ from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import adapter_table
+from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
 from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.learner import Learner
@@ -94,7 +93,7 @@ class LocalPolicy(AgentEngines):
         ConfigError or PolicyError, naming the path."""
         config, adapters = with_adapters_of(config)
         torch.set_num_threads(config.threads)
-        device = find_device(config.device)
+        device = find_device(config.sampling_device)
         tokenizer, model = load_model(config)
         if len(tokenizer) > vocab_size(model):
             raise PolicyError(

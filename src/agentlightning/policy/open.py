@@ -14,10 +14,16 @@ from agentlightning.engine.servers.config import ServedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
-from agentlightning.policy.config import BACKENDS, PolicyConfig
-from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
-from agentlightning.policy.lora_config import AgentSetting, check_servable
-from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.config import (
+    BACKENDS,
+    AgentSetting,
+    LocalPolicyConfig,
+    ModelSettings,
+    Objective,
+    OptimizerConfig,
+    PolicyConfig,
+    check_servable,
+)
 from agentlightning.policy.requirements import require_training
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
@@ -64,13 +70,11 @@ def policy_config(
     adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
     shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields} | {"model": path}
-    if settings.kind == "fsdp" and settings.engine != "local":
-        shared["device"] = "cpu"
     config = LocalPolicyConfig(
         **shared,
         seed=seed,
         agents=dict(agents or {}),
-        ranks=settings.ranks,
+        served=settings.engine != "local",
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
@@ -87,10 +91,10 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
     """Raises PolicyError for a model that cannot be loaded."""
     from safetensors import SafetensorError
 
-    if config.ranks is None:
-        from agentlightning.policy.local import LocalPolicy as Opened
-    else:
+    if config.kind == "fsdp":
         from agentlightning.policy.fsdp.policy import FsdpPolicy as Opened
+    else:
+        from agentlightning.policy.local import LocalPolicy as Opened
 
     try:
         return await asyncio.to_thread(Opened.open, config)

@@ -19,9 +19,15 @@ from agentlightning.models import checkpoint
 from agentlightning.models.lora import AdapterFiles, Adapters, has_adapters, read_weights, set_weights
 from agentlightning.models.lora.files import FOLDER, folder_name
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import LR_FACTOR, SHARED, AgentSetting, Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
+from agentlightning.policy.config import (
+    LR_FACTOR,
+    SHARED,
+    AgentSetting,
+    LocalPolicyConfig,
+    Lora,
+    OptimizerConfig,
+    default_lr,
+)
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
 from agentlightning.policy.update.value_head import open_value_head, reading

@@ -20,9 +20,8 @@ from agentlightning.engine.local import cascade_attention
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 

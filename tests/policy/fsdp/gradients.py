@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora
 from agentlightning.policy.fsdp.learner import ShardedUpdater
 from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.trained_weights import TrainedWeights

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     ADVANTAGES,
     SAMPLED_LOGPROBS,
@@ -34,7 +35,6 @@ from agentlightning.policy.losses import (
     token_losses,
 )
 from agentlightning.policy.mismatch import Correction
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.micro_batch import MicroBatch
 from agentlightning.policy.update.packing import plan

@@ -25,9 +25,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
-from agentlightning.policy.fsdp.config import TOKEN, RanksConfig
+from agentlightning.policy.config import TOKEN, LocalPolicyConfig, parse_address, shared_token
 from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, Welcome, authenticate, code, difference
-from agentlightning.policy.local_config import LocalPolicyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +81,15 @@ class RankGroup:
         """Start the ranks of `config`, or wait for them to join, and tell them what to train; see `check`. Raises
         RankError for a rank that ends or does not come, and ConfigError, with its name, for one that cannot take
         part."""
-        assert config.ranks is not None
-        settings, group = config.ranks, cls()
-        token = settings.token()
+        group = cls()
+        token = os.urandom(32).hex().encode() if config.address is None else shared_token()
+        host, port = ("127.0.0.1", 0) if config.address is None else parse_address(config.address)
         try:
-            with _listen(settings.endpoint) as listener:
-                if settings.address is None:
-                    group._processes = _started(settings.processes, listener.getsockname()[1], token, config.threads)
-                group._await(settings, listener, token)
-            group._welcome(config, settings)
+            with _listen(host, port) as listener:
+                if config.address is None:
+                    group._processes = _started(config.processes, listener.getsockname()[1], token, config.threads)
+                group._await(config, listener, token)
+            group._welcome(config, host)
         except BaseException as error:
             for each in group.members if isinstance(error, ConfigError) else ():
                 with suppress(OSError):
@@ -129,7 +128,7 @@ class RankGroup:
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
-    def _await(self, settings: RanksConfig, listener: socket.socket, token: bytes) -> None:
+    def _await(self, config: LocalPolicyConfig, listener: socket.socket, token: bytes) -> None:
         """Wait until all ranks have joined."""
         arrived: queue.SimpleQueue[Member | None] = queue.SimpleQueue()
 
@@ -142,20 +141,20 @@ class RankGroup:
 
         begun = said = time.monotonic()
         strangers = 0
-        while len(self.members) < settings.processes:
+        while len(self.members) < config.processes:
             now = time.monotonic()
             if ended := [each for each in self._processes if each.poll() is not None]:
                 raise RankError(
                     f"a training process {_how_ended(ended[0])} before it had joined; its last words are above"
                 )
-            if now - begun > settings.timeout_seconds:
+            if now - begun > config.rank_timeout_seconds:
                 raise RankError(
-                    f"{len(self.members)} of {settings.processes} ranks have joined in {settings.timeout_seconds:g}"
+                    f"{len(self.members)} of {config.processes} ranks have joined in {config.rank_timeout_seconds:g}"
                     f" seconds ({strangers} connections had no valid token); start the others, or set policy.processes"
                 )
             if now - said > SAY_SECONDS:
                 said = now
-                logger.warning("%d of %d ranks have joined", len(self.members), settings.processes)
+                logger.warning("%d of %d ranks have joined", len(self.members), config.processes)
             with suppress(TimeoutError):
                 # A thread for each: one that says nothing keeps no other waiting.
                 threading.Thread(target=greet, args=(listener.accept()[0],), daemon=True).start()
@@ -170,19 +169,18 @@ class RankGroup:
                             f"{new} cannot be a rank: it runs {differs}; install the same version on all machines"
                         )
 
-    def _welcome(self, config: LocalPolicyConfig, settings: RanksConfig) -> None:
+    def _welcome(self, config: LocalPolicyConfig, host: str) -> None:
         """Tell each rank its place."""
         import torch.distributed as dist
 
         self.members = number(self.members)
-        host = settings.endpoint[0]
-        listener = _listen((host, 0))
+        listener = _listen(host, 0)
         port = int(listener.getsockname()[1])
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
             is_master=True,
-            timeout=timedelta(seconds=settings.timeout_seconds),
+            timeout=timedelta(seconds=config.rank_timeout_seconds),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -263,11 +261,11 @@ class RankGroup:
         return RankError(reason)
 
 
-def _listen(endpoint: tuple[str, int]) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listener = socket.create_server(endpoint, backlog=128)
+        listener = socket.create_server((host, port), backlog=128)
     except OSError as error:
-        raise ConfigError(f"policy.address={endpoint[0]}:{endpoint[1]} cannot be listened on: {error}") from error
+        raise ConfigError(f"policy.address={host}:{port} cannot be listened on: {error}") from error
     listener.settimeout(POLL_SECONDS)
     return listener
 

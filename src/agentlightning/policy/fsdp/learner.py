@@ -14,14 +14,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.fsdp import checkpoint
 from agentlightning.policy.fsdp.checkpoint import TrainedParameters
 from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.model_loading import load_model, with_adapters_of
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner

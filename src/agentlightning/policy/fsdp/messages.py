@@ -25,7 +25,7 @@ from typing import Any
 from agentlightning import errors
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig
 
 # -- identity --------------------------------------------------------------------------------------------------------
 

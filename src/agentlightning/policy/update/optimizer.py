@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 # -- muon ------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
@@ -32,7 +33,6 @@ from agentlightning.policy.losses import (
     value_of,
 )
 from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import interpolation, streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch

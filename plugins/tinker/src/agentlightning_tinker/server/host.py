@@ -31,8 +31,7 @@ from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weig
 from agentlightning.models.lora.files import write_adapter
 from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import SHARED
+from agentlightning.policy.config import SHARED, LocalPolicyConfig
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
