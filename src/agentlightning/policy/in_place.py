@@ -48,12 +48,12 @@ class InPlacePolicy(LocalPolicy):
 
     def _save(self, directory: Path, training_state: bool) -> None:
         if not training_state:
-            checkpoint.save(directory, self._given, self._tokenizer, None)
+            checkpoint.save(directory, self._given, self._learner.tokenizer, None)
             return
         named = self._model.named_parameters()
         trained = {name: value.detach().clone() for name, value in named if value.requires_grad}
         directory.mkdir(parents=True, exist_ok=True)
-        torch.save({"weights": trained, "updater": self._weights.state_dict()}, directory / "state.pt")
+        torch.save({"weights": trained, "updater": self._learner.state_dict()}, directory / "state.pt")
 
     def _load(self, directory: Path, in_flight: bool, above: int) -> None:
         state = torch.load(directory / "state.pt", weights_only=True)
@@ -62,5 +62,5 @@ class InPlacePolicy(LocalPolicy):
         with torch.no_grad():
             for name, value in state["weights"].items():
                 own[name].copy_(value)
-        self._weights.updaters[None].load_state_dict(state["updater"]["updater"])
-        self._set_version(max(self._version, above) + 1, self._weights.updaters)
+        self._learner.updaters[None].load_state_dict(state["updater"]["updater"])
+        self._set_version(max(self._version, above) + 1, self._learner.updaters)

@@ -38,8 +38,8 @@ from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.learner import Learner
+from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -55,20 +55,19 @@ class LocalPolicy(AgentEngines):
         config: LocalPolicyConfig,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        weights: TrainedWeights | None = None,
+        make_updater: Callable[..., Updater] | None = Updater,
     ) -> None:
-        """`weights`: what it trains; None: as `config` says."""
+        """`make_updater`: see `Learner`."""
         self.config = config
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
         self._model = model
-        self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
+        # Its tokenizer is only for the worker thread; `chat` has its own copy.
+        self._learner = Learner(model, tokenizer, config, make_updater)
         self._version = 0
         self._reads_adapters = False
-        self._weights = weights or TrainedWeights(model, config)
-        self._learner = Learner(model, tokenizer, self._weights)
         self.table = adapter_table(config.name, config.agents, config.adapters)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
@@ -82,7 +81,7 @@ class LocalPolicy(AgentEngines):
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
             grammars=self._grammars,
-            adapters=self._weights.adapters,
+            adapters=self._learner.adapters,
             max_kept_tokens=config.max_kept_tokens,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
@@ -103,7 +102,7 @@ class LocalPolicy(AgentEngines):
         with refusing(model):
             policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
         if adapters is not None:
-            policy._weights.read_weights(adapters)()
+            policy._learner.read_weights(adapters)()
             policy._reads_adapters = True
         return policy
 
@@ -132,9 +131,8 @@ class LocalPolicy(AgentEngines):
 
     async def save_adapter(self, name: str, directory: Path) -> None:
         """Write an adapter as a directory in peft's format."""
-        adapters = self._weights.adapters
-        assert adapters is not None
-        await self._engine.run(lambda: write_adapter(directory, adapters.by_name[name], shared_name(self.config.model)))
+        adapter, base = self._learner.by_name[name], self.config.model
+        await self._engine.run(lambda: write_adapter(directory, adapter, shared_name(base)))
 
     async def sample_adapter(
         self,
@@ -192,9 +190,9 @@ class LocalPolicy(AgentEngines):
         return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
 
     def _check_scores(self, what: AbstractSet[ScoreColumn], reference: Path | None) -> None:
-        if "values" in what and self._weights.value_head is None:
+        if "values" in what and self._learner.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
-        if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
+        if "ref_logprobs" in what and reference is None and self._learner.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
@@ -211,7 +209,9 @@ class LocalPolicy(AgentEngines):
     # -- in the worker thread --------------------------------------------------------------------------------------
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._learner.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return cast(str, text)
 
     def _prepare_weight_change(self, in_flight: bool, adapters: Collection[str | None] | None = None) -> None:
@@ -230,7 +230,7 @@ class LocalPolicy(AgentEngines):
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
-        self._weights.changed()
+        self._learner.changed()
         self._version = version
         for name in names:
             if name is None:
@@ -239,8 +239,8 @@ class LocalPolicy(AgentEngines):
                 self._generator.adapter_versions[name] = version
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        state = {**self._own_state(), **self._weights.state_dict()} if training_state else None
-        self._weights.save(directory, self._tokenizer, state)
+        state = {**self._own_state(), **self._learner.state_dict()} if training_state else None
+        self._learner.save(directory, state)
 
     def _own_state(self) -> dict[str, Any]:
         """All that a resume needs beside the weights and their optimisers."""
@@ -257,7 +257,7 @@ class LocalPolicy(AgentEngines):
                 f'{directory} was saved by policy.kind = "fsdp"; continue with that, or start a new run from its'
                 " weights with policy.model"
             )
-        load = self._weights.read(directory, state)
+        load = self._learner.read(directory, state)
         generator, random = state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1
         # Everything that can be rejected is checked above, before anything changes.
@@ -267,4 +267,4 @@ class LocalPolicy(AgentEngines):
             self._generator.load_state_dict(generator)
             torch.set_rng_state(random)
         finally:
-            self._set_version(version, self._weights.updaters)
+            self._set_version(version, self._learner.updaters)

@@ -411,7 +411,7 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
     """The second of two optimiser steps fails."""
     ids = prompt(policy)
     sample = training_sample(ids, await policy.sample(ids, SamplingParams(max_tokens=8)))
-    updater = policy._weights.updaters[None]
+    updater = policy._learner.updaters[None]
     accumulate, calls = updater.accumulate, []
 
     def fail_second(*arguments):

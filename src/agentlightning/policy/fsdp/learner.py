@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from agentlightning.models.checkpoint import read_scorer
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.fsdp import checkpoint
@@ -21,7 +21,6 @@ from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.losses import TokenLoss
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.model_loading import load_model, with_adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
 from agentlightning.policy.update.micro_batch import MicroBatch
@@ -110,12 +109,11 @@ def owner_of(name: str | None) -> str:
     return MODEL if name is None else f"adapter:{name}"
 
 
-def modules_by_owner(model: PreTrainedModel, weights: TrainedWeights) -> dict[str, nn.Module]:
+def modules_by_owner(learner: Learner) -> dict[str, nn.Module]:
     """What is sampled from or trained. An owner is the model, an adapter or the value head."""
-    found: dict[str, nn.Module] = {MODEL: cast(nn.Module, model)}
-    found |= {} if weights.value_head is None else {VALUE_HEAD: weights.value_head}
-    adapters = {} if weights.adapters is None else weights.adapters.by_name
-    return found | {owner_of(name): adapter for name, adapter in adapters.items()}
+    found: dict[str, nn.Module] = {MODEL: cast(nn.Module, learner.model)}
+    found |= {} if learner.value_head is None else {VALUE_HEAD: learner.value_head}
+    return found | {owner_of(name): adapter for name, adapter in learner.by_name.items()}
 
 
 class RankLearner(Learner):
@@ -123,27 +121,31 @@ class RankLearner(Learner):
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
         config, adapters = with_adapters_of(config)
-        first = ranks.rank == 0
-        tokenizer, model = load_model(config, weights=first)
+        tokenizer, model = load_model(config, weights=ranks.rank == 0)
         self.changed: list[str | None] = []
         """The names of the weights that the command in progress has changed."""
         self._ranks = ranks
-        weights = TrainedWeights(model, config, ShardedUpdater, partial(ShardedForward, ranks=ranks))
+        super().__init__(model, tokenizer, config, ShardedUpdater)
         if adapters is not None:
-            weights.read_weights(adapters)()
-        super().__init__(model, tokenizer, weights, loads_weights=first)
-        self._modules = modules_by_owner(model, weights)
+            self.read_weights(adapters)()
+        self._modules = modules_by_owner(self)
 
-    def make_forward(self, model: PreTrainedModel) -> Forward:
+    def read_scorer(self, directory: Path) -> PreTrainedModel:
+        """See `Learner.read_scorer`. Ranks other than the first get its weights when it is divided."""
+        first = self._ranks.rank == 0
+        scorer = read_scorer(directory, self.model, self.tokenizer, self.dtype, weights=first)
+        return scorer.requires_grad_(False)
+
+    def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
         """See `Learner.make_forward`."""
-        return ShardedForward(model.requires_grad_(False), self._ranks)
+        return ShardedForward(model, self._ranks, gradient_checkpointing=gradient_checkpointing)
 
     def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
         metrics = self.update(samples, options, self.changed.append)
-        self._weights.changed()
+        self.changed()
         return metrics, list(self.changed)
 
     def gather(self, names: Sequence[str | None]) -> Iterator[Part]:
@@ -162,13 +164,13 @@ class RankLearner(Learner):
     def load(self, directory: Path, counters: Mapping[str, Any]) -> list[str | None]:
         """The names of what was loaded; see `checkpoint.load`."""
         checkpoint.load(self._ranks, self._trained(), directory, counters)
-        self._weights.changed()
-        return list(self._weights.updaters)
+        self.changed()
+        return list(self.updaters)
 
     def _trained(self) -> list[TrainedParameters]:
         return [
             TrainedParameters(owner, self._modules[owner], optimizer, updater)
-            for name, updater in self._weights.updaters.items()
+            for name, updater in self.updaters.items()
             for owner, optimizer in ((owner_of(name), updater.optimizer), (VALUE_HEAD, updater.value_optimizer))
             if optimizer is not None
         ]

@@ -29,7 +29,6 @@ from agentlightning.policy.fsdp.learner import GATHER, Part, modules_by_owner
 from agentlightning.policy.fsdp.messages import model_digest
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -51,7 +50,7 @@ class FsdpPolicy(LocalPolicy):
     group: RankGroup
 
     def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, model, tokenizer, TrainedWeights(model, config, None))
+        super().__init__(config, model, tokenizer, make_updater=None)
         self._unpublished: list[str | None] = []
         """The names of what has been trained since the weights were published."""
 
@@ -147,7 +146,7 @@ class FsdpPolicy(LocalPolicy):
     def _take(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool, version: int) -> None:
         """Sample from new weights."""
         self._prepare_weight_change(in_flight, names)
-        modules = modules_by_owner(self._model, self._weights)
+        modules = modules_by_owner(self._learner)
         parameters = {owner: dict(module.named_parameters()) for owner, module in modules.items()}
         for owner, name, values in parts:
             parameter = parameters[owner][name]
@@ -158,10 +157,10 @@ class FsdpPolicy(LocalPolicy):
         if self._unpublished:
             raise PolicyError("an update has been trained and not published; call publish_update before save")
         if not training_state:
-            self._weights.save(directory, self._tokenizer, None)
+            self._learner.save(directory, None)
             return
         state = self._own_state()
-        self._weights.save(directory.absolute(), self._tokenizer, state, RankState(self.group.call, state))
+        self._learner.save(directory.absolute(), state, RankState(self.group.call, state))
 
     def _state_in(self, directory: Path, in_flight: bool) -> dict[str, Any]:
         """The training state in a checkpoint. Raises PolicyError for that of a local policy."""
