@@ -195,6 +195,20 @@ def factors(log_ratio: FloatArray, rollout: Groups, several: Sequence[Correction
     return product
 
 
+def measures(log_ratio: FloatArray, product: FloatArray) -> dict[str, FloatArray]:
+    """Of each token [N] whose weight is corrected: mismatch_ratio, mismatch_kl (k3 of KL(sampler || trainer)),
+    mismatch_weight (the factor), mismatch_masked (whether it is 0), proximal_differs (whether its proximal
+    log-probability is another than the recorded one)."""
+    ratio = _bounded_exp(log_ratio)
+    return {
+        "mismatch_ratio": ratio,
+        "mismatch_kl": ratio - 1 - log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+        "mismatch_weight": product,
+        "mismatch_masked": product == 0,
+        "proximal_differs": log_ratio != 0,
+    }
+
+
 def _bounded_exp(values: Any) -> Any:
     import numpy as np
 

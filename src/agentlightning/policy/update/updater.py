@@ -25,15 +25,14 @@ from agentlightning.policy.losses import (
     SAMPLED_LOGPROBS,
     WEIGHTS,
     LossSetting,
-    LossValue,
     TokenBatch,
     TokenLoss,
     clamped_log_ratio,
     token_losses,
     value_of,
 )
-from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
-from agentlightning.policy.update import interpolation, streams
+from agentlightning.policy.mismatch import Correction, MismatchSetting
+from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
@@ -114,8 +113,9 @@ class Updater:
         if options.average is not None:
             self._average_at(options.average)
         samples = streams.for_losses(samples, losses)
-        within = _corrections_within(samples, losses, options.mismatch)
-        samples, corrections = (samples, {}) if within else _corrected(samples, losses, options.mismatch)
+        several = _corrections(samples, losses, options.mismatch)
+        within = several if _interpolates(samples) else ()
+        samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
         totals = dict.fromkeys(COUNTS, 0.0)
 
         def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
@@ -230,12 +230,9 @@ class Updater:
                 logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
                 tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
                 tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
-                if within:
-                    tokens, sums, count = interpolation.corrected(tokens, within)
-                    _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
-                value, counts = sum_of_losses(losses, tokens)
-                value.loss.backward()
-                _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
+                value, sums = sum_of_losses(losses, tokens, within)
+                value.backward()
+                _add(totals, {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **sums})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
                 _add(totals, {"shared_prefixes": batch.shared_prefixes})
                 if at_temperature and batch.kept is not None:
@@ -323,39 +320,38 @@ class Updater:
             step=self.optimizer.steps,
             past_entropy=self.entropy.value,
         )
-        return interpolation.interpolated(tokens)
+        return streams.interpolated(tokens)
 
 
 Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
 """`Updater._gradient` of samples."""
 
 
-def _corrected(
-    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
-) -> tuple[Sequence[TrainingSample], dict[str, float]]:
-    """The samples with corrected weights, and the metrics of the correction; as they are where none applies."""
-    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
-    off = mismatches.is_off(several) or not any(loss.decoupled for loss in losses)
-    has_column = has_proximal(samples)
-    if mismatch is not None and samples and not has_column and not off:
-        raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
-    return (samples, {}) if off or not has_column else streams.corrected(samples, several)
+def _interpolates(samples: Sequence[TrainingSample]) -> bool:
+    """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
+    return any(INTERPOLATION in sample.columns for sample in samples)
 
 
-def _corrections_within(
+def _corrections(
     samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
-    """The corrections that are computed within each micro-batch, because the proximal policy is interpolated there;
-    none where it is not."""
-    if not any(INTERPOLATION in sample.columns for sample in samples):
-        return ()
-    if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
-        raise PolicyError(f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns")
-    if not any(loss.decoupled for loss in losses):
-        raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+    """The corrections of weights; none where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
-    check_token_level(several)
-    return several
+    decoupled = any(loss.decoupled for loss in losses)
+    if _interpolates(samples):
+        if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+            raise PolicyError(
+                f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns"
+            )
+        if not decoupled:
+            raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+        mismatches.check_token_level(several)
+        return several
+    if mismatches.is_off(several) or not decoupled:
+        return ()
+    if mismatch is not None and samples and not has_proximal(samples):
+        raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
+    return several if has_proximal(samples) else ()
 
 
 def has_proximal(samples: Sequence[TrainingSample]) -> bool:
@@ -409,20 +405,27 @@ def tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     )
 
 
-def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[LossValue, dict[str, float]]:
-    """The sum of all losses, and for each of their metrics the number of tokens it is a sum over. Where two losses log
-    under one name, the later one's has its type before it."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, float] = {}
+def sum_of_losses(
+    losses: Sequence[TokenLoss], tokens: TokenBatch, within: Sequence[Correction] = ()
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """The sum of all losses, and the sums of their metrics and of those of the corrections `within`, each with the
+    number of its tokens (`COUNT_OF`). Where two losses log under one name, the later one's has its type before it."""
+    sums: dict[str, float | Tensor] = {}
+    if within:
+        tokens, found, count = streams.corrected_tokens(tokens, within)
+        sums |= _counted(found, count)
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
         value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
-        sums |= named
-        counts |= dict.fromkeys((f"{COUNT_OF}{name}" for name in named), float(len(own.trained_logprobs)))
-    return LossValue(total, sums), counts
+        sums |= _counted(named, len(own.trained_logprobs))
+    return total, sums
+
+
+def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, float | Tensor]:
+    return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
 
 
 def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
@@ -475,9 +478,9 @@ def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None
         totals[name] = totals.get(name, 0.0) + float(value)
 
 
-def _kept_metrics(kept: KeptTokens) -> dict[str, float]:
+def _kept_metrics(kept: KeptTokens) -> dict[str, float | Tensor]:
     count = float(np.count_nonzero(kept.sizes))
-    return {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum()), f"{COUNT_OF}kept_set_size": count}
+    return {KEPT_COUNT: count, **_counted({"kept_set_size": float(kept.sizes.sum())}, count)}
 
 
 def _means(totals: dict[str, float]) -> dict[str, float]:
