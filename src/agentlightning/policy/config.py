@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
+from agentlightning.models import SHARED
 from agentlightning.models.resolve import TINY
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
@@ -109,8 +110,6 @@ def default_lr(weights: int, objective: Objective = "reinforcement") -> float:
 
 # -- adapters --------------------------------------------------------------------------------------------------------
 
-SHARED: Final = "shared"
-"""The name of the adapter of the policy itself."""
 BASE: Final = "base"
 """The name that stands for the weights below all adapters."""
 LR_FACTOR: Final = 10.0

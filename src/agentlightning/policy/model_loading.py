@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
+from agentlightning.models.lora import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
 from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
 from agentlightning.policy.config import AgentSetting, LocalPolicyConfig, Lora
 

@@ -65,7 +65,7 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
     if adapters:
-        from agentlightning.models.lora.merge import merge
+        from agentlightning.models.lora import merge
 
         merge(checkpoint, path)
     else:
@@ -94,7 +94,7 @@ def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bo
 
     with TemporaryDirectory(prefix="agl-merged-") as folder:
         if adapters:
-            from agentlightning.models.lora.merge import merge
+            from agentlightning.models.lora import merge
 
             merge(checkpoint, Path(folder))
         write_gguf(Path(folder) if adapters else checkpoint, path, precision)

@@ -10,7 +10,7 @@ from tests.support.models import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.lora.merge import merge
+from agentlightning.models.lora import merge
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample

@@ -15,8 +15,7 @@ import pytest
 from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.fsdp import group as module
-from agentlightning.policy.fsdp.group import Member, RankGroup, number
-from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, code, connect
+from agentlightning.policy.fsdp.group import Failure, Hello, Member, RankGroup, Reply, code, connect, number
 
 
 def hello(host: str = "a", pid: int = 1, rank: int | None = None) -> Hello:

@@ -24,9 +24,8 @@ from agentlightning.models import checkpoint
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
-from agentlightning.policy.fsdp.group import RankGroup
+from agentlightning.policy.fsdp.group import RankGroup, model_digest
 from agentlightning.policy.fsdp.learner import GATHER, Part, modules_by_owner
-from agentlightning.policy.fsdp.messages import model_digest
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import TokenTree, TrainingSample

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.policy.config import parse_address, shared_token
+from agentlightning.policy.fsdp.group import Failure, Hello, Reply, Welcome, code, connect, model_digest
 from agentlightning.policy.fsdp.learner import GATHER, RankLearner
-from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, Welcome, code, connect, model_digest
 from agentlightning.policy.fsdp.sharding import Ranks
 
 logger = logging.getLogger(__name__)

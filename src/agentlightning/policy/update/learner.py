@@ -19,19 +19,19 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models import checkpoint
-from agentlightning.models.lora.adapters import Adapter, Adapters
-from agentlightning.models.lora.files import (
-    FOLDER,
+from agentlightning.models import SHARED, checkpoint
+from agentlightning.models.lora import (
+    Adapter,
     AdapterFiles,
-    folder_name,
+    Adapters,
+    adapter_directory,
     has_adapters,
     read_weights,
     set_weights,
 )
 from agentlightning.models.resolve import resolve_model, shared_name
 from agentlightning.policy.base import Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.config import LR_FACTOR, SHARED, LocalPolicyConfig, Lora, OptimizerConfig, default_lr
+from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, OptimizerConfig, default_lr
 from agentlightning.policy.model_loading import LARGE
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import COUNTS, KEPT_COUNT, Updater
@@ -197,12 +197,11 @@ class Learner:
         """See `models.checkpoint.save`."""
         saved: checkpoint.Savable = self.model
         if self.adapters is not None:
-            by_name = dict(self.by_name)
             agents = {
                 agent: setting.model_dump(exclude_none=True) if isinstance(setting, Lora) else setting
                 for agent, setting in self._config.agents.items()
             }
-            saved = AdapterFiles(shared_name(self._config.model), by_name.pop(SHARED, None), by_name, agents)
+            saved = AdapterFiles(shared_name(self._config.model), self.by_name, agents)
         checkpoint.save(directory, saved, self.tokenizer, state, self.value_head, *beside)
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,8 +241,7 @@ class Learner:
         load_values = reading(self.value_head, directory)
         weights = checkpoint.read_model(directory, self.model).state_dict() if self.adapters is None else {}
         adapted = {
-            name: read_weights(directory if name == SHARED else directory / FOLDER / folder_name(name), adapter)
-            for name, adapter in self.by_name.items()
+            name: read_weights(adapter_directory(directory, name), adapter) for name, adapter in self.by_name.items()
         }
 
         def load() -> None:

@@ -61,16 +61,22 @@ class TokenTable:
 def token_table(samples: Sequence[TrainingSample]) -> TokenTable:
     """The sampled tokens of `samples`, numbered."""
     shared = set.intersection(*(set(sample.columns) for sample in samples)) if samples else set[str]()
-    nodes = [(sample, i, node) for sample in samples for i, node in enumerate(sample.tree.nodes) if node.sampled]
-    calls, starts = _number_calls(samples), list[IntArray]()
-    position = 0
+    nodes: list[tuple[TrainingSample, int, Node]] = []
+    starts, calls, call, count, position = list[IntArray](), list[IntArray](), list[int](), 0, 0
     for sample in samples:
-        lengths = np.array([len(node.token_ids) if node.sampled else 0 for node in sample.tree.nodes], np.int64)
-        begins = position + np.cumsum(lengths) - lengths
-        starts.append(np.where([node.sampled for node in sample.tree.nodes], begins, NOT_SAMPLED))
-        position += int(lengths.sum())
+        tree = sample.tree
+        begins, numbers = (np.full(len(tree.nodes), NOT_SAMPLED, np.int64) for _ in range(2))
+        for index, node in enumerate(tree.nodes):
+            if not node.sampled:
+                continue
+            continues = _continues(tree, index)
+            begins[index], numbers[index] = position, numbers[node.parent] if continues else count
+            position, count = position + len(node.token_ids), count + (not continues)
+            nodes.append((sample, index, node))
+            call.append(int(numbers[index]))
+        starts.append(begins)
+        calls.append(numbers)
     lengths = [len(node.token_ids) for _, _, node in nodes]
-    call = [number for numbers in calls for number in numbers[numbers != NOT_SAMPLED].tolist()]
     columns = {name: _join([sample.columns[name][i] for sample, i, _ in nodes]) for name in shared}
     columns["sampled_logprobs"] = _join([np.array(node.logprobs, np.float32) for _, _, node in nodes])
     rollouts: dict[tuple[int, object], int] = {}
@@ -105,27 +111,9 @@ def _join(arrays: Sequence[FloatArray]) -> FloatArray:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
 
-def _number_calls(samples: Sequence[TrainingSample]) -> list[IntArray]:
-    """A number for the call of each node. Nodes of one call, split by a later prompt or an update of the weights, stand
-    one below the other."""
-    found: list[IntArray] = []
-    count = 0
-    for sample in samples:
-        numbers = np.full(len(sample.tree.nodes), NOT_SAMPLED, np.int64)
-        for index, node in enumerate(sample.tree.nodes):
-            if not node.sampled:
-                continue
-            if _continues(sample.tree, index):
-                numbers[index] = numbers[node.parent]
-            else:
-                numbers[index] = count
-                count += 1
-        found.append(numbers)
-    return found
-
-
 def _continues(tree: TokenTree, index: int) -> bool:
-    """Whether a sampled node belongs to the same call as the one above it."""
+    """Whether a sampled node belongs to the same call as the one above it: a later prompt or an update of the weights
+    has split it."""
     node = tree.nodes[index]
     if node.parent < 0 or node.call is None:
         return False
