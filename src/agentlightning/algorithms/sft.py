@@ -39,7 +39,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig
 from agentlightning.policy.losses import Loss, NLLLoss
-from agentlightning.policy.requirements import check_trainable, require_training
+from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import quote
+from warnings import catch_warnings
 from zlib import crc32
 
 import torch
@@ -40,7 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED
-from agentlightning.models.refusal import FORWARD_ERRORS
+from agentlightning.models.calling import FORWARD_ERRORS
 from agentlightning.models.resolve import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -430,7 +431,8 @@ def merge(adapter: Path, directory: Path) -> None:
     base = resolve_model(str(read_adapter_config(adapter).get("base_model_name_or_path")))
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        with catch_warnings(action="ignore", category=FutureWarning):  # peft asks for a property of an older name.
+            merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise PolicyError(f"{adapter} does not fit the weights of {base}: {error}") from error
     merged.save_pretrained(directory)

@@ -112,6 +112,17 @@ def shared_name(model: str | Path) -> str:
     return str(directory) if repository is None else repository.removeprefix("models--").replace("--", "/")
 
 
+def model_limits(model: str | Path) -> tuple[int | None, int]:
+    """(ids of tokens are smaller than this, tokens of prompt and answer together). Raises PolicyError."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(model)).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise PolicyError(f"model={model} has no configuration that transformers reads: {error}") from error
+    return getattr(config, "vocab_size", None), int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+
+
 def model_cache() -> Path:
     """Where converted models are kept."""
     if own := os.environ.get(CACHE):

@@ -32,8 +32,8 @@ from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
+from agentlightning.models.calling import refusing
 from agentlightning.models.lora import write_adapter
-from agentlightning.models.refusal import refusing
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table

@@ -35,6 +35,7 @@ from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_lo
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.learner import Learner
+from agentlightning.policy.update.updater import LossSpec
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -122,7 +123,9 @@ def gradient(trained: Learner, case: Case) -> torch.Tensor:
     budget = 20 + case.seed % 60
     with trained.use(trained.own):
         normalized = streams.normalized(prepared, losses)
-        updater._gradient(normalized, losses, (), UpdateOptions(token_budget=budget, sharing=case.sharing))
+        updater._gradient(
+            normalized, LossSpec(losses, options=UpdateOptions(token_budget=budget, sharing=case.sharing))
+        )
     optimizers = [each for each in (updater.optimizer, updater.value_optimizer) if each is not None]
     found = [p.grad for each in optimizers for p in each.masters if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])

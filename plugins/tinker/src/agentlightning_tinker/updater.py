@@ -40,6 +40,7 @@ from agentlightning.policy.update.micro_batch import MicroBatch
 from agentlightning.policy.update.packing import plan
 from agentlightning.policy.update.updater import (
     EntropyHistory,
+    LossSpec,
     Updater,
     sum_of_losses,
     tokens_of,
@@ -169,16 +170,16 @@ class RemoteUpdater(Updater):
         mean, steps = about["entropy"]
         self.entropy = EntropyHistory(float(mean), int(steps))
 
-    def _step(self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Any) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         left_out = 0
         kept: list[TrainingSample] = []
         for sample in part:
             broken = streams.not_finite_in_data(sample, needs)
             left_out += len(broken)
             kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
-        sums = gradient(kept)
+        sums = self._gradient(kept, spec)
         if not sums:
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}

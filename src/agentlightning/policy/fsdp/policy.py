@@ -23,9 +23,8 @@ from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
 from agentlightning.policy.fsdp.group import RankGroup, model_digest
-from agentlightning.policy.fsdp.learner import GATHER, Part, modules_by_owner
+from agentlightning.policy.fsdp.learner import FOLDER, GATHER, Part, check_complete, modules_by_owner
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import TokenTree, TrainingSample
@@ -39,7 +38,7 @@ class RankState:
     state: dict[str, Any]
 
     def save_pretrained(self, directory: Path, /) -> None:
-        self.state[STATE] = self.call("save", directory / FOLDER)
+        self.state[STATE] = self.call("save_state", directory / FOLDER)
         check_complete(directory / FOLDER)
 
 
@@ -114,7 +113,7 @@ class FsdpPolicy(LocalPolicy):
         """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
         path = _absolute(Path(directory))
         state = await self._engine.run(lambda: self._state_in(path, in_flight))
-        names = await self._call("load", path / FOLDER, state[STATE])
+        names = await self._call("load_state", path / FOLDER, state[STATE])
         parts = await self._gather(names)
         await self._engine.run(lambda: self._continue(parts, names, state, in_flight, above))
         self._unpublished = []

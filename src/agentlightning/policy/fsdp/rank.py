@@ -134,7 +134,7 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _answer(name: str, given: Any, learner: RankLearner, ranks: Ranks, connection: Connection) -> Reply:
-    learner.changed.clear()
+    learner.changed_names.clear()
     try:
         found: Any = getattr(learner, name)(*ranks.from_first(given))
         if name == GATHER:
@@ -144,7 +144,7 @@ def _answer(name: str, given: Any, learner: RankLearner, ranks: Ranks, connectio
             found = None
         return Reply(found if ranks.rank == 0 else None)
     except Exception as error:  # noqa: BLE001
-        return Reply(failure=Failure(type(error).__name__, str(error), bool(learner.changed)))
+        return Reply(failure=Failure(type(error).__name__, str(error), bool(learner.changed_names)))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.cache_argument import cache_argument
-from agentlightning.models.refusal import FORWARD_ERRORS
+from agentlightning.models.calling import FORWARD_ERRORS, cache_argument
 from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
 from agentlightning.policy.update.micro_batch import FloatArray, Line, MicroBatch, Row, join_rows, token_table

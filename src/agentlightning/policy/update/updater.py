@@ -62,6 +62,16 @@ class EntropyHistory:
             self.mean += (entropy - self.mean) / self.steps
 
 
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What the gradient of samples is computed of."""
+
+    losses: Sequence[TokenLoss]
+    within: Sequence[Correction] = ()
+    """Corrections of weights against interpolated proximal log-probabilities."""
+    options: UpdateOptions = UPDATE
+
+
 class Updater:
     """Trains one model in place. Not thread safe: nothing may use the weights during a step."""
 
@@ -116,33 +126,31 @@ class Updater:
         several = _corrections(samples, losses, options.mismatch)
         within = several if _interpolates(samples) else ()
         samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
-        totals = dict.fromkeys(COUNTS, 0.0)
-
-        def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
-            return self._gradient(part, losses, within, options)
-
+        totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
         for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
-            sums = self._step(streams.normalized(part, losses), losses, gradient)
-            corrections |= _mismatch(sums) if index == 0 and not within and not has_proximal(samples) else {}
+            sums = self._step(streams.normalized(part, losses), spec)
+            if index == 0 and "approx_kl" in sums and not within and not has_proximal(samples):
+                # What sampler and trainer disagree about, before the first change of weights.
+                corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
-        metrics = _summary(_means(totals), losses)
+        metrics: Mapping[str, float] = _means(totals)
+        for loss in losses:
+            metrics = loss.summary(metrics)
         if totals["tokens_trained"]:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(
-        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
-    ) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
-        sums = gradient(part)
+        sums = self._gradient(part, spec)
         if not sums:
             return {}
         norm, left_out = self.optimizer.grad_norm(), 0
         if not _finite(sums, norm):
-            part, left_out = self._without_not_finite(part, losses, gradient)
+            part, left_out = self._without_not_finite(part, spec)
             if left_out:
                 self.zero_grad()
-                sums = gradient(part) or {"loss": math.nan}
+                sums = self._gradient(part, spec) or {"loss": math.nan}
                 norm = self.optimizer.grad_norm()
         return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
 
@@ -163,17 +171,17 @@ class Updater:
             self.value_optimizer.zero_grad()
 
     def _without_not_finite(
-        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
+        self, part: Sequence[TrainingSample], spec: LossSpec
     ) -> tuple[Sequence[TrainingSample], int]:
         """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
         is so of all, because the weights themselves are broken."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
         if not found:
             every = sorted(
                 {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
             )
-            found = self._not_finite(part, every, gradient)
+            found = self._not_finite(part, every, spec)
             if len(found) == len(every):
                 return part, 0
         logger.warning(
@@ -184,29 +192,23 @@ class Updater:
         return _where(part, lambda rollout: rollout not in found), len(found)
 
     def _not_finite(
-        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], gradient: Gradient
+        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], spec: LossSpec
     ) -> set[tuple[int, str]]:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = gradient(_where(part, set(rollouts).__contains__))
+        sums = self._gradient(_where(part, set(rollouts).__contains__), spec)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
             return set()
         if len(rollouts) == 1:
             return set(rollouts)
         half = len(rollouts) // 2
-        return self._not_finite(part, rollouts[:half], gradient) | self._not_finite(part, rollouts[half:], gradient)
+        return self._not_finite(part, rollouts[:half], spec) | self._not_finite(part, rollouts[half:], spec)
 
-    def _gradient(
-        self,
-        part: Sequence[TrainingSample],
-        losses: Sequence[TokenLoss],
-        within: Sequence[Correction],
-        options: UpdateOptions,
-    ) -> dict[str, float]:
+    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
-        batches = self._plan(part, options)
-        return self.accumulate(batches, losses, within) if batches else {}
+        batches = self._plan(part, spec.options)
+        return self.accumulate(batches, spec.losses, spec.within) if batches else {}
 
     def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
@@ -323,10 +325,6 @@ class Updater:
         return streams.interpolated(tokens)
 
 
-Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
-"""`Updater._gradient` of samples."""
-
-
 def _interpolates(samples: Sequence[TrainingSample]) -> bool:
     """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
     return any(INTERPOLATION in sample.columns for sample in samples)
@@ -357,13 +355,6 @@ def _corrections(
 def has_proximal(samples: Sequence[TrainingSample]) -> bool:
     """Whether ratios are against the weights before the update, and not those that sampled."""
     return bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
-
-
-def _mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """What sampler and trainer disagree about: the divergence that ratios show before the first change of weights."""
-    if "approx_kl" not in sums:
-        return {}
-    return {"mismatch_kl": sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])}
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
@@ -493,9 +484,3 @@ def _means(totals: dict[str, float]) -> dict[str, float]:
         return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
 
     return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}
-
-
-def _summary(means: Mapping[str, float], losses: Sequence[TokenLoss]) -> dict[str, float]:
-    for loss in losses:
-        means = loss.summary(means)
-    return dict(means)
