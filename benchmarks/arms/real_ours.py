@@ -32,7 +32,7 @@ def prepare(model: str, gguf: str | None = None) -> dict[str, Any]:
     """The directory of the model, fetched if need be; `gguf`: also write its weights to this file, in float32."""
     directory = resolve_model(model)
     if gguf is not None and not Path(gguf).exists():
-        from agentlightning.models.gguf.write import write_gguf
+        from agentlightning.models.gguf import write_gguf
 
         write_gguf(Path(directory), Path(gguf), "f32")
     config = json.loads((Path(directory) / "config.json").read_text())

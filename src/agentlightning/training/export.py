@@ -90,7 +90,7 @@ def holds_weights(checkpoint: Path) -> bool:
 
 
 def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bool) -> None:
-    from agentlightning.models.gguf.write import write_gguf
+    from agentlightning.models.gguf import write_gguf
 
     with TemporaryDirectory(prefix="agl-merged-") as folder:
         if adapters:

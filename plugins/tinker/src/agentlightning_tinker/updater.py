@@ -36,8 +36,7 @@ from agentlightning.policy.losses import (
 )
 from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.update import streams
-from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import plan
+from agentlightning.policy.update.packing import MicroBatch, plan
 from agentlightning.policy.update.updater import (
     EntropyHistory,
     LossSpec,

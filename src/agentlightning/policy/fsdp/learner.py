@@ -24,8 +24,8 @@ from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
 from agentlightning.policy.model_loading import load_model, with_adapters_of
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.micro_batch import MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
+from agentlightning.policy.update.packing import MicroBatch
 from agentlightning.policy.update.updater import EntropyHistory, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TrainingSample

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from agentlightning.engine.local.sampler import MIN_TEMPERATURE
-from agentlightning.policy.update.micro_batch import KeptTokens
+from agentlightning.policy.update.packing import KeptTokens
 
 BLOCK_CPU = 1 << 17
 """Logits of a block, where its float32 copies (two of 512 KiB) should stay in the cache of a core."""

@@ -34,8 +34,8 @@ from agentlightning.policy.losses import (
 from agentlightning.policy.mismatch import Correction, MismatchSetting
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
+from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
 
