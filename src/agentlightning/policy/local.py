@@ -257,7 +257,10 @@ class LocalPolicy(AgentEngines):
                 f'{directory} was saved by policy.kind = "fsdp"; continue with that, or start a new run from its'
                 " weights with policy.model"
             )
-        load = self._learner.read(directory, state)
+        self._resume(state, in_flight, above, self._learner.read(directory, state))
+
+    def _resume(self, state: Mapping[str, Any], in_flight: bool, above: int, load: Callable[[], None]) -> None:
+        """Continue with the weights that `load` puts in place."""
         generator, random = state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1
         # Everything that can be rejected is checked above, before anything changes.
@@ -267,7 +270,7 @@ class LocalPolicy(AgentEngines):
             self._generator.load_state_dict(generator)
             torch.set_rng_state(random)
         finally:
-            self._set_version(version, self._learner.updaters)
+            self._set_version(version, self.config.adapters or (None,))
 
 
 # -- a model of the caller's ------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class FsdpPolicy(LocalPolicy):
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, what rank 0 has sent, and publish_seconds."""
         started, names = time.monotonic(), self._unpublished
         parts = await self._gather(names)
-        await self._engine.run(lambda: self._take(parts, names, in_flight, self._version + 1))
+        await self._engine.run(lambda: self._publish(parts, names, in_flight))
         self._unpublished = []
         size = sum(values.nbytes for _, _, values in parts)
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
@@ -115,7 +115,7 @@ class FsdpPolicy(LocalPolicy):
         state = await self._engine.run(lambda: self._state_in(path, in_flight))
         names = await self._call("load_state", path / FOLDER, state[STATE])
         parts = await self._gather(names)
-        await self._engine.run(lambda: self._continue(parts, names, state, in_flight, above))
+        await self._engine.run(lambda: self._resume(state, in_flight, above, lambda: self._copy(parts)))
         self._unpublished = []
 
     async def close(self) -> None:
@@ -140,16 +140,19 @@ class FsdpPolicy(LocalPolicy):
                 " in_flight=True"
             )
 
-    @torch.no_grad()
-    def _take(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool, version: int) -> None:
-        """Sample from new weights."""
+    def _publish(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool) -> None:
         self._prepare_weight_change(in_flight, names)
+        self._copy(parts)
+        self._set_version(self._version + 1, names)
+
+    @torch.no_grad()
+    def _copy(self, parts: Sequence[Part]) -> None:
+        """Sample from new weights."""
         modules = modules_by_owner(self._learner)
         parameters = {owner: dict(module.named_parameters()) for owner, module in modules.items()}
         for owner, name, values in parts:
             parameter = parameters[owner][name]
             parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
-        self._set_version(version, names)
 
     def _save(self, directory: Path, training_state: bool) -> None:
         if self._unpublished:
@@ -170,14 +173,6 @@ class FsdpPolicy(LocalPolicy):
                 " weights with policy.model"
             )
         return state
-
-    def _continue(
-        self, parts: Sequence[Part], names: Sequence[str | None], state: Mapping[str, Any], in_flight: bool, above: int
-    ) -> None:
-        version = max(self._version, int(state["policy_version"]), above) + 1
-        self._take(parts, names, in_flight, version)
-        self._generator.load_state_dict(state["generator"])
-        torch.set_rng_state(state["torch_random"])
 
 
 def _absolute(path: Path) -> Path:
