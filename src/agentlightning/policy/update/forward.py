@@ -39,7 +39,6 @@ from agentlightning.policy.update.output_head import (
 )
 from agentlightning.policy.update.packing import (
     CostModel,
-    FloatArray,
     Line,
     MicroBatch,
     Row,
@@ -48,7 +47,7 @@ from agentlightning.policy.update.packing import (
     token_table,
 )
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
 
@@ -343,7 +342,7 @@ class Forward:
         """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
-        whole = not self.head.separable
+        whole = not self.head.traits.separable
         distinct, which = np.unique(
             positions, return_inverse=True
         )  # One token may predict the first of several answers.

@@ -134,16 +134,11 @@ class OutputHead:
         self.traits = traits or HeadTraits()
         if traits is None:
             self._find_traits()
-        if not self.separable:
+        if not self.traits.separable:
             logger.warning(
                 "the output head of %s cannot be run alone: the logits of all trained positions are in memory at once",
                 type(self._model).__name__,
             )
-
-    @property
-    def separable(self) -> bool:
-        """See `HeadTraits.separable`."""
-        return self.traits.separable
 
     @property
     def linear(self) -> nn.Linear | None:

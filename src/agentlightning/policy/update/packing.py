@@ -31,11 +31,10 @@ from numpy.typing import NDArray
 
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
-from agentlightning.trajectory import Node, TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
-FloatArray: TypeAlias = NDArray[np.float32]
 IntArray: TypeAlias = NDArray[np.int64]
 
 NOT_SAMPLED = -1

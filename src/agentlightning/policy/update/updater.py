@@ -99,11 +99,12 @@ class Updater:
         self.average: WeightAverage | None = None
         """A moving average of the weights, from the first step that asks for one."""
 
-    def step(
-        self,
-        samples: Sequence[TrainingSample],
-        options: UpdateOptions = UPDATE,
-    ) -> dict[str, float]:
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Of the weights, and of the value head where there is one."""
+        return (self.optimizer,) if self.value_optimizer is None else (self.optimizer, self.value_optimizer)
+
+    def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """Train on all samples once.
 
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
@@ -115,9 +116,8 @@ class Updater:
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
         """
-        for optimizer in (self.optimizer, self.value_optimizer):
-            if optimizer is not None:
-                optimizer.lr_factor = options.lr_factor
+        for optimizer in self.optimizers:
+            optimizer.lr_factor = options.lr_factor
         losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
         if options.average is not None:
@@ -166,9 +166,8 @@ class Updater:
 
     def zero_grad(self) -> None:
         """Drop the gradients that were accumulated."""
-        self.optimizer.zero_grad()
-        if self.value_optimizer is not None:
-            self.value_optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def _without_not_finite(
         self, part: Sequence[TrainingSample], spec: LossSpec
