@@ -90,7 +90,8 @@ def _recomputing(forward: Callable[..., Any], index: int | None) -> Callable[...
         caches = [each for each in (*args, *options.values()) if isinstance(each, Cache)]
         kept: dict[str, Any] = {}
         if caches and index is not None:
-            kept["context_fn"] = lambda: (nullcontext(), _AsNow(caches[0].layers[index]))
+            cached = caches[0].layers[index]
+            kept["context_fn"] = lambda: (nullcontext(), _AsNow(cached))
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kept, **options)
 
     return run

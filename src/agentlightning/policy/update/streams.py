@@ -123,7 +123,7 @@ def corrected(
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with `corrected_weights`, and the means of `measures` over the tokens of `weights`."""
     found: list[TrainingSample] = []
-    log_ratios: list[FloatArray] = []
+    log_ratios: list[Any] = []
     products: list[FloatArray] = []
     for sample in samples:
         if not _any(sample.columns.get(TRAINED, sample.weights)):
