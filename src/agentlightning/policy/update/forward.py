@@ -167,13 +167,12 @@ class Forward:
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
-        self.last_mlp = tokenwise_last_mlp(model) if traits is None else last_mlp(model)
-        """What is computed at trained positions only; None turns that off."""
-        if traits is not None and not traits.tokenwise_mlp:
-            self.last_mlp = None
-        head = OutputHead(model, None if traits is None else traits.head)
-        self.head = head
-        self.traits = traits or ModelTraits(head.traits, self.last_mlp is not None, *self._probe_rows())
+        if traits is None:  # What is computed at trained positions only; None turns that off.
+            self.last_mlp = tokenwise_last_mlp(model)
+        else:
+            self.last_mlp = last_mlp(model) if traits.tokenwise_mlp else None
+        self.head = OutputHead(model, traits and traits.head)
+        self.traits = traits or ModelTraits(self.head.traits, self.last_mlp is not None, *self._probe_rows())
 
     @torch.no_grad()
     def _probe_rows(self) -> tuple[bool, bool]:
