@@ -27,9 +27,8 @@ from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.credit import group_trajectories, training_samples
 from agentlightning.engine.base import SamplingParams
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.health.batch import batch_metrics
 from agentlightning.training.health.signs import signs_of
 from agentlightning.training.health.step_record import StepRecord

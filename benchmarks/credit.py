@@ -42,7 +42,7 @@ from tasks.sql import TextToSql
 
 from agentlightning.credit import base
 from agentlightning.evaluation.credit_comparison import compare_credit
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
+from agentlightning.policy.config import ValueHeadConfig
 from agentlightning.trajectory import Trajectory
 
 UNIFORM = "group_relative"

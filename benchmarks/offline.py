@@ -26,7 +26,7 @@ from agentlightning.demo import job
 from agentlightning.demo.agent import solve
 from agentlightning.demo.problems import make_tasks, score
 from agentlightning.policy import open as opening
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config

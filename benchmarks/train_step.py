@@ -46,13 +46,12 @@ from transformers.utils import logging
 from agentlightning.credit import training_samples
 from agentlightning.models.lora import Adapters
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.micro_batch import MicroBatch
 from agentlightning.policy.update.output_head import CHUNK_LOGITS
+from agentlightning.policy.update.packing import MicroBatch
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 SIZES = {"0.4M": (128, 2), "3.4M": (256, 4)}

@@ -62,9 +62,8 @@ def measure(tokens: int, dtype: Any, rank: int, checkpointing: bool) -> dict[str
 
     from agentlightning.models.resolve import resolve_model
     from agentlightning.policy.base import UpdateOptions
+    from agentlightning.policy.config import LocalPolicyConfig, Lora
     from agentlightning.policy.local import LocalPolicy
-    from agentlightning.policy.local_config import LocalPolicyConfig
-    from agentlightning.policy.lora_config import Lora
 
     first, batch = samples(groups(1)), samples(groups(tokens))
     config = LocalPolicyConfig(

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.gateway.local.update_gate import UpdateGate
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -9,7 +9,7 @@ import pytest
 
 import agentlightning as agl
 
-LIGHT = ("config", "algorithms", "credit", "assemble", "chat", "policy.losses", "policy.local_config", "policy.base")
+LIGHT = ("config", "algorithms", "credit", "assemble", "chat", "policy.losses", "policy.config", "policy.base")
 
 
 def test_configuration_and_what_is_pure_import_no_torch() -> None:

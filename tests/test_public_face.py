@@ -69,9 +69,9 @@ def test_every_type_named_in_a_public_signature_is_public() -> None:
     from agentlightning.algorithms.replay import Replay
     from agentlightning.algorithms.reward_shaping import OverlongPenalty
     from agentlightning.credit import ConstantNormalizer, Normalization
+    from agentlightning.policy.config import Objective
     from agentlightning.policy.losses import LOSSES, TokenLoss
     from agentlightning.policy.mismatch import CORRECTIONS, Correction
-    from agentlightning.policy.optimizer_config import Objective
 
     by_type = [*LOSSES.values(), TokenLoss, *CORRECTIONS.values(), Correction, ConstantNormalizer]  # As a table.
     by_type += [Normalization, Feedback, OverlongPenalty, Replay]

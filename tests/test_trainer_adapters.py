@@ -26,11 +26,8 @@ from agentlightning.attempt_address import attempt_key, attempt_path, attempt_se
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, PolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
@@ -132,7 +129,7 @@ async def test_a_run_trains_an_adapter_continues_and_leaves_one_that_opens(tmp_p
     assert [line["step"] for line in job.metrics] == [1, 2, 3]
     opened = LocalPolicy.open(LocalPolicyConfig(model=result.checkpoint))
     assert opened.config.lora == Lora(r=4, alpha=8.0, targets=LINEAR_LAYERS)
-    assert any(up.any() for up in opened._weights.adapters.by_name["shared"].up)
+    assert any(up.any() for up in opened._learner.adapters.by_name["shared"].up)
     await opened.close()
     with pytest.raises(ConfigError, match=r"policy.lora.r: a resumed run keeps this"):
         await job.resume(**{"policy.lora.r": 8})

@@ -30,9 +30,8 @@ from agentlightning.dashboard.views.rollouts import list_rollouts
 from agentlightning.errors import TrainingStopped
 from agentlightning.policy import open as opening
 from agentlightning.policy.base import UPDATE, UpdateOptions
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import OptimizerConfig, PolicyConfig
 from agentlightning.policy.losses import NLLLoss, PPOLoss
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore

@@ -19,11 +19,9 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.model_loading import load_model
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 MICRO_BATCH_TOKENS = 8192
@@ -34,7 +32,7 @@ def prepare(model: str, gguf: str | None = None) -> dict[str, Any]:
     """The directory of the model, fetched if need be; `gguf`: also write its weights to this file, in float32."""
     directory = resolve_model(model)
     if gguf is not None and not Path(gguf).exists():
-        from agentlightning.models.gguf.write import write_gguf
+        from agentlightning.models.gguf import write_gguf
 
         write_gguf(Path(directory), Path(gguf), "f32")
     config = json.loads((Path(directory) / "config.json").read_text())

@@ -26,9 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.models.tiny import make_tiny
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, PolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore

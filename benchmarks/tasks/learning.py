@@ -18,8 +18,7 @@ from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_
 from agentlightning.credit.base import CallColumns
 from agentlightning.credit.columns import by_call
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
+from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.trajectory import Trajectory
 from tasks.base import Environment
 from tasks.rollouts import play

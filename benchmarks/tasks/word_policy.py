@@ -12,10 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig, ValueHeadConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from tasks.base import Call, Environment
 
 END, ENDED = ".", 0

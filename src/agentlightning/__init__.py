@@ -163,10 +163,8 @@ if TYPE_CHECKING:
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.hierarchy import Level, LevelStep
     from agentlightning.policy.base import Capabilities, Policy, UpdateOptions
-    from agentlightning.policy.config import PolicyConfig, TinkerConfig, WeightsConfig
-    from agentlightning.policy.lora_config import Lora
+    from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.losses import NLLLoss, PPOLoss
-    from agentlightning.policy.optimizer_config import OptimizerConfig
     from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.feedback import feedback_link
     from agentlightning.recording.flushing import flush_recording, recording_status
@@ -258,10 +256,8 @@ _NAMES = {
     "gateway.config": "GatewayConfig",
     "hierarchy": "Level LevelStep",
     "policy.base": "Capabilities Policy UpdateOptions",
-    "policy.config": "PolicyConfig TinkerConfig WeightsConfig",
+    "policy.config": "Lora OptimizerConfig PolicyConfig TinkerConfig WeightsConfig",
     "policy.losses": "NLLLoss PPOLoss",
-    "policy.lora_config": "Lora",
-    "policy.optimizer_config": "OptimizerConfig",
     "rescorer": "Rescoring rescore",
     "recording.critical_path": "CriticalPath track_critical_path",
     "recording.instrumentors": "Instrumentation track_all",

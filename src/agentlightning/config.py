@@ -15,9 +15,7 @@ from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.fsdp.config import check_fed
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, PolicyConfig, check_fed
 from agentlightning.resources import PromptTemplate
 from agentlightning.task import DATASETS, dataset_kind
 from agentlightning.tracing.air import check_rules

@@ -17,7 +17,7 @@ from agentlightning.evaluation.evaluation import Evaluation, slice_members
 from agentlightning.evaluation.intervals import check_bounds
 from agentlightning.policy import open as opening
 from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.requirements import require_training
+from agentlightning.policy.open import require_training
 from agentlightning.resources import LLM, NamedResources, named_resources
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore

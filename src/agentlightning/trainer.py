@@ -32,7 +32,7 @@ from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.policy.requirements import require_training
+from agentlightning.policy.open import require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase

@@ -12,7 +12,7 @@ from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfi
 from agentlightning.config import TrainConfig
 from agentlightning.credit.training_samples import OWN, training_samples
 from agentlightning.errors import ConfigError
-from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.config import Lora
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 

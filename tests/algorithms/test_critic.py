@@ -13,9 +13,8 @@ from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import Collected
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Trajectory, Transition
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from agentlightning.algorithms.agents import unusable
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, Trajectory, Transition

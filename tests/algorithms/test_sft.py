@@ -20,9 +20,8 @@ from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 FAST = OptimizerConfig(type="muon", lr=6e-3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.models.gguf.checkpoints import small_checkpoint
 
-from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.gguf import write_gguf
 from agentlightning.models.resolve import CACHE
 
 

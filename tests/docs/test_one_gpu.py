@@ -58,7 +58,7 @@ def test_the_gigabytes_are_those_of_the_formula(name):
 
 
 def test_what_it_says_of_the_engines_memory_is_its_default():
-    from agentlightning.policy.local_config import LocalPolicyConfig
+    from agentlightning.policy.config import LocalPolicyConfig
 
     fields = LocalPolicyConfig.model_fields
     for name in ("kv_cache_bytes", "prefix_cache_bytes"):

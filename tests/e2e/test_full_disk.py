@@ -9,8 +9,8 @@ import pytest
 
 from agentlightning.errors import PolicyError
 from agentlightning.models.tiny import make_tiny
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 
 
 @pytest.fixture

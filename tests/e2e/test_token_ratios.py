@@ -6,8 +6,8 @@ import json
 import pytest
 
 from agentlightning import span as names
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.store import LightningStore
 from agentlightning.trajectory import Node, TokenTree
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 import agentlightning as agl
 from agentlightning.algorithms.training import Collected
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trajectory import Trajectory, Transition
 
 Load = Callable[[str, str], ModuleType]

@@ -154,8 +154,8 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 async def serve_tiny(store, tiny):
     """serve_tiny(...) starts a server whose model "scripted" is a real one; options of the policy as keywords."""
+    from agentlightning.policy.config import LocalPolicyConfig
     from agentlightning.policy.local import LocalPolicy
-    from agentlightning.policy.local_config import LocalPolicyConfig
 
     async with AsyncExitStack() as exits:
 

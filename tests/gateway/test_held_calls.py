@@ -17,8 +17,8 @@ from agentlightning.attempt_variables import attempt_environment
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.models.tiny import make_tokenizer
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS, VIOLATIONS
 from agentlightning.store import InMemoryLightningStore

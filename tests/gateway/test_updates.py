@@ -20,9 +20,8 @@ from agentlightning.attempt_address import attempt_path
 from agentlightning.credit import training_samples
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase

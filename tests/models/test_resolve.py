@@ -20,7 +20,7 @@ from tests.models.gguf.checkpoints import small_checkpoint
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import resolve
-from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.gguf import write_gguf
 from agentlightning.models.resolve import SHORT_NAMES, ShortName, Wheel, resolve_model, shared_name
 from agentlightning.policy.open import open_frozen
 

@@ -33,10 +33,8 @@ from transformers.utils import logging
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import AgentLightningError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 CONTEXT = 512
@@ -270,7 +268,7 @@ async def gradient(directory: Path, samples: list[Sample]) -> str:
 @contextmanager
 def recorded_gradients(policy: LocalPolicy, grads: dict[str, torch.Tensor]) -> Generator[None]:
     """Within, an update notes its gradients in place of a step of its optimiser."""
-    updater = policy._weights.updaters[policy._weights.own]
+    updater = policy._learner.updaters[policy._learner.own]
 
     def step(loss: float, norm: Any = None) -> dict[str, float]:
         grads.update({n: p.grad.clone() for n, p in policy._model.named_parameters() if p.grad is not None})
@@ -285,7 +283,7 @@ async def lora(directory: Path) -> str:
     saved = directory / "adapter"
     policy = open_policy(directory, lora=Lora(r=4))
     try:
-        adapters = policy._weights.adapters
+        adapters = policy._learner.adapters
         assert adapters is not None
         with torch.no_grad():
             for number, up in enumerate(adapters.by_name["shared"].up):

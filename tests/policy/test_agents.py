@@ -14,10 +14,8 @@ from tests.support.models import tiny_checkpoint
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration
@@ -69,8 +67,8 @@ async def ask(policy: LocalPolicy, agent: str | None, seed: int = 0) -> Sample:
 
 
 def matrices(policy: LocalPolicy) -> dict[str, list[torch.Tensor]]:
-    assert policy._weights.adapters is not None
-    modules = {**policy._weights.adapters.by_name, "base": policy._model}
+    assert policy._learner.adapters is not None
+    modules = {**policy._learner.adapters.by_name, "base": policy._model}
     return {name: [each.detach().clone() for each in module.parameters()] for name, module in modules.items()}
 
 
@@ -148,10 +146,10 @@ async def test_the_moving_average_of_an_adapter_is_its_own(policy: LocalPolicy) 
 
 async def test_one_update_trains_several_adapters_with_their_own_optimisers_and_metrics(policy: LocalPolicy) -> None:
     before, sample = matrices(policy), await ask(policy, "planner")
-    steps = {name: updater.optimizer.steps for name, updater in policy._weights.updaters.items()}
+    steps = {name: updater.optimizer.steps for name, updater in policy._learner.updaters.items()}
     metrics = await policy.train([lesson(sample, "writer"), lesson(sample, "critic"), lesson(sample, "writer")])
     assert changed(before, matrices(policy)) == {"writer", "critic"}
-    now = {name: updater.optimizer.steps for name, updater in policy._weights.updaters.items()}
+    now = {name: updater.optimizer.steps for name, updater in policy._learner.updaters.items()}
     assert {name: now[name] - steps[name] for name in now} == {"writer": 1, "critic": 1, "shared": 0}
     assert metrics["writer/tokens_trained"] == 2 * metrics["critic/tokens_trained"] == 16
     assert metrics["tokens_trained"] == 24

@@ -13,11 +13,9 @@ from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig, PolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.policy.open import policy_config
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

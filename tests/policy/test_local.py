@@ -19,14 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, PolicyConfig, ValueHeadConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.open import policy_config
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -240,7 +236,7 @@ async def test_bfloat16_weights_learn_at_the_learning_rates_of_large_models(chec
     for dtype in ("float32", "bfloat16"):
         policy = open_policy(checkpoint, dtype=dtype, optimizer=OptimizerConfig(lr=1e-6))
         ids = prompt(policy)
-        optimizer = policy._weights.updaters[None].optimizer
+        optimizer = policy._learner.updaters[None].optimizer
         before = torch.cat([master.detach().flatten().clone() for master in optimizer.masters])
         for _ in range(20):
             await policy.train([training_sample(ids, Sample((5, 6, 7, 8), (-3.0,) * 4, "stop", 0))])
@@ -253,7 +249,7 @@ async def test_bfloat16_weights_learn_at_the_learning_rates_of_large_models(chec
             resumed = open_policy(checkpoint, dtype=dtype, optimizer=OptimizerConfig(lr=1e-6))
             await resumed.load(tmp_path / "step")
             masters = torch.cat(
-                [master.detach().flatten() for master in resumed._weights.updaters[None].optimizer.masters]
+                [master.detach().flatten() for master in resumed._learner.updaters[None].optimizer.masters]
             )
             assert torch.equal(masters, after), "what bfloat16 cannot hold survives a resume"
             await resumed.close()

@@ -17,10 +17,8 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.training.learner import PolicyLearner
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.run import TrainingRun

@@ -13,12 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.policy.config import PolicyConfig
+from agentlightning.policy.config import (
+    LR_FACTOR,
+    LocalPolicyConfig,
+    Lora,
+    OptimizerConfig,
+    PolicyConfig,
+    adapters_of,
+    default_lr,
+)
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import LR_FACTOR, Lora, adapters_of
 from agentlightning.policy.open import policy_config
-from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 PROMPT = tuple(range(5, 25))
@@ -87,7 +92,7 @@ async def test_a_checkpoint_holds_the_adapter_alone_and_a_resume_makes_the_same_
     await resumed.load(tmp_path / "step")
     for each in (policy, resumed):
         await each.train([lesson(sample)])
-    ours, theirs = ([*each._weights.adapters.by_name["shared"].parameters()] for each in (policy, resumed))
+    ours, theirs = ([*each._learner.adapters.by_name["shared"].parameters()] for each in (policy, resumed))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert resumed.policy_version > 1
     await policy.close()
@@ -133,11 +138,11 @@ async def test_checkpoints_of_another_kind_are_refused_by_what_they_hold(checkpo
 async def test_an_adapter_learns_ten_times_as_fast_unless_its_rate_is_set(checkpoint: Path) -> None:
     unset = open_policy(checkpoint, optimizer=OptimizerConfig(total_steps=9))
     weights = unset._model.num_parameters()
-    assert unset._weights.updaters["shared"].optimizer.lr == pytest.approx(LR_FACTOR * default_lr(weights))
-    assert unset._weights.updaters["shared"].optimizer.config.total_steps == 9
+    assert unset._learner.updaters["shared"].optimizer.lr == pytest.approx(LR_FACTOR * default_lr(weights))
+    assert unset._learner.updaters["shared"].optimizer.config.total_steps == 9
     await unset.close()
     own = open_policy(checkpoint, lora=Lora(r=4, optimizer=OptimizerConfig(lr=3e-3)))
-    assert own._weights.updaters["shared"].optimizer.lr == 3e-3
+    assert own._learner.updaters["shared"].optimizer.lr == 3e-3
     await own.close()
 
 

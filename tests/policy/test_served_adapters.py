@@ -16,9 +16,7 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Capabilities
-from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora, adapters_of
+from agentlightning.policy.config import LocalPolicyConfig, Lora, PolicyConfig, adapters_of
 from agentlightning.policy.open import policy_config
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.testing.scripted_engine import ByteChatFormat

@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

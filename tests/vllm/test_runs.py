@@ -20,8 +20,7 @@ from agentlightning import span as names
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, PolicyConfig
 from agentlightning.policy.served import PublishedWeights, ServedPolicy
 from agentlightning.span import Span
 from agentlightning.store import LightningStore

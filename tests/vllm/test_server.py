@@ -23,8 +23,8 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica
 from agentlightning.errors import ConfigError, ContextLengthError
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync.disk import CheckpointFolder
 

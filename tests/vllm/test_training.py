@@ -18,7 +18,7 @@ from agentlightning.demo import job
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.store import LightningStore
 from agentlightning.trainer import Trainer

@@ -21,9 +21,8 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.errors import ConfigError
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import open_transport

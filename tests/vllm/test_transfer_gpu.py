@@ -11,9 +11,8 @@ import torch
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.served import ServedPolicy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

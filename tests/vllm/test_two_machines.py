@@ -18,9 +18,7 @@ from tests.support.postgres import PostgresCluster, PostgresNotFoundError
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import EvaluationConfig, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig
 from agentlightning.span import POLICY_VERSION, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase

@@ -15,10 +15,7 @@ pytest.importorskip("tinker", reason="pip install ./plugins/tinker")
 
 from tests.support.models import tiny_checkpoint
 
-from agentlightning.policy.config import TinkerConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, TinkerConfig
 from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.policy import TinkerPolicy

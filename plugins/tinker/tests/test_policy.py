@@ -11,11 +11,8 @@ import pytest
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, MissingExtraError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.config import TinkerConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, TinkerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning_tinker import session
 from agentlightning_tinker.policy import TinkerPolicy

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.support.models import tiny_checkpoint
 
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.server import messages

@@ -26,7 +26,7 @@ from agentlightning.credit.rejection import (
 )
 from agentlightning.credit.training_samples import OWN
 from agentlightning.errors import ConfigError, RewardError
-from agentlightning.policy.lora_config import BASE, AgentSetting, Lora, adapters_of
+from agentlightning.policy.config import BASE, AgentSetting, Lora, adapters_of
 from agentlightning.trajectory import Trajectory, Transition
 
 

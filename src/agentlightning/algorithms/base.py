@@ -19,8 +19,7 @@ from pydantic import BaseModel, Field
 from agentlightning.algorithms.agents import AgentPattern, unusable
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
-from agentlightning.policy.lora_config import AgentSetting
-from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
+from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
 from agentlightning.util.plugins import Registry, reference_to
 from agentlightning.util.settings import Part, settings_from
 

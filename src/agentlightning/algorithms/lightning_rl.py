@@ -63,7 +63,7 @@ from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.lora_config import AgentSetting
+from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory

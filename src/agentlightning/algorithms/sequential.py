@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, AlgorithmConfig, make_algorithm, register
 from agentlightning.algorithms.training import Stage, Training
 from agentlightning.errors import ConfigError
-from agentlightning.policy.optimizer_config import SUPERVISED_FACTOR
+from agentlightning.policy.config import SUPERVISED_FACTOR
 from agentlightning.util.settings import Chosen
 
 

@@ -37,10 +37,9 @@ from agentlightning.assemble import token_tree
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Policy, UpdateOptions
-from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.config import Lora, OptimizerConfig
 from agentlightning.policy.losses import Loss, NLLLoss
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.requirements import check_trainable, require_training
+from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
@@ -308,8 +307,8 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     def _open(self, model: Any, steps: int) -> Policy:
         require_training()
-        from agentlightning.policy.in_place import open_trainable
-        from agentlightning.policy.local_config import LocalPolicyConfig
+        from agentlightning.policy.config import LocalPolicyConfig
+        from agentlightning.policy.local import open_trainable
 
         optimizer = OptimizerConfig.model_validate(self.config.optimizer.model_dump() | {"total_steps": steps})
         path = str(model) if isinstance(model, str | Path) else ""

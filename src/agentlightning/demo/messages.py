@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.config import DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
 SENTENCES: Final = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 # -- warm start ------------------------------------------------------------------------------------------------------
 

@@ -7,3 +7,5 @@ Precision = Literal["f32", "f16", "q8_0"]
 INPUT_EMBEDDING: Final = "model.embed_tokens.weight"
 OUTPUT_HEAD: Final = "lm_head.weight"
 """Names of the tensors that models with tied embeddings share."""
+SHARED: Final = "shared"
+"""The name of the adapter of the policy itself."""

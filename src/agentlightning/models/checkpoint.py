@@ -74,13 +74,9 @@ def save(
         raise PolicyError(f"cannot save a checkpoint to {directory}: {error}; free space or choose another") from error
 
 
-def read_weights(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights saved in `directory`, which fit `model`. Raises PolicyError if they are damaged or do not fit."""
-    return read_model(directory, model).state_dict()
-
-
 def read_model(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """The model saved in `directory`, of the shape and dtype of `model`. Raises as `read_weights` does."""
+    """The model saved in `directory`, of the shape and dtype of `model`. Raises PolicyError for weights that are
+    damaged or do not fit."""
     saved = _load_model(directory, model.dtype)
     weights, own = saved.state_dict(), model.state_dict()
     if unlike := [name for name in own if name not in weights or weights[name].shape != own[name].shape]:

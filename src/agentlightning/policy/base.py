@@ -10,7 +10,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
-from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.config import Lora
 from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample

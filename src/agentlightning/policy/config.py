@@ -1,20 +1,347 @@
-"""The settings of the policy of a training run. Imports no torch."""
+"""The settings of a policy: the model that learns, its adapters, critic and optimiser, and what samples from it.
+
+Imports no torch, so that configuration can be read without it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from agentlightning.engine.servers.config import ENGINES, ServersConfig
+from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
+from agentlightning.errors import ConfigError
+from agentlightning.models import SHARED
 from agentlightning.models.resolve import TINY
-from agentlightning.policy.fsdp.config import RanksConfig, parse_address
-from agentlightning.policy.local_config import ModelName, ModelSettings
+from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import Named, Section
+from agentlightning.util.settings import Named, Section, by_type
+from agentlightning.weight_sync.select import AUTO, DISK
 
 OPENED: Final = "agentlightning.policy.open:open_policy"
 BACKENDS = Registry("backends", "backend", known={"local": OPENED, "fsdp": OPENED, "tinker": None})
+
+
+# -- optimiser -------------------------------------------------------------------------------------------------------
+
+LARGE_MODEL = 1.5e9
+"""The number of weights beyond which the default learning rate no longer falls."""
+LARGE_MODEL_LR = 1e-6
+"""The default learning rate of reinforcement learning for such models."""
+LR_EXPONENT = 0.7
+"""How the default grows for smaller models: 1e-6 at 1.5e9 weights, 2.2e-6 at 0.5e9, 3e-4 at the demo's 0.4e6."""
+SUPERVISED_FACTOR = 10.0
+"""The default of supervised learning, as a multiple of that of reinforcement learning."""
+
+Objective = Literal["reinforcement", "supervised"]
+
+
+class OptimizerConfig(Section):
+    """How gradients update weights.
+
+    >>> agl.OptimizerConfig(lr=1e-5, schedule="cosine", total_steps=100).clip_norm
+    1.0
+    """
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """adamw; or muon: hidden matrices by Muon, everything else by AdamW."""
+    lr: float | None = Field(default=None, gt=0)
+    """The learning rate of AdamW: of all weights, or with `muon` of embeddings, head, norms and biases. None: chosen by
+    the number of weights, see `default_lr`."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled; on matrices only."""
+    muon_lr: float = Field(default=0.02, gt=0)
+    """The learning rate of Muon, scaled for each matrix by sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """The largest norm of the whole gradient; None leaves it as it is."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate falls, to 0 at `total_steps`."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps of the whole run; needed unless the schedule is constant. A trainer fills it in."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its full value."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> OptimizerConfig:
+        if self.total_steps is not None:
+            self.check_warmup(self.total_steps)
+        return self
+
+    def check_warmup(self, total_steps: int) -> None:
+        """Raises ValueError if the warmup is as long as a run of `total_steps`."""
+        if self.warmup_steps >= total_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be below total_steps={total_steps}")
+
+    def factor(self, step: int) -> float:
+        """The factor of the learning rates at optimiser step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.schedule == "constant" or self.total_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+    def completed(self, *, weights: int, objective: Objective, total_steps: int | None = None) -> OptimizerConfig:
+        """These settings with defaults filled in for a model of that many weights. Raises ValidationError for settings
+        that contradict one another, such as a warmup as long as the run."""
+        filled = {
+            "lr": self.lr if self.lr is not None else default_lr(weights, objective),
+            "total_steps": self.total_steps if self.total_steps is not None else total_steps,
+        }
+        return OptimizerConfig.model_validate(self.model_dump() | filled)
+
+
+def default_lr(weights: int, objective: Objective = "reinforcement") -> float:
+    """The learning rate if none is set: small models need, and tolerate, far larger steps than large ones.
+
+    1e-6 * (1.5e9 / weights) ** 0.7 for reinforcement learning, no less than 1e-6; ten times that for supervised
+    learning; rounded to two digits.
+    """
+    lr = LARGE_MODEL_LR * max(1.0, LARGE_MODEL / max(1, weights)) ** LR_EXPONENT
+    return float(f"{lr * (SUPERVISED_FACTOR if objective == 'supervised' else 1.0):.1e}")
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+BASE: Final = "base"
+"""The name that stands for the weights below all adapters."""
+LR_FACTOR: Final = 10.0
+"""The default learning rate of an adapter, as a multiple of that of all weights (Schulman et al. 2025, "LoRA without
+regret")."""
+
+
+class Lora(Section):
+    """Train a low-rank adapter in place of all weights (LoRA, arXiv 2106.09685).
+
+    >>> agl.Lora(r=8, targets=("q_proj", "v_proj")).r
+    8
+    """
+
+    type: Literal["lora"] = "lora"
+    """Which kind of adapter this is."""
+    r: int = Field(default=16, ge=1)
+    """The rank: rows of A and columns of B."""
+    alpha: float | None = Field(default=None, gt=0)
+    """What the adapter adds is multiplied by alpha / r. None: 2 r."""
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """The linear layers to change, by the end of their names: `("q_proj", "v_proj")`. None: all but the output head."""
+    optimizer: OptimizerConfig | None = None
+    """How this adapter is updated. None: as the algorithm's `optimizer` says. Without a learning rate it has ten times
+    the default of training all weights."""
+
+    @property
+    def scale_numerator(self) -> float:
+        """`alpha` with its default."""
+        return 2.0 * self.r if self.alpha is None else self.alpha
+
+
+AgentSetting: TypeAlias = Annotated[Lora | Literal["frozen", "shared"], Field(union_mode="left_to_right")]
+"""What the calls of an agent train: an adapter of its own, nothing, or what all `shared` agents train together."""
+
+
+def adapters_of(lora: Lora | None, agents: Mapping[str, AgentSetting]) -> dict[str, Lora]:
+    """The adapters by name: `SHARED` for the policy itself, and those of single agents. Empty: all weights are trained.
+
+    Where other agents rely on the weights below, `shared` agents train a common adapter, so that those weights stay as
+    they are. Raises ConfigError where nothing would be trained."""
+    own = {name: setting for name, setting in agents.items() if isinstance(setting, Lora)}
+    if reserved := sorted({SHARED, BASE} & own.keys()):
+        raise ConfigError(f"the agent name {reserved[0]!r} is reserved for the policy's own weights; rename the agent")
+    shared = not agents or SHARED in agents.values()
+    if agents and not own and not shared:
+        raise ConfigError(
+            f"agents={dict(agents)} freezes every agent, so there is nothing to train; give one an adapter (Lora) or "
+            'make it "shared"'
+        )
+    if lora is not None and not shared:
+        raise ConfigError(
+            f'policy.lora is the adapter of shared agents, and no agent of {sorted(agents)} is; make one "shared", or '
+            "leave policy.lora out"
+        )
+    if lora is None and agents and shared and set(agents.values()) != {"shared"}:
+        lora = Lora()
+    return ({} if lora is None else {SHARED: lora}) | own
+
+
+def adapter_table(model: str, agents: Mapping[str, AgentSetting], adapters: Collection[str]) -> AdapterTable:
+    """What answers which agent: `MODEL:AGENT` one with an adapter of its own, and `MODEL:base`, the weights below a
+    common adapter, those that are frozen or not listed."""
+    views: dict[str, str | None] = {f"{model}:{name}": name for name in adapters if name != SHARED}
+    base = f"{model}:{BASE}" if agents and SHARED in adapters else model
+    if base != model:
+        views[base] = None
+
+    def name_of(agent: str, setting: AgentSetting) -> str:
+        return f"{model}:{agent}" if isinstance(setting, Lora) else model if setting == "shared" else base
+
+    names = {agent: name_of(agent, setting) for agent, setting in agents.items()}
+    return AdapterTable(own=SHARED if SHARED in adapters else None, views=views, agents=names, others=base)
+
+
+def check_servable(adapters: Mapping[str, Lora], servers: ServersConfig, kind: str) -> None:
+    """Raises ConfigError for adapters that servers of this kind cannot get in the configured way, or cannot run."""
+    if not adapters:
+        return
+    if servers.transfer not in (DISK, AUTO):
+        raise ConfigError(
+            f'transfer="{servers.transfer}" is for all weights; servers read adapters from the disk, so set '
+            f'policy.servers.transfer = "{DISK}" or leave policy.lora and algorithm.agents out'
+        )
+    if kind == "vllm":
+        smallest_lora_rank(max(lora.r for lora in adapters.values()))
+
+
+# -- critic ----------------------------------------------------------------------------------------------------------
+
+STEP = 0.1
+"""The default learning rate times the size of the hidden states: about how far one step moves a value."""
+
+
+class ValueHeadConfig(Section):
+    """A critic on the hidden states of the policy."""
+
+    type: Literal["linear", "mlp"] = "linear"
+    """linear: one weight for each number of a hidden state; mlp: one hidden layer between."""
+    hidden_size: int = Field(default=128, ge=1)
+    """Units of the hidden layer of an mlp."""
+    lr: float | None = Field(default=None, gt=0)
+    """Its learning rate, on the schedule of the policy's. None: 0.1 divided by the size of a hidden state, so that one
+    step moves a value by about 0.1."""
+    trains_body: bool = False
+    """Whether the value loss also changes the policy's own weights. false: it trains the head alone, and the policy
+    learns exactly what it would learn without it."""
+
+
+ValueHeadSetting = Annotated[ValueHeadConfig | None, BeforeValidator(by_type)]
+"""A table of settings, or the name of a type."""
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+TOKEN: Final = "AGL_RANK_TOKEN"
+"""The environment variable with the secret that the trainer and the ranks that join it share."""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is no address of a trainer; give HOST:PORT, such as 0.0.0.0:29400")
+    return host, int(port)
+
+
+def shared_token() -> bytes:
+    """The secret in the environment. Raises ConfigError where there is none."""
+    token = os.environ.get(TOKEN, "")
+    if not token:
+        raise ConfigError(
+            f"the environment variable {TOKEN} is not set; give the trainer and every rank that joins the same secret"
+        )
+    return token.encode()
+
+
+def check_fed(processes: int, trees: int, settings: str) -> None:
+    """Raises ConfigError for more ranks than the trees of a batch, each of which one rank computes. `settings` is where
+    their number comes from."""
+    if processes > trees:
+        raise ConfigError(
+            f"policy.processes={processes}: an update has {trees} trees at most ({settings}), each computed by one"
+            f" process; use at most {trees} processes, or larger batches"
+        )
+
+
+# -- model -----------------------------------------------------------------------------------------------------------
+
+
+def _text_of_path(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+ModelName: TypeAlias = Annotated[str, BeforeValidator(_text_of_path)]
+
+
+class ModelSettings(Section):
+    """How a model is opened, trained or only served."""
+
+    model: ModelName
+    """See `PolicyConfig.model`."""
+    name: str = "policy"
+    """The model name that agents may use; the policy also answers calls for any other name."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 ..."""
+    max_batch_size: int = Field(default=128, ge=1)
+    """Answers sampled at the same time; further calls wait."""
+    kv_cache_bytes: int = Field(default=4 << 30, ge=1)
+    """Memory of the local engine for the keys and values of these answers; further requests wait. One answer always
+    fits."""
+    prefix_cache_bytes: int = Field(default=1 << 30, ge=0)
+    """Memory of the local engine for cached keys and values of earlier prompts and answers."""
+    max_context: int | None = Field(default=None, ge=16)
+    """Tokens of prompt and answer together; None: what the model has."""
+    tool_calls: str | None = None
+    """How the model writes tool calls: a format's name, such as hermes, llama3 or harmony (docs/guides/offline.md).
+    None: as its chat template shows; where it has no place for tools, calls or results, all of them stand in the
+    messages, in Hermes' format. "messages" writes them so with any template, "template" with none."""
+    lora: Lora | None = None
+    """Train a low-rank adapter (LoRA) in place of all weights. None: all weights are trained."""
+    max_kept_tokens: int = Field(default=1024, ge=0, le=MAX_SET)
+    """The most tokens that top-p and top-k sampling may keep at a position of an answer that is trained: the sets are
+    recorded, as the policy's probabilities are those over them. An answer with a larger set is refused, and counted.
+    0: all such answers are."""
+    value_head: ValueHeadSetting = None
+    """A critic on the hidden states of the model, which the loss "value" trains: "linear", "mlp", or a table. None: no
+    critic."""
+    gradient_checkpointing: bool = False
+    """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
+    for long contexts, about a third more time."""
+    kind: Annotated[str, Named(BACKENDS)] = "local"
+    """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
+    (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
+    your own."""
+    processes: int = Field(default=1, ge=1)
+    """With fsdp, how many processes train, on all machines together."""
+    address: str | None = None
+    """With fsdp, HOST:PORT where the trainer waits for these processes, which are started elsewhere and know the secret
+    in AGL_RANK_TOKEN. None: it starts them on its own machine."""
+    rank_timeout_seconds: float = Field(default=600.0, gt=0)
+    """With fsdp, how long the trainer waits for the processes to join, and each of them for another."""
+
+
+class LocalPolicyConfig(ModelSettings):
+    """A model to open, which is not `tiny`, and the resources it may use."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """See `PolicyConfig.dtype`."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch."""
+    prefill_tokens: int = Field(default=2048, ge=1)
+    """Prompt tokens computed in one step, before running answers get their next token."""
+    seed: int = 0
+    """Of samples without a seed of their own."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    agents: dict[str, AgentSetting] = Field(default_factory=dict[str, AgentSetting])
+    """What the calls of each agent train. Empty: all train the policy itself."""
+    served: bool = False
+    """Whether model servers sample."""
+    objective: Objective = "reinforcement"
+    """What it is trained for, which decides the default learning rate."""
+
+    @property
+    def sampling_device(self) -> str:
+        """Where this process has its copy of the weights: on the CPU where it neither trains nor samples."""
+        return "cpu" if self.served and self.kind == "fsdp" else self.device
+
+    @property
+    def adapters(self) -> dict[str, Lora]:
+        """See `adapters_of`."""
+        return adapters_of(self.lora, self.agents)
 
 
 class TinkerConfig(Section):
@@ -84,19 +411,8 @@ class PolicyConfig(ModelSettings):
     drain_seconds: float | None = Field(default=None, ge=0)
     """Seconds that an update waits for answers in progress before the rest continue across it. None: until they
     finish."""
-    kind: Annotated[str, Named(BACKENDS)] = "local"
-    """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
-    (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
-    your own."""
     backend: dict[str, Any] = Field(default_factory=dict[str, Any])
     """The settings of a backend of your own."""
-    processes: int = Field(default=1, ge=1)
-    """With fsdp, how many processes train, on all machines together."""
-    address: str | None = None
-    """With fsdp, HOST:PORT where the trainer waits for these processes, which are started elsewhere and know the secret
-    in AGL_RANK_TOKEN. None: it starts them on its own machine."""
-    rank_timeout_seconds: float = Field(default=600.0, gt=0)
-    """With fsdp, how long the trainer waits for the processes to join, and each of them for another."""
     engine: Annotated[str, Named(ENGINES)] = "local"
     """What samples: local, the training process; vllm, sglang or an engine of your own, servers that get the weights
     after each update."""
@@ -108,25 +424,19 @@ class PolicyConfig(ModelSettings):
     """The server that trains and samples with kind "tinker"."""
 
     @model_validator(mode="after")
-    def _check_backend(self) -> Self:
+    def _check_kind(self) -> Self:
         if self.backend and self.kind in BACKENDS:
             raise ValueError(f'backend holds the settings of one of your own, and kind is "{self.kind}"; leave it out')
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.kind != "fsdp":
-            for name in ("processes", "address", "rank_timeout_seconds"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f'{name}={getattr(self, name)} is for several processes: set policy.kind = "fsdp"')
-        elif self.address is not None:
+        for name in ("processes", "address", "rank_timeout_seconds") if self.kind != "fsdp" else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name}={getattr(self, name)} is for several processes: set policy.kind = "fsdp"')
+        if self.address is not None:
             parse_address(self.address)
+        if self.kind == "tinker":
+            self._check_tinker()
         return self
 
-    @model_validator(mode="after")
-    def _check_tinker(self) -> Self:
-        if self.kind != "tinker":
-            return self
+    def _check_tinker(self) -> None:
         if self.model == TINY:
             raise ValueError(
                 'kind="tinker" trains a model that the server has: name it by model, whose tokenizer is used here, and'
@@ -136,16 +446,3 @@ class PolicyConfig(ModelSettings):
             raise ValueError('kind="tinker" keeps its weights on its server; leave out weights.url')
         if self.engine != "local":
             raise ValueError(f'kind="tinker" samples on its own server; leave out engine="{self.engine}"')
-        return self
-
-    @property
-    def ranks(self) -> RanksConfig | None:
-        """The processes that train; None: the trainer's own, or a server."""
-        if self.kind != "fsdp":
-            return None
-        return RanksConfig(
-            processes=self.processes,
-            address=self.address,
-            timeout_seconds=self.rank_timeout_seconds,
-            device=self.device,
-        )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.adapter_view import AgentEngines
@@ -30,17 +30,16 @@ from agentlightning.engine.local.guided_decoding import GrammarCompiler
 from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.lora.files import write_adapter
-from agentlightning.models.refusal import refusing
+from agentlightning.models.calling import refusing
+from agentlightning.models.lora import write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import adapter_table
+from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.learner import Learner
+from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
@@ -56,20 +55,19 @@ class LocalPolicy(AgentEngines):
         config: LocalPolicyConfig,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        weights: TrainedWeights | None = None,
+        make_updater: Callable[..., Updater] | None = Updater,
     ) -> None:
-        """`weights`: what it trains; None: as `config` says."""
+        """`make_updater`: see `Learner`."""
         self.config = config
         self.model = config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
         self._model = model
-        self._tokenizer = tokenizer  # Only for the worker thread; `chat` has its own copy.
+        # Its tokenizer is only for the worker thread; `chat` has its own copy.
+        self._learner = Learner(model, tokenizer, config, make_updater)
         self._version = 0
         self._reads_adapters = False
-        self._weights = weights or TrainedWeights(model, config)
-        self._learner = Learner(model, tokenizer, self._weights)
         self.table = adapter_table(config.name, config.agents, config.adapters)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size, self.chat.eos_token_ids)
         self._generator = ContinuousBatcher(
@@ -83,7 +81,7 @@ class LocalPolicy(AgentEngines):
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
             grammars=self._grammars,
-            adapters=self._weights.adapters,
+            adapters=self._learner.adapters,
             max_kept_tokens=config.max_kept_tokens,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
@@ -94,7 +92,7 @@ class LocalPolicy(AgentEngines):
         ConfigError or PolicyError, naming the path."""
         config, adapters = with_adapters_of(config)
         torch.set_num_threads(config.threads)
-        device = find_device(config.device)
+        device = find_device(config.sampling_device)
         tokenizer, model = load_model(config)
         if len(tokenizer) > vocab_size(model):
             raise PolicyError(
@@ -104,7 +102,7 @@ class LocalPolicy(AgentEngines):
         with refusing(model):
             policy = cls(config, cast(PreTrainedModel, cast(torch.nn.Module, model).to(device)), tokenizer)
         if adapters is not None:
-            policy._weights.read_weights(adapters)()
+            policy._learner.read_weights(adapters)()
             policy._reads_adapters = True
         return policy
 
@@ -133,9 +131,8 @@ class LocalPolicy(AgentEngines):
 
     async def save_adapter(self, name: str, directory: Path) -> None:
         """Write an adapter as a directory in peft's format."""
-        adapters = self._weights.adapters
-        assert adapters is not None
-        await self._engine.run(lambda: write_adapter(directory, adapters.by_name[name], shared_name(self.config.model)))
+        adapter, base = self._learner.by_name[name], self.config.model
+        await self._engine.run(lambda: write_adapter(directory, adapter, shared_name(base)))
 
     async def sample_adapter(
         self,
@@ -193,9 +190,9 @@ class LocalPolicy(AgentEngines):
         return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
 
     def _check_scores(self, what: AbstractSet[ScoreColumn], reference: Path | None) -> None:
-        if "values" in what and self._weights.value_head is None:
+        if "values" in what and self._learner.value_head is None:
             raise PolicyError(f'"values" need a critic: {NO_HEAD}')
-        if "ref_logprobs" in what and reference is None and self._weights.adapters is None:
+        if "ref_logprobs" in what and reference is None and self._learner.adapters is None:
             raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
@@ -212,7 +209,9 @@ class LocalPolicy(AgentEngines):
     # -- in the worker thread --------------------------------------------------------------------------------------
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._learner.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return cast(str, text)
 
     def _prepare_weight_change(self, in_flight: bool, adapters: Collection[str | None] | None = None) -> None:
@@ -231,7 +230,7 @@ class LocalPolicy(AgentEngines):
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
-        self._weights.changed()
+        self._learner.changed()
         self._version = version
         for name in names:
             if name is None:
@@ -240,8 +239,8 @@ class LocalPolicy(AgentEngines):
                 self._generator.adapter_versions[name] = version
 
     def _save(self, directory: Path, training_state: bool) -> None:
-        state = {**self._own_state(), **self._weights.state_dict()} if training_state else None
-        self._weights.save(directory, self._tokenizer, state)
+        state = {**self._own_state(), **self._learner.state_dict()} if training_state else None
+        self._learner.save(directory, state)
 
     def _own_state(self) -> dict[str, Any]:
         """All that a resume needs beside the weights and their optimisers."""
@@ -258,7 +257,10 @@ class LocalPolicy(AgentEngines):
                 f'{directory} was saved by policy.kind = "fsdp"; continue with that, or start a new run from its'
                 " weights with policy.model"
             )
-        load = self._weights.read(directory, state)
+        self._resume(state, in_flight, above, self._learner.read(directory, state))
+
+    def _resume(self, state: Mapping[str, Any], in_flight: bool, above: int, load: Callable[[], None]) -> None:
+        """Continue with the weights that `load` puts in place."""
         generator, random = state["generator"], state["torch_random"]
         version = max(self._version, int(state["policy_version"]), above) + 1
         # Everything that can be rejected is checked above, before anything changes.
@@ -268,4 +270,59 @@ class LocalPolicy(AgentEngines):
             self._generator.load_state_dict(generator)
             torch.set_rng_state(random)
         finally:
-            self._set_version(version, self._weights.updaters)
+            self._set_version(version, self.config.adapters or (None,))
+
+
+# -- a model of the caller's ------------------------------------------------------------------------------------------
+
+
+def open_trainable(config: LocalPolicyConfig, model: Any) -> LocalPolicy:
+    """A policy of a path, a transformers model or a pair `(model, tokenizer)`; weights that need no gradient, as those
+    below a LoRA adapter, stay as they are. Raises ConfigError for a model that its tokenizer is not known of."""
+    if isinstance(model, str | Path):
+        return LocalPolicy.open(config)
+    given, tokenizer = cast("tuple[Any, Any]", model) if isinstance(model, tuple) else (model, None)
+    if config.lora is not None:
+        raise ConfigError("lora is for a model given as a path; add the adapter to the model object, or give its path")
+    name = str(getattr(given, "name_or_path", "") or "")
+    found = tokenizer if tokenizer is not None else _tokenizer_of(name)
+    inner = given.get_base_model() if hasattr(given, "get_base_model") else given
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigError(f"{type(given).__name__} wraps no transformers model that can be trained; give its path")
+    return InPlacePolicy(config.model_copy(update={"model": name or "model"}), inner, found, given)
+
+
+def _tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the tokenizer of the model is not known ({error}); give (model, tokenizer)") from error
+
+
+class InPlacePolicy(LocalPolicy):
+    """Trains `inner`, the transformers model inside of `given`, and writes what `given.save_pretrained` writes."""
+
+    def __init__(
+        self, config: LocalPolicyConfig, inner: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Any
+    ) -> None:
+        super().__init__(config, inner, tokenizer)
+        self._given = given
+
+    def _save(self, directory: Path, training_state: bool) -> None:
+        if not training_state:
+            checkpoint.save(directory, self._given, self._learner.tokenizer, None)
+            return
+        named = self._model.named_parameters()
+        trained = {name: value.detach().clone() for name, value in named if value.requires_grad}
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save({"weights": trained, "updater": self._learner.state_dict()}, directory / "state.pt")
+
+    def _load(self, directory: Path, in_flight: bool, above: int) -> None:
+        state = torch.load(directory / "state.pt", weights_only=True)
+        self._prepare_weight_change(in_flight)
+        own = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, value in state["weights"].items():
+                own[name].copy_(value)
+        self._learner.updaters[None].load_state_dict(state["updater"]["updater"])
+        self._set_version(max(self._version, above) + 1, self._learner.updaters)

@@ -204,13 +204,6 @@ def shared_ratio(tokens: TokenBatch, log_ratio_N: Tensor) -> Tensor:
     return (log_ratio_N.detach() + own).exp()
 
 
-def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A) [N], and where it is clipped."""
-    free = ratio * advantages
-    objective = free.minimum(ratio.clamp(1 - low, 1 + high) * advantages)
-    return objective, objective != free
-
-
 def ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
     """The sums that losses with an importance ratio log: the ratio, how many tokens were clipped (none, for a loss that
     clips nothing), and an estimate of KL(before || now), k3 of http://joschu.net/blog/kl-approx.html."""
@@ -229,8 +222,32 @@ class RatioLoss(TokenLoss):
     decoupled: ClassVar[bool] = True
 
 
+class ClippedLoss(RatioLoss):
+    """A policy gradient with a clipped importance ratio: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far a ratio may fall below 1 before it stops counting."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """How far a ratio may rise above 1 before it stops counting."""
+
+    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
+        """The importance ratio r of each token [N]."""
+        return log_ratio.exp()
+
+    def objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """What is maximised [N]."""
+        return (ratio * advantages).minimum(ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
+
+    def __call__(self, tokens: TokenBatch) -> LossValue:
+        log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
+        ratio = self.ratio(tokens, log_ratio)
+        objective = self.objective(ratio, advantages)
+        metrics = ratio_metrics(log_ratio, ratio, objective != ratio * advantages)
+        return LossValue(-(tokens.weights * objective).sum(), metrics)
+
+
 @register
-class PPOLoss(RatioLoss):
+class PPOLoss(ClippedLoss):
     """The clipped importance ratio against the log-probabilities the tokens were sampled with.
 
     PPO: the clipped importance ratio of each token.
@@ -249,26 +266,18 @@ class PPOLoss(RatioLoss):
 
     type: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a ratio may fall below 1 before it stops counting."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """How far a ratio may rise above 1 before it stops counting."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Where A < 0 the loss is at most dual_clip * |A| (Ye et al. 2020, arXiv:1912.09729, equation 5)."""
 
-    def __call__(self, tokens: TokenBatch) -> LossValue:
-        log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
-        ratio = log_ratio.exp()
-        objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
-        if self.dual_clip is not None:
-            bounded = objective.maximum(self.dual_clip * advantages)
-            bounded = bounded.where(advantages < 0, objective)
-            objective, clipped = bounded, clipped | (bounded != objective)
-        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))
+    def objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        objective = super().objective(ratio, advantages)
+        if self.dual_clip is None:
+            return objective
+        return objective.maximum(self.dual_clip * advantages).where(advantages < 0, objective)
 
 
 @register
-class GSPOLoss(RatioLoss):
+class GSPOLoss(ClippedLoss):
     """The clipped importance ratio of whole rollouts.
 
     GSPO: one importance ratio for each rollout, the geometric mean of those of its tokens.
@@ -291,16 +300,13 @@ class GSPOLoss(RatioLoss):
 
     spans_rollout: ClassVar[bool] = True
 
-    def __call__(self, tokens: TokenBatch) -> LossValue:
-        log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
+    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
         total, count = sums_over_rollout(tokens, log_ratio)
-        ratio = shared_ratio(tokens, total / count)
-        objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
-        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))
+        return shared_ratio(tokens, total / count)
 
 
 @register
-class TurnLoss(RatioLoss):
+class TurnLoss(ClippedLoss):
     """The clipped importance ratio of whole calls.
 
     Turn-level PPO: one clipped importance ratio for each model call, the geometric mean of those of its tokens.
@@ -316,17 +322,10 @@ class TurnLoss(RatioLoss):
 
     type: Literal["turn"] = "turn"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a call's ratio may fall below 1 before it stops counting."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """How far a call's ratio may rise above 1 before it stops counting."""
 
-    def __call__(self, tokens: TokenBatch) -> LossValue:
-        log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
+    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
         total, count = sums_over(tokens.call, log_ratio)
-        ratio = shared_ratio(tokens, total / count)
-        objective, clipped = clipped_objective(ratio, advantages, self.clip_low, self.clip_high)
-        return LossValue(-(tokens.weights * objective).sum(), ratio_metrics(log_ratio, ratio, clipped))
+        return shared_ratio(tokens, total / count)
 
 
 @register

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field
 
@@ -40,15 +40,10 @@ if TYPE_CHECKING:
 class Correction(Part, ABC):
     """A factor for the weight of each token."""
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether the ratio itself is a factor; a mask is 0 or 1."""
-        return False
-
-    @property
-    def of_rollout(self) -> bool:
-        """Whether the factor of a token depends on the other tokens of its rollout."""
-        return False
+    multiplies: ClassVar[bool] = False
+    """Whether the ratio itself is a factor; a mask is 0 or 1."""
+    of_rollout: ClassVar[bool] = False
+    """Whether the factor of a token depends on the other tokens of its rollout."""
 
     @abstractmethod
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
@@ -75,12 +70,10 @@ class Truncation(Correction):
     cap: float | None = Field(default=None, gt=0)
     """The largest factor. None: 2 for tokens, 5 for sequences."""
 
-    @property
-    def multiplies(self) -> bool:
-        return True
+    multiplies: ClassVar[bool] = True
 
     @property
-    def of_rollout(self) -> bool:
+    def of_rollout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.level == "sequence"
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
@@ -99,9 +92,7 @@ class IcePop(Correction):
     high: float = Field(default=2.0, gt=1)
     """The largest ratio that counts."""
 
-    @property
-    def multiplies(self) -> bool:
-        return True
+    multiplies: ClassVar[bool] = True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         ratio = _bounded_exp(log_ratio)
@@ -118,9 +109,7 @@ class GeometricMask(Correction):
     high: float = Field(default=1.01, gt=1)
     """The largest mean ratio that counts."""
 
-    @property
-    def of_rollout(self) -> bool:
-        return True
+    of_rollout: ClassVar[bool] = True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         sums, counts = _sums(log_ratio, rollout)
@@ -137,9 +126,7 @@ class SequenceMask(Correction):
     high: float = Field(default=3.0, gt=1)
     """The largest product that counts."""
 
-    @property
-    def of_rollout(self) -> bool:
-        return True
+    of_rollout: ClassVar[bool] = True
 
     def factors(self, log_ratio: FloatArray, rollout: Groups) -> FloatArray:
         return _within(_bounded_exp(_sums(log_ratio, rollout)[0]), self.low, self.high)
@@ -193,6 +180,20 @@ def factors(log_ratio: FloatArray, rollout: Groups, several: Sequence[Correction
     for each in several[1:]:
         product = product * each.factors(log_ratio, rollout)
     return product
+
+
+def measures(log_ratio: FloatArray, product: FloatArray) -> dict[str, FloatArray]:
+    """Of each token [N] whose weight is corrected: mismatch_ratio, mismatch_kl (k3 of KL(sampler || trainer)),
+    mismatch_weight (the factor), mismatch_masked (whether it is 0), proximal_differs (whether its proximal
+    log-probability is another than the recorded one)."""
+    ratio = _bounded_exp(log_ratio)
+    return {
+        "mismatch_ratio": ratio,
+        "mismatch_kl": ratio - 1 - log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+        "mismatch_weight": product,
+        "mismatch_masked": product == 0,
+        "proximal_differs": log_ratio != 0,
+    }
 
 
 def _bounded_exp(values: Any) -> Any:

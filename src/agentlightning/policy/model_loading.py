@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models import checkpoint
-from agentlightning.models.lora.files import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
+from agentlightning.models.lora import CONFIG, has_adapters, read_adapter_config, read_agents, saved_targets
 from agentlightning.models.resolve import TOKENIZER_FILES, resolve_model
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import AgentSetting, Lora
+from agentlightning.policy.config import AgentSetting, LocalPolicyConfig, Lora
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def with_resources(
             model = checkpoint.empty_model(resolve_model(below.model, weights=False), torch.float32)
         except (OSError, ValueError, KeyError, ImportError, AgentLightningError):
             return config
-        size, device = model.num_parameters(), find_device(config.device)
+        size, device = model.num_parameters(), find_device(config.sampling_device)
         large = size >= LARGE
         auto = "bfloat16" if large and _computes_bfloat16(device) else "float32"
         dtype = auto if dtype == "auto" else dtype

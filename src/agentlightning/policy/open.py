@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy.base import Policy
-from agentlightning.policy.config import BACKENDS, PolicyConfig
-from agentlightning.policy.local_config import LocalPolicyConfig, ModelSettings
-from agentlightning.policy.lora_config import AgentSetting, check_servable
-from agentlightning.policy.optimizer_config import Objective, OptimizerConfig
-from agentlightning.policy.requirements import require_training
+from agentlightning.policy.config import (
+    BACKENDS,
+    AgentSetting,
+    LocalPolicyConfig,
+    ModelSettings,
+    Objective,
+    OptimizerConfig,
+    PolicyConfig,
+    check_servable,
+)
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
 
@@ -39,6 +46,33 @@ async def directory_of(model: str, stack: AsyncExitStack) -> str:
     require_training()
     directory = stack.enter_context(TemporaryDirectory(prefix="agl-tiny-"))
     return str(await asyncio.to_thread(make_tiny, directory, (), context_length=TINY_CONTEXT))
+
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def require_training() -> None:
+    """Raises MissingExtraError if a package for sampling or training is not installed."""
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "train")
+
+
+def check_trainable(model: object) -> None:
+    """Raises ConfigError for anything but a path, a policy, a transformers model, or a pair of model and tokenizer."""
+    if model is None or isinstance(model, str | PathLike) or hasattr(model, "chat"):
+        return
+    if isinstance(model, tuple):
+        pair = cast("tuple[object, ...]", model)
+        if len(pair) == 2 and hasattr(pair[0], "save_pretrained") and hasattr(pair[1], "apply_chat_template"):
+            return
+        kinds = ", ".join(type(part).__name__ for part in pair)
+        raise ConfigError(f"model=({kinds}) is no pair of a model and its tokenizer; give (model, tokenizer)")
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "parameters"):
+        raise ConfigError(
+            f"model is a {type(model).__name__} object; give a directory (save_pretrained writes one), a transformers"
+            " model, or (model, tokenizer)"
+        )
 
 
 def check_model(model: object) -> None:
@@ -64,13 +98,11 @@ def policy_config(
     adapters that servers cannot take, and for a warmup that is longer."""
     require_training()
     shared: dict[str, Any] = {name: getattr(settings, name) for name in ModelSettings.model_fields} | {"model": path}
-    if settings.kind == "fsdp" and settings.engine != "local":
-        shared["device"] = "cpu"
     config = LocalPolicyConfig(
         **shared,
         seed=seed,
         agents=dict(agents or {}),
-        ranks=settings.ranks,
+        served=settings.engine != "local",
         optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
         objective=objective,
     )
@@ -87,10 +119,10 @@ async def open_policy(config: LocalPolicyConfig) -> Policy:
     """Raises PolicyError for a model that cannot be loaded."""
     from safetensors import SafetensorError
 
-    if config.ranks is None:
-        from agentlightning.policy.local import LocalPolicy as Opened
-    else:
+    if config.kind == "fsdp":
         from agentlightning.policy.fsdp.policy import FsdpPolicy as Opened
+    else:
+        from agentlightning.policy.local import LocalPolicy as Opened
 
     try:
         return await asyncio.to_thread(Opened.open, config)

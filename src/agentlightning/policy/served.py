@@ -35,7 +35,7 @@ from agentlightning.policy.base import (
     UpdateOptions,
     capabilities_of,
 )
-from agentlightning.policy.lora_config import adapter_table, check_servable
+from agentlightning.policy.config import adapter_table, check_servable
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning.weight_sync.base import LendWeights, WeightOwner
 from agentlightning.weight_sync.disk import CheckpointFolder

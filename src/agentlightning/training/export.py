@@ -66,7 +66,7 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} has contents; give a directory that is new or empty")
     if adapters:
-        from agentlightning.models.lora.merge import merge
+        from agentlightning.models.lora import merge
 
         merge(checkpoint, path)
     else:
@@ -95,11 +95,11 @@ def holds_weights(checkpoint: Path) -> bool:
 
 
 def _write_gguf(checkpoint: Path, path: Path, precision: Precision, adapters: bool) -> None:
-    from agentlightning.models.gguf.write import write_gguf
+    from agentlightning.models.gguf import write_gguf
 
     with TemporaryDirectory(prefix="agl-merged-") as folder:
         if adapters:
-            from agentlightning.models.lora.merge import merge
+            from agentlightning.models.lora import merge
 
             merge(checkpoint, Path(folder))
         write_gguf(Path(folder) if adapters else checkpoint, path, precision)

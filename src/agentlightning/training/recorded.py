@@ -332,8 +332,7 @@ def _texts(algorithm: Algorithm[Any], sessions: Sequence[Session]) -> list[Any]:
 
 async def _tokenizer(config: TrainConfig, run_dir: RunDir, target: str | None) -> Tokenizer:
     from agentlightning.chat.hf import load_chat_format
-    from agentlightning.models.limits import model_limits
-    from agentlightning.models.resolve import resolve_model
+    from agentlightning.models.resolve import model_limits, resolve_model
 
     policy = config.policy
     directory = await asyncio.to_thread(resolve_model, str(run_dir.start) if run_dir.start.exists() else policy.model)

@@ -16,8 +16,8 @@ from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.server.app import Server
 from agentlightning.span import CONSTRAINT, RESHAPED, RESPONSE_TOKEN_IDS
 from agentlightning.store import InMemoryLightningStore

@@ -20,9 +20,8 @@ from agentlightning.engine.local import cascade_attention
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
@@ -412,7 +411,7 @@ async def test_weights_that_a_failed_update_has_changed_are_a_new_version(
     """The second of two optimiser steps fails."""
     ids = prompt(policy)
     sample = training_sample(ids, await policy.sample(ids, SamplingParams(max_tokens=8)))
-    updater = policy._weights.updaters[None]
+    updater = policy._learner.updaters[None]
     accumulate, calls = updater.accumulate, []
 
     def fail_second(*arguments):

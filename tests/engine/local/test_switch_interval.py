@@ -11,7 +11,7 @@ from tests.support.models import tiny_checkpoint
 
 from agentlightning.engine.local import worker
 from agentlightning.engine.local.worker import SWITCH_SECONDS, SwitchInterval
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.open import open_policy
 
 

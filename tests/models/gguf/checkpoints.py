@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from agentlightning.models.gguf.layout import PRE_TOKENIZERS
+from agentlightning.models.gguf import PRE_TOKENIZERS
 
 TEXTS = ["What is 12 + 30?", "Tom's 3 apples; he buys 456 more.", "def f(x):\n\treturn 'ünï'  # 你好", "it'll I'LL"] * 4
 TEMPLATE = (

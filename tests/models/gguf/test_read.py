@@ -13,11 +13,10 @@ from tests.models.gguf.checkpoints import small_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.errors import AgentLightningError, PolicyError
-from agentlightning.models.gguf.read import convert
-from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.gguf import convert, write_gguf
 from agentlightning.models.resolve import resolve_model
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 
 
 @pytest.fixture(scope="module")

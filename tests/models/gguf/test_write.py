@@ -14,9 +14,7 @@ from tests.models.gguf.checkpoints import CONFIGS, TEXTS, small_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.gguf.layout import PRE_TOKENIZERS
-from agentlightning.models.gguf.read import convert
-from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.gguf import PRE_TOKENIZERS, convert, write_gguf
 from agentlightning.models.resolve import resolve_model
 from agentlightning.models.tiny import make_tiny
 

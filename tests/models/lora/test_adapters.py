@@ -24,8 +24,15 @@ from transformers import (
 )
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.lora import Adapters, read_weights, set_weights
-from agentlightning.models.lora.files import WEIGHTS, read_adapter_config, saved_targets, write_adapter
+from agentlightning.models.lora import (
+    WEIGHTS,
+    Adapters,
+    read_adapter_config,
+    read_weights,
+    saved_targets,
+    set_weights,
+    write_adapter,
+)
 
 IDS = torch.arange(4, 16).view(2, 6)
 

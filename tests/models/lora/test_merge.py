@@ -10,11 +10,9 @@ from tests.support.models import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import PolicyError
-from agentlightning.models.lora.merge import merge
+from agentlightning.models.lora import merge
+from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 IDS = tuple(range(5, 25))

@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.fsdp.learner import ShardedUpdater
-from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
+from agentlightning.policy.config import LocalPolicyConfig, Lora
+from agentlightning.policy.fsdp.learner import RankLearner, ShardedUpdater
+from agentlightning.policy.fsdp.sharding import Ranks
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update import streams
+from agentlightning.policy.update.learner import Learner
+from agentlightning.policy.update.updater import LossSpec
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 COLUMNS = ("ref_logprobs", "teacher_logprobs", "proximal_logprobs", "returns", "values", MARGIN, FACTOR, COUNT)
@@ -103,12 +103,18 @@ def batch(case: Case) -> list[TrainingSample]:
     return [replace(each, columns={**each.columns, **{name: column(each, name) for name in COLUMNS}}) for each in made]
 
 
-def weights(case: Case, *divided: Any) -> TrainedWeights:
+class Divided(RankLearner):
+    def __init__(self, *given: Any, ranks: Ranks) -> None:
+        self._ranks = ranks
+        Learner.__init__(self, *given, ShardedUpdater)
+
+
+def learner(case: Case, make: Any = Learner) -> Learner:
     config = LocalPolicyConfig.model_validate({"model": "none", **case.settings})
-    return TrainedWeights(tiny_model(case.architecture), config, *divided)
+    return make(tiny_model(case.architecture), None, config)
 
 
-def gradient(trained: TrainedWeights, case: Case) -> torch.Tensor:
+def gradient(trained: Learner, case: Case) -> torch.Tensor:
     """Of all trained weights, the critic's included."""
     losses = token_losses(case.loss)
     prepared, _ = streams.corrected(streams.for_losses(batch(case), losses), corrections("truncate"))
@@ -117,7 +123,9 @@ def gradient(trained: TrainedWeights, case: Case) -> torch.Tensor:
     budget = 20 + case.seed % 60
     with trained.use(trained.own):
         normalized = streams.normalized(prepared, losses)
-        updater._gradient(normalized, losses, (), UpdateOptions(token_budget=budget, sharing=case.sharing))
+        updater._gradient(
+            normalized, LossSpec(losses, options=UpdateOptions(token_budget=budget, sharing=case.sharing))
+        )
     optimizers = [each for each in (updater.optimizer, updater.value_optimizer) if each is not None]
     found = [p.grad for each in optimizers for p in each.masters if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
@@ -128,12 +136,11 @@ def run(rank: int, count: int, store: Path) -> None:
         "gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count, timeout=timedelta(seconds=300)
     )
     ranks = Ranks(init_device_mesh("cpu", (count,)), dist.new_group(backend="gloo"), torch.device("cpu"))
-    made: dict[str, tuple[TrainedWeights, TrainedWeights]] = {}
+    made: dict[str, tuple[Learner, Learner]] = {}
     for case in cases():
         key = f"{case.architecture} {case.settings}"
         if key not in made:
-            divided = weights(case, ShardedUpdater, partial(ShardedForward, ranks=ranks))
-            made[key] = divided, weights(case)
+            made[key] = learner(case, partial(Divided, ranks=ranks)), learner(case)
         several, one = made[key]
         found, expected = gradient(several, case), gradient(one, case)
         apart = float((found - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError
-from agentlightning.policy.config import PolicyConfig
-from agentlightning.policy.fsdp.config import TOKEN, RanksConfig, parse_address
+from agentlightning.policy.config import TOKEN, LocalPolicyConfig, PolicyConfig, parse_address
+from agentlightning.policy.fsdp.group import RankGroup
 from agentlightning.policy.open import policy_config
 
 
@@ -46,8 +46,7 @@ def test_more_processes_than_a_batch_of_the_warm_start_are_refused() -> None:
 def test_ranks_that_join_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ConfigError, match=TOKEN):
-        RanksConfig(processes=2, address="0.0.0.0:29400").token()
-    assert RanksConfig(processes=2).token() != RanksConfig(processes=2).token()
+        RankGroup.open(LocalPolicyConfig(model="", kind="fsdp", processes=2, address="0.0.0.0:29400"))
 
 
 def test_every_setting_reaches_the_ranks() -> None:
@@ -55,6 +54,6 @@ def test_every_setting_reaches_the_ranks() -> None:
         kind="fsdp", processes=3, address="10.0.0.1:29400", rank_timeout_seconds=7, device="cuda", engine="vllm"
     )
     config = policy_config(settings, "model")
-    assert config.ranks == RanksConfig(processes=3, address="10.0.0.1:29400", timeout_seconds=7, device="cuda")
-    assert config.device == "cpu"  # Servers sample: the trainer's copy needs no accelerator.
-    assert policy_config(PolicyConfig(), "model").ranks is None
+    for name in ("kind", "processes", "address", "rank_timeout_seconds", "device"):
+        assert getattr(config, name) == getattr(settings, name)
+    assert config.sampling_device == "cpu"  # Servers sample: the trainer's copy needs no accelerator.

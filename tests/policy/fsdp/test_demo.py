@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.demo import job
 from agentlightning.engine.base import SamplingParams
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
 from agentlightning.trainer import Trainer
 
 AGL = str(Path(sys.executable).parent / "agl")

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, PolicyError, RankError
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.fsdp import group as module
-from agentlightning.policy.fsdp.config import RanksConfig
-from agentlightning.policy.fsdp.group import Member, RankGroup, number
-from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, code, connect
+from agentlightning.policy.fsdp.group import Failure, Hello, Member, RankGroup, Reply, code, connect, number
 
 
 def hello(host: str = "a", pid: int = 1, rank: int | None = None) -> Hello:
@@ -121,7 +120,7 @@ def test_ranks_are_numbered_by_their_launchers_else_by_machine() -> None:
 
 def joining(*play: Callable[[Connection], Any], processes: int = 2, seconds: float = 20) -> Any:
     """Who has joined, where each of `play` is a process with a connection."""
-    settings = RanksConfig(processes=processes, address="127.0.0.1:1", timeout_seconds=seconds)
+    settings = LocalPolicyConfig(model="", processes=processes, rank_timeout_seconds=seconds)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(0.1)
         address = listener.getsockname()
@@ -169,7 +168,7 @@ def test_a_rank_whose_code_differs_is_named() -> None:
 @pytest.mark.parametrize("words", [None, b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x08"])
 def test_connections_that_say_nothing_or_something_else_keep_no_rank_waiting(words: bytes | None) -> None:
     kept: list[Any] = []
-    settings = RanksConfig(processes=2, address="127.0.0.1:1", timeout_seconds=15)
+    settings = LocalPolicyConfig(model="", processes=2, rank_timeout_seconds=15)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(0.1)
         for _ in range(5):  # each would hold the others up for HANDSHAKE_SECONDS

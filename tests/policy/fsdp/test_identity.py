@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tests.support.models import tiny_checkpoint, tiny_model
 
-from agentlightning.policy.fsdp.messages import code, difference, model_digest
+from agentlightning.policy.fsdp.group import code, difference, model_digest
 
 
 def test_a_model_differs_from_one_with_other_weights_or_another_shape(tmp_path: Path) -> None:

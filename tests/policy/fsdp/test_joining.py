@@ -17,8 +17,7 @@ from tests.support.models import tiny_checkpoint
 
 import agentlightning
 from agentlightning.errors import ConfigError, RankError
-from agentlightning.policy.fsdp.config import TOKEN, RanksConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.config import TOKEN, LocalPolicyConfig
 from agentlightning.policy.open import open_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,8 +38,8 @@ class Machines:
         return self.processes[-1]
 
     def config(self, model: str, processes: int = 2, seconds: float = 300) -> LocalPolicyConfig:
-        ranks = RanksConfig(processes=processes, address=self.address, timeout_seconds=seconds, device="cpu")
-        return LocalPolicyConfig(model=model, device="cpu", ranks=ranks)
+        settings: Any = {"kind": "fsdp", "processes": processes, "address": self.address}
+        return LocalPolicyConfig(model=model, device="cpu", rank_timeout_seconds=seconds, **settings)
 
 
 @pytest.fixture

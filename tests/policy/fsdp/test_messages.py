@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from agentlightning.errors import ConfigError, PolicyError, RankError
-from agentlightning.policy.fsdp.messages import Failure, authenticate, connect
+from agentlightning.policy.fsdp.group import Failure, authenticate, connect
 
 
 def test_both_ends_of_a_connection_know_the_token() -> None:

@@ -17,10 +17,8 @@ from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Policy, UpdateOptions
-from agentlightning.policy.fsdp.config import RanksConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora
 from agentlightning.policy.fsdp.policy import FsdpPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.policy.open import open_policy
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
@@ -50,9 +48,9 @@ def samples(seed: int, trees: int = 5) -> list[TrainingSample]:
 
 
 def config(model: Path, ranks: int | None, **settings: Any) -> LocalPolicyConfig:
-    divided = None if ranks is None else RanksConfig(processes=ranks, device="cpu", timeout_seconds=300)
-    given = {"optimizer": {"lr": 1e-3}, **settings}
-    return LocalPolicyConfig.model_validate({"model": str(model), "device": "cpu", "ranks": divided, **given})
+    divided = {} if ranks is None else {"kind": "fsdp", "processes": ranks, "rank_timeout_seconds": 300}
+    given = {"optimizer": {"lr": 1e-3}, **divided, **settings}
+    return LocalPolicyConfig.model_validate({"model": str(model), "device": "cpu", **given})
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, ExtensionError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import token_losses
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings

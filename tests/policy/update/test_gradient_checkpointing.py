@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.policy.update.forward import layers_to_recompute
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

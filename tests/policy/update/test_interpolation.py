@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentlightning.policy.losses import TokenBatch, token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.update.interpolation import corrected, interpolated
+from agentlightning.policy.update.streams import corrected_tokens, interpolated
 from agentlightning.policy.update.updater import sum_of_losses
 
 
@@ -53,11 +53,11 @@ def test_the_loss_and_its_weights_are_the_formula(mismatch: str, seed: int) -> N
         call=torch.zeros(12, dtype=torch.int64),
         rollout=torch.zeros(12, dtype=torch.int64),
     )
-    made, sums, count = corrected(interpolated(tokens), corrections(mismatch))
-    loss = sum_of_losses(token_losses({"type": "ppo", "dual_clip": 1.5}), made)[0].loss
+    made, sums, count = corrected_tokens(interpolated(tokens), corrections(mismatch))
+    loss = sum_of_losses(token_losses({"type": "ppo", "dual_clip": 1.5}), made)[0]
     expected = [literal(*each, mismatch) for each in found]
     assert loss.item() == pytest.approx(sum(each for _, each in expected), rel=1e-9, abs=1e-9)
     assert count == 12
-    assert sums["mismatch_weight"].item() == pytest.approx(sum(weight for weight, _ in expected), rel=1e-9)
-    assert sums["proximal_differs"].item() == sum(each[2] > 0 for each in found)
+    assert sums["mismatch_weight"] == pytest.approx(sum(weight for weight, _ in expected), rel=1e-9)
+    assert sums["proximal_differs"] == sum(each[2] > 0 for each in found)
     assert not made.columns["proximal_logprobs"].requires_grad

@@ -19,7 +19,7 @@ from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.update import chunked_logprobs
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_linear, logprobs_from_logits
-from agentlightning.policy.update.micro_batch import KeptTokens
+from agentlightning.policy.update.packing import KeptTokens
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
 from agentlightning.util.kept_sets import KeptSets

@@ -77,7 +77,7 @@ def test_chunks_give_the_same_probabilities_and_gradients_as_all_at_once(
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     head = OutputHead(model)
-    assert head.separable
+    assert head.traits.separable
     ids = torch.randint(0, 30, (2, 7))
     chosen, temperatures = ids[:, 1:].flatten(), torch.rand(12) + 0.5
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from agentlightning.assemble import token_tree
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import Sharing
-from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import CostModel, plan
+from agentlightning.policy.update.packing import CostModel, MicroBatch, plan
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
 
 MODES = get_args(Sharing)

@@ -14,9 +14,9 @@ from tests.support.models import tiny_model
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import token_losses
 from agentlightning.policy.mismatch import corrections
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update import streams
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition

@@ -29,8 +29,8 @@ from transformers import (
 from agentlightning.credit import training_samples
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import GSPOLoss, LossSetting, NLLLoss
-from agentlightning.policy.optimizer_config import OptimizerConfig
 from agentlightning.policy.update.output_head import tokenwise_last_mlp
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition

@@ -12,10 +12,9 @@ from tests.support.models import tiny_model
 
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import FILE, ValueHead
-from agentlightning.policy.update.value_head_config import ValueHeadConfig
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 pytestmark = pytest.mark.integration

@@ -10,12 +10,10 @@ from safetensors.torch import load
 from tests.models.gguf.checkpoints import small_checkpoint
 
 from agentlightning.errors import ConfigError
-from agentlightning.models.gguf.read import convert
-from agentlightning.models.gguf.write import write_gguf
+from agentlightning.models.gguf import convert, write_gguf
 from agentlightning.models.resolve import CACHE
+from agentlightning.policy.config import LocalPolicyConfig, Lora
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import Lora
 from agentlightning.training.export import export_weights
 
 FILES = {"config.json": "{}", "model.safetensors": "", "tokenizer.json": "{}"}

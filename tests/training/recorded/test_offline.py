@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 pytestmark = pytest.mark.integration
 

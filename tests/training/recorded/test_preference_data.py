@@ -14,7 +14,7 @@ from agentlightning.algorithms.recorded.preference_records import load_preferenc
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 FAST = OptimizerConfig(lr=3e-3)
 QUESTION = [{"role": "user", "content": "question 0"}]

@@ -17,7 +17,7 @@ import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, DatasetError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import agentlightning as agl
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.training.account import RunAccount
 from agentlightning.training.persistence.run_changes import settings_of_run
 from agentlightning.util.settings import dump_toml

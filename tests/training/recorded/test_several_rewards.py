@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import agentlightning as agl
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 pytestmark = pytest.mark.integration
 

@@ -29,8 +29,7 @@ from agentlightning.engine.base import (
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.config import TinkerConfig
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.policy.config import LocalPolicyConfig, TinkerConfig
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 from agentlightning_tinker.session import TinkerSession
 from agentlightning_tinker.updater import RemoteUpdater, check_adapter, check_sampling

@@ -22,8 +22,7 @@ import numpy as np
 
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError, MissingExtraError, PolicyError
-from agentlightning.policy.config import TinkerConfig
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig, TinkerConfig
 from agentlightning.trajectory import FloatArray
 
 BASE_URL: Final = "TINKER_BASE_URL"

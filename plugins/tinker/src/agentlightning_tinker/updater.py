@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     ADVANTAGES,
     SAMPLED_LOGPROBS,
@@ -34,13 +35,11 @@ from agentlightning.policy.losses import (
     token_losses,
 )
 from agentlightning.policy.mismatch import Correction
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update import interpolation, streams
-from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.packing import plan
+from agentlightning.policy.update import streams
+from agentlightning.policy.update.packing import MicroBatch, plan
 from agentlightning.policy.update.updater import (
-    COUNT_OF,
     EntropyHistory,
+    LossSpec,
     Updater,
     sum_of_losses,
     tokens_of,
@@ -170,16 +169,16 @@ class RemoteUpdater(Updater):
         mean, steps = about["entropy"]
         self.entropy = EntropyHistory(float(mean), int(steps))
 
-    def _step(self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Any) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Rollouts whose data is not finite are left out before anything is sent."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         left_out = 0
         kept: list[TrainingSample] = []
         for sample in part:
             broken = streams.not_finite_in_data(sample, needs)
             left_out += len(broken)
             kept.append(streams.without(sample, lambda node, b=broken: str(node.rollout_id) in b) if broken else sample)
-        sums = gradient(kept)
+        sums = self._gradient(kept, spec)
         if not sums:
             return {}
         return {**sums, **self.optimizer.step(sums["loss"]), "rollouts_not_finite": float(left_out)}
@@ -197,7 +196,7 @@ class RemoteUpdater(Updater):
     def _accumulate(
         self, batch: MicroBatch, losses: Sequence[TokenLoss], within: Sequence[Correction]
     ) -> dict[str, float | Tensor]:
-        entropy_N, sums = torch.zeros(len(batch.places)), dict[str, float | Tensor]()
+        entropy_N = torch.zeros(len(batch.places))
         own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
             unknown = self._tokens(batch, torch.zeros(len(batch.places)), entropy_N, None)
@@ -206,23 +205,18 @@ class RemoteUpdater(Updater):
             zeros = np.zeros(len(batch.places), np.float32)
             logprobs_N = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).requires_grad_()
         tokens = replace(self._tokens(batch, logprobs_N, entropy_N, None), entropy=None)
-        if within:
-            tokens, corrected, count = interpolation.corrected(tokens, within)
-            sums |= {**corrected, **dict.fromkeys((f"{COUNT_OF}{name}" for name in corrected), float(count))}
-        value, counts = sum_of_losses(losses, tokens)
+        value, sums = sum_of_losses(losses, tokens, within)
         if own is None:
-            if not bool(torch.isfinite(value.loss)):
+            if not bool(torch.isfinite(value)):
                 raise PolicyError("the loss of this step is not finite; nothing was sent to be learned from")
-            value.loss.backward()
+            value.backward()
             assert logprobs_N.grad is not None
             self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
         count = len(logprobs_N)
         return {
-            **sums,
-            "loss": value.loss.detach(),
+            "loss": value.detach(),
             "entropy": -logprobs_N.detach().sum(),
-            **value.sums,
-            **counts,
+            **sums,
             "tokens_trained": count,
             "tokens_computed": sum(row.length for row in batch.rows) * (1 if own else 2),
             "micro_batches": 1,

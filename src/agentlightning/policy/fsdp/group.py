@@ -4,30 +4,41 @@ answers. When one of them ends or fails alone, the group is over and the error n
 The trainer is no rank itself. A collective that waits for a rank that is gone cannot be left: with NCCL the process
 ends with it, and with it would the store, the gateway and the reason. Ranks can be ended from outside. So the trainer
 also needs no accelerator, and ranks keep the numbers that their launcher has given them.
+
+A rank joins with `Hello` and is answered with `Welcome`, or with the reason why it cannot join. From then on it gets
+commands, (method of `RankLearner`, arguments), and answers each of them with one `Reply`. The arguments go to rank 0
+alone, which passes them on. They are pickled: a peer is trusted once it has proven that it knows the token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import cache
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from pathlib import Path
 from typing import Any, Final
 
+from agentlightning import errors
 from agentlightning.errors import AgentLightningError, ConfigError, RankError
-from agentlightning.policy.fsdp.config import TOKEN, RanksConfig
-from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, Welcome, authenticate, code, difference
-from agentlightning.policy.local_config import LocalPolicyConfig
+from agentlightning.models.resolve import resolve_model
+from agentlightning.policy.config import TOKEN, LocalPolicyConfig, parse_address, shared_token
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +53,149 @@ SAY_SECONDS: Final = 15.0
 """Interval of messages about ranks that are awaited."""
 OPENING: Final = "opening the model"
 RESUME: Final = "the run continues from its last checkpoint when it is resumed"
+
+# -- identity --------------------------------------------------------------------------------------------------------
+
+# What the ranks of a group must have in common: their code and the model that they start from.
+
+PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
+WEIGHTS = frozenset({".safetensors", ".bin"})
+BLOCK, MOST_BLOCKS = 1024, 4096
+"""Bytes of a block, and the blocks of a file, that are compared."""
+
+
+@cache
+def code() -> Mapping[str, str]:
+    """The versions that this process runs, and a digest of the source files of this package."""
+    digest = hashlib.blake2b(digest_size=6)
+    root = Path(__file__).parents[2]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = {package: version(package) for package in PACKAGES}
+    return {"python": python, **versions, "other source files of agentlightning": digest.hexdigest()}
+
+
+def difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Where the code of another process differs, in words; empty where it does not."""
+    return ", ".join(f"{name} {other.get(name)} and not {own[name]}" for name in own if other.get(name) != own[name])
+
+
+def model_digest(source: str) -> str:
+    """Of the files of a model: their sizes, and bytes spread over the weights. `source` as in `LocalPolicyConfig`."""
+    directory = Path(resolve_model(source))
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(each for each in directory.iterdir() if each.name == "config.json" or each.suffix in WEIGHTS):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(BLOCK, size // MOST_BLOCKS)):
+                file.seek(place)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who joins."""
+
+    host: str
+    pid: int
+    code: Mapping[str, str]
+    rank: int | None = None
+    """The rank that its launcher has given it; None: the trainer chooses."""
+    local_rank: int | None = None
+    """Its number among the ranks of its machine, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Where a rank stands, and what it trains."""
+
+    rank: int
+    local_rank: int
+    count: int
+    port: int
+    """Of the store on the trainer's machine by which the ranks find one another."""
+    config: LocalPolicyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a rank."""
+
+    kind: str
+    """Its class."""
+    message: str
+    changed: bool = False
+    """Whether weights had changed before it."""
+
+    @property
+    def error(self) -> AgentLightningError | None:
+        """To raise in the trainer's process where it is an error of this package, which leaves a rank as it was."""
+        found = getattr(errors, self.kind, None)
+        if self.changed or not isinstance(found, type) or not issubclass(found, AgentLightningError):
+            return None
+        return (ConfigError if issubclass(found, errors.MissingExtraError) else found)(self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    value: Any = None
+    failure: Failure | None = None
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+HANDSHAKE_SECONDS = 20
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A machine that is gone is noticed after 30 seconds."""
+RETRY_SECONDS = 1.0
+
+
+def authenticate(peer: socket.socket, token: bytes, *, listens: bool) -> Connection:
+    """The connection to a peer that has proven that it knows the token, as this side has to it. Raises ConfigError for
+    one that has not in HANDSHAKE_SECONDS. `listens`: whether the peer has connected to this process."""
+    with peer:
+        peer.settimeout(None)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_SECONDS, 0))
+        connection: Connection = Connection(os.dup(peer.fileno()))
+        steps = (deliver_challenge, answer_challenge)
+        try:
+            for prove in steps if listens else reversed(steps):
+                prove(connection, token)
+        except (AuthenticationError, EOFError, OSError) as error:
+            connection.close()
+            raise ConfigError(f"the other side does not take the token: {error}; give both the same one") from error
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    return connection
+
+
+def connect(address: tuple[str, int], token: bytes, seconds: float) -> Connection:
+    """The connection to a trainer, which may start later. Raises RankError where there is none after `seconds`, and
+    ConfigError for a token that it does not take."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return authenticate(socket.create_connection(address, timeout=HANDSHAKE_SECONDS), token, listens=False)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"no trainer at {address[0]}:{address[1]} after {seconds:g} seconds: {error}"
+                ) from error
+            time.sleep(RETRY_SECONDS)
+
+
+# -- group -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -82,15 +236,15 @@ class RankGroup:
         """Start the ranks of `config`, or wait for them to join, and tell them what to train; see `check`. Raises
         RankError for a rank that ends or does not come, and ConfigError, with its name, for one that cannot take
         part."""
-        assert config.ranks is not None
-        settings, group = config.ranks, cls()
-        token = settings.token()
+        group = cls()
+        token = os.urandom(32).hex().encode() if config.address is None else shared_token()
+        host, port = ("127.0.0.1", 0) if config.address is None else parse_address(config.address)
         try:
-            with _listen(settings.endpoint) as listener:
-                if settings.address is None:
-                    group._processes = _started(settings.processes, listener.getsockname()[1], token, config.threads)
-                group._await(settings, listener, token)
-            group._welcome(config, settings)
+            with _listen(host, port) as listener:
+                if config.address is None:
+                    group._processes = _started(config.processes, listener.getsockname()[1], token, config.threads)
+                group._await(config, listener, token)
+            group._welcome(config, host)
         except BaseException as error:
             for each in group.members if isinstance(error, ConfigError) else ():
                 with suppress(OSError):
@@ -129,7 +283,7 @@ class RankGroup:
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
-    def _await(self, settings: RanksConfig, listener: socket.socket, token: bytes) -> None:
+    def _await(self, config: LocalPolicyConfig, listener: socket.socket, token: bytes) -> None:
         """Wait until all ranks have joined."""
         arrived: queue.SimpleQueue[Member | None] = queue.SimpleQueue()
 
@@ -142,20 +296,20 @@ class RankGroup:
 
         begun = said = time.monotonic()
         strangers = 0
-        while len(self.members) < settings.processes:
+        while len(self.members) < config.processes:
             now = time.monotonic()
             if ended := [each for each in self._processes if each.poll() is not None]:
                 raise RankError(
                     f"a training process {_how_ended(ended[0])} before it had joined; its last words are above"
                 )
-            if now - begun > settings.timeout_seconds:
+            if now - begun > config.rank_timeout_seconds:
                 raise RankError(
-                    f"{len(self.members)} of {settings.processes} ranks have joined in {settings.timeout_seconds:g}"
+                    f"{len(self.members)} of {config.processes} ranks have joined in {config.rank_timeout_seconds:g}"
                     f" seconds ({strangers} connections had no valid token); start the others, or set policy.processes"
                 )
             if now - said > SAY_SECONDS:
                 said = now
-                logger.warning("%d of %d ranks have joined", len(self.members), settings.processes)
+                logger.warning("%d of %d ranks have joined", len(self.members), config.processes)
             with suppress(TimeoutError):
                 # A thread for each: one that says nothing keeps no other waiting.
                 threading.Thread(target=greet, args=(listener.accept()[0],), daemon=True).start()
@@ -170,19 +324,18 @@ class RankGroup:
                             f"{new} cannot be a rank: it runs {differs}; install the same version on all machines"
                         )
 
-    def _welcome(self, config: LocalPolicyConfig, settings: RanksConfig) -> None:
+    def _welcome(self, config: LocalPolicyConfig, host: str) -> None:
         """Tell each rank its place."""
         import torch.distributed as dist
 
         self.members = number(self.members)
-        host = settings.endpoint[0]
-        listener = _listen((host, 0))
+        listener = _listen(host, 0)
         port = int(listener.getsockname()[1])
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
             is_master=True,
-            timeout=timedelta(seconds=settings.timeout_seconds),
+            timeout=timedelta(seconds=config.rank_timeout_seconds),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -263,11 +416,11 @@ class RankGroup:
         return RankError(reason)
 
 
-def _listen(endpoint: tuple[str, int]) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listener = socket.create_server(endpoint, backlog=128)
+        listener = socket.create_server((host, port), backlog=128)
     except OSError as error:
-        raise ConfigError(f"policy.address={endpoint[0]}:{endpoint[1]} cannot be listened on: {error}") from error
+        raise ConfigError(f"policy.address={host}:{port} cannot be listened on: {error}") from error
     listener.settimeout(POLL_SECONDS)
     return listener
 

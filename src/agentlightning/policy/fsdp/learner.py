@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models.checkpoint import read_scorer
 from agentlightning.policy.base import UPDATE, UpdateOptions
-from agentlightning.policy.fsdp import checkpoint
-from agentlightning.policy.fsdp.checkpoint import TrainedParameters
+from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.losses import TokenLoss
-from agentlightning.policy.mismatch import Correction
 from agentlightning.policy.model_loading import load_model, with_adapters_of
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.learner import Learner
-from agentlightning.policy.update.micro_batch import MicroBatch
-from agentlightning.policy.update.updater import Updater
+from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
+from agentlightning.policy.update.packing import MicroBatch
+from agentlightning.policy.update.updater import EntropyHistory, LossSpec, Updater
 from agentlightning.policy.update.value_head import ValueHead
 from agentlightning.trajectory import TrainingSample
 
@@ -68,16 +68,10 @@ class ShardedUpdater(Updater):
         imbalance = sum(max(loads) for loads in busy) * self.ranks.count / max(sum(map(sum, busy)), 1e-9)
         return {**metrics, "idle_ranks": float(idle), "rank_imbalance": imbalance}
 
-    def _gradient(
-        self,
-        part: Sequence[TrainingSample],
-        losses: Sequence[TokenLoss],
-        within: Sequence[Correction],
-        options: UpdateOptions,
-    ) -> dict[str, float]:
-        own = [part[i] for i in self._own(part, options)]
-        batches = self._plan(own, options) if own else []
-        sums = self.ranks.sum(self.accumulate(batches, losses, within))
+    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
+        own = [part[i] for i in self._own(part, spec.options)]
+        batches = self._plan(own, spec.options) if own else []
+        sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
         self.ranks.sum_gradients(self._whole)
         return sums
 
@@ -96,6 +90,140 @@ class ShardedUpdater(Updater):
         return self.ranks.any(super()._divides_rollouts(batches))
 
 
+# -- checkpoint ------------------------------------------------------------------------------------------------------
+
+# The training state of ranks on disk, by torch's distributed checkpoint: each rank writes its share, and any number of
+# ranks can read it.
+#
+#     weight/OWNER/NAME          float32, or the frozen dtype
+#     moment/OWNER/NAME/KIND     what the optimiser remembers of it
+#     average/OWNER/NAME         the moving average, where one is kept
+#
+# An owner is the model, an adapter or the value head. Counters are no tensors; `load_state` is given what `save_state`
+# returned.
+
+FOLDER = "ranks"
+"""In a checkpoint of a policy."""
+READ_ERRORS = (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError)
+
+
+class TrainedParameters:
+    """The weights that an updater trains, and their names."""
+
+    def __init__(self, owner: str, module: nn.Module, optimizer: Optimizer, updater: Updater) -> None:
+        self.owner, self.optimizer, self.updater = owner, optimizer, updater
+        """`updater`: whose counters and average are those of `optimizer`."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.by_name = {names[id(parameter)]: parameter for parameter in optimizer.masters}
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The moving average of these weights, where one is kept."""
+        return self.updater.average if self.updater.optimizer is self.optimizer else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        moments, average = self.optimizer.moments(), self.average
+        found: dict[str, Tensor] = {}
+        for i, (name, parameter) in enumerate(self.by_name.items()):
+            found[f"weight/{self.owner}/{name}"] = parameter.detach()
+            for kind, value in moments.get(parameter, {}).items():
+                found[f"moment/{self.owner}/{name}/{kind}"] = value
+            if average is not None:
+                found[f"average/{self.owner}/{name}"] = average.weights[i]
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        history = self.updater.entropy
+        return {
+            "type": self.optimizer.config.type,
+            "steps": self.optimizer.steps,
+            "entropy": [history.mean, history.steps],
+            "average": None if self.average is None else self.average.rate,
+        }
+
+    def parts(self, keys: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
+        """(key, what it is, name, kind of moment) of those of the saved `keys` that are of these weights."""
+        for key in keys:
+            part, _, rest = key.partition(f"/{self.owner}/")
+            name, _, kind = rest.rpartition("/") if part == "moment" else (rest, "", "")
+            if name in self.by_name:
+                yield key, part, name, kind
+
+    def empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """New tensors for those of the saved `keys` that are of these weights."""
+        return {
+            key: torch.zeros(()) if kind == "step" else torch.zeros_like(self.by_name[name].detach())
+            for key, _, name, kind in self.parts(keys)
+        }
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Continue from saved tensors and counters."""
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        averages: dict[str, Tensor] = {}
+        for key, part, name, kind in self.parts(tensors):
+            if part == "moment":
+                moments.setdefault(self.by_name[name], {})[kind] = tensors[key]
+            elif part == "weight":
+                self.by_name[name].copy_(tensors[key])
+            else:
+                averages[name] = tensors[key]
+        self.optimizer.set_moments(moments)
+        self.optimizer.steps = int(counters["steps"])
+        if self.updater.optimizer is self.optimizer:
+            mean, steps = counters["entropy"]
+            self.updater.entropy = EntropyHistory(float(mean), int(steps))
+            self.updater.set_average(counters["average"], [averages[name] for name in self.by_name if name in averages])
+
+
+def _empty(trained: Iterable[TrainedParameters], directory: Path, counters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors for all that is saved and used. Raises as `load_state` does."""
+    described = _metadata(directory).state_dict_metadata.items()
+    saved = {key: value for key, value in described if isinstance(value, TensorStorageMetadata)}
+    tensors: dict[str, Tensor] = {}
+    for each in trained:
+        own = each.empty(saved)
+        missing = [name for name in each.by_name if f"weight/{each.owner}/{name}" not in own]
+        unlike = [key for key, value in own.items() if tuple(saved[key].size) != tuple(value.shape)]
+        if missing or unlike or each.owner not in counters:
+            raise PolicyError(
+                f"{directory} holds another model: {each.owner} {(missing + unlike)[:1] or ''} and "
+                f"{max(0, len(missing + unlike) - 1)} more differ; continue with the model and policy.lora it was saved"
+                " with"
+            )
+        if counters[each.owner]["type"] != each.optimizer.config.type:
+            raise ConfigError(
+                f'the optimiser type="{counters[each.owner]["type"]}" was saved, and "{each.optimizer.config.type}" is'
+                " set; continue with the type it was saved with"
+            )
+        tensors |= own
+    return tensors
+
+
+def _metadata(directory: Path) -> Metadata:
+    try:
+        return FileSystemReader(directory).read_metadata()
+    except READ_ERRORS as error:
+        raise _damaged(directory, error) from error
+
+
+def _damaged(directory: Path, error: BaseException) -> PolicyError:
+    return PolicyError(
+        f"{directory} holds no state of ranks that can be read: {error}; choose an earlier checkpoint, and with ranks"
+        " on other machines a directory that all of them share"
+    )
+
+
+def check_complete(directory: Path) -> None:
+    """Raises PolicyError where files of a saved state are not in `directory`, as those of another machine's disk."""
+    files = {str(each.relative_path) for each in (_metadata(directory).storage_data or {}).values()}
+    if missing := sorted(name for name in files if not (directory / name).is_file()):
+        raise PolicyError(
+            f"{directory} lacks {missing[0]} and {len(missing) - 1} more files that ranks have written: machines that"
+            " train together need a directory of runs that all of them share"
+        )
+
+
 # -- learner ---------------------------------------------------------------------------------------------------------
 
 MODEL: Final = "model"
@@ -111,12 +239,11 @@ def owner_of(name: str | None) -> str:
     return MODEL if name is None else f"adapter:{name}"
 
 
-def modules_by_owner(model: PreTrainedModel, weights: TrainedWeights) -> dict[str, nn.Module]:
+def modules_by_owner(learner: Learner) -> dict[str, nn.Module]:
     """What is sampled from or trained. An owner is the model, an adapter or the value head."""
-    found: dict[str, nn.Module] = {MODEL: cast(nn.Module, model)}
-    found |= {} if weights.value_head is None else {VALUE_HEAD: weights.value_head}
-    adapters = {} if weights.adapters is None else weights.adapters.by_name
-    return found | {owner_of(name): adapter for name, adapter in adapters.items()}
+    found: dict[str, nn.Module] = {MODEL: cast(nn.Module, learner.model)}
+    found |= {} if learner.value_head is None else {VALUE_HEAD: learner.value_head}
+    return found | {owner_of(name): adapter for name, adapter in learner.by_name.items()}
 
 
 class RankLearner(Learner):
@@ -124,28 +251,32 @@ class RankLearner(Learner):
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
         config, adapters = with_adapters_of(config)
-        first = ranks.rank == 0
-        tokenizer, model = load_model(config, weights=first)
-        self.changed: list[str | None] = []
+        tokenizer, model = load_model(config, weights=ranks.rank == 0)
+        self.changed_names: list[str | None] = []
         """The names of the weights that the command in progress has changed."""
         self._ranks = ranks
-        weights = TrainedWeights(model, config, ShardedUpdater, partial(ShardedForward, ranks=ranks))
+        super().__init__(model, tokenizer, config, ShardedUpdater)
         if adapters is not None:
-            weights.read_weights(adapters)()
-        super().__init__(model, tokenizer, weights, loads_weights=first)
-        self._modules = modules_by_owner(model, weights)
+            self.read_weights(adapters)()
+        self._modules = modules_by_owner(self)
 
-    def make_forward(self, model: PreTrainedModel) -> Forward:
+    def read_scorer(self, directory: Path) -> PreTrainedModel:
+        """See `Learner.read_scorer`. Ranks other than the first get its weights when it is divided."""
+        first = self._ranks.rank == 0
+        scorer = read_scorer(directory, self.model, self.tokenizer, self.dtype, weights=first)
+        return scorer.requires_grad_(False)
+
+    def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
         """See `Learner.make_forward`."""
-        return ShardedForward(model.requires_grad_(False), self._ranks)
+        return ShardedForward(model, self._ranks, gradient_checkpointing=gradient_checkpointing)
 
     def train(
         self, samples: Sequence[TrainingSample], options: UpdateOptions
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
-        metrics = self.update(samples, options, self.changed.append)
-        self._weights.changed()
-        return metrics, list(self.changed)
+        metrics = self.update(samples, options, self.changed_names.append)
+        self.changed()
+        return metrics, list(self.changed_names)
 
     def gather(self, names: Sequence[str | None]) -> Iterator[Part]:
         """The weights that are trained under these names, whole, in the dtype that is sampled from, on rank 0."""
@@ -156,20 +287,34 @@ class RankLearner(Learner):
                 if self._ranks.rank == 0:
                     yield owner, name, whole.detach().cpu().flatten().view(torch.uint8).numpy()
 
-    def save(self, directory: Path) -> dict[str, Any]:
-        """The counters; see `checkpoint.save`."""
-        return checkpoint.save(self._ranks, self._trained(), directory)
+    def save_state(self, directory: Path) -> dict[str, Any]:
+        """Write the state of all ranks to `directory`, and return the counters. Raises PolicyError."""
+        trained = self._trained()
+        tensors: Any = {key: value for each in trained for key, value in each.tensors().items()}
+        try:
+            state_dict_saver.save(tensors, checkpoint_id=directory, process_group=self._ranks.control)
+        except READ_ERRORS as error:
+            raise PolicyError(f"the ranks cannot save to {directory}: {error}; free space or choose another") from error
+        return {each.owner: each.counters() for each in trained}
 
-    def load(self, directory: Path, counters: Mapping[str, Any]) -> list[str | None]:
-        """The names of what was loaded; see `checkpoint.load`."""
-        checkpoint.load(self._ranks, self._trained(), directory, counters)
-        self._weights.changed()
-        return list(self._weights.updaters)
+    def load_state(self, directory: Path, counters: Mapping[str, Any]) -> list[str | None]:
+        """Continue from the state in `directory`, and return the names of what was loaded. Raises PolicyError for one
+        that is damaged or of another model, and ConfigError for one of another optimiser, before anything changes."""
+        trained = self._trained()
+        tensors: Any = _empty(trained, directory, counters)
+        try:
+            state_dict_loader.load(tensors, checkpoint_id=directory, process_group=self._ranks.control)
+        except READ_ERRORS as error:
+            raise _damaged(directory, error) from error
+        for each in trained:
+            each.take(tensors, counters[each.owner])
+        self.changed()
+        return list(self.updaters)
 
     def _trained(self) -> list[TrainedParameters]:
         return [
             TrainedParameters(owner, self._modules[owner], optimizer, updater)
-            for name, updater in self._weights.updaters.items()
+            for name, updater in self.updaters.items()
             for owner, optimizer in ((owner_of(name), updater.optimizer), (VALUE_HEAD, updater.value_optimizer))
             if optimizer is not None
         ]

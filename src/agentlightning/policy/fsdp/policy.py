@@ -22,14 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.fsdp.checkpoint import FOLDER, check_complete
-from agentlightning.policy.fsdp.group import RankGroup
-from agentlightning.policy.fsdp.learner import GATHER, Part, modules_by_owner
-from agentlightning.policy.fsdp.messages import model_digest
+from agentlightning.policy.config import LocalPolicyConfig
+from agentlightning.policy.fsdp.group import RankGroup, model_digest
+from agentlightning.policy.fsdp.learner import FOLDER, GATHER, Part, check_complete, modules_by_owner
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.trained_weights import TrainedWeights
 from agentlightning.trajectory import TokenTree, TrainingSample
 
 
@@ -41,7 +38,7 @@ class RankState:
     state: dict[str, Any]
 
     def save_pretrained(self, directory: Path, /) -> None:
-        self.state[STATE] = self.call("save", directory / FOLDER)
+        self.state[STATE] = self.call("save_state", directory / FOLDER)
         check_complete(directory / FOLDER)
 
 
@@ -51,7 +48,7 @@ class FsdpPolicy(LocalPolicy):
     group: RankGroup
 
     def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, model, tokenizer, TrainedWeights(model, config, None))
+        super().__init__(config, model, tokenizer, make_updater=None)
         self._unpublished: list[str | None] = []
         """The names of what has been trained since the weights were published."""
 
@@ -95,7 +92,7 @@ class FsdpPolicy(LocalPolicy):
         """See `SeparatePolicy.publish_update`. Returns publish_bytes, what rank 0 has sent, and publish_seconds."""
         started, names = time.monotonic(), self._unpublished
         parts = await self._gather(names)
-        await self._engine.run(lambda: self._take(parts, names, in_flight, self._version + 1))
+        await self._engine.run(lambda: self._publish(parts, names, in_flight))
         self._unpublished = []
         size = sum(values.nbytes for _, _, values in parts)
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
@@ -116,9 +113,9 @@ class FsdpPolicy(LocalPolicy):
         """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
         path = _absolute(Path(directory))
         state = await self._engine.run(lambda: self._state_in(path, in_flight))
-        names = await self._call("load", path / FOLDER, state[STATE])
+        names = await self._call("load_state", path / FOLDER, state[STATE])
         parts = await self._gather(names)
-        await self._engine.run(lambda: self._continue(parts, names, state, in_flight, above))
+        await self._engine.run(lambda: self._resume(state, in_flight, above, lambda: self._copy(parts)))
         self._unpublished = []
 
     async def close(self) -> None:
@@ -143,25 +140,28 @@ class FsdpPolicy(LocalPolicy):
                 " in_flight=True"
             )
 
-    @torch.no_grad()
-    def _take(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool, version: int) -> None:
-        """Sample from new weights."""
+    def _publish(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool) -> None:
         self._prepare_weight_change(in_flight, names)
-        modules = modules_by_owner(self._model, self._weights)
+        self._copy(parts)
+        self._set_version(self._version + 1, names)
+
+    @torch.no_grad()
+    def _copy(self, parts: Sequence[Part]) -> None:
+        """Sample from new weights."""
+        modules = modules_by_owner(self._learner)
         parameters = {owner: dict(module.named_parameters()) for owner, module in modules.items()}
         for owner, name, values in parts:
             parameter = parameters[owner][name]
             parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
-        self._set_version(version, names)
 
     def _save(self, directory: Path, training_state: bool) -> None:
         if self._unpublished:
             raise PolicyError("an update has been trained and not published; call publish_update before save")
         if not training_state:
-            self._weights.save(directory, self._tokenizer, None)
+            self._learner.save(directory, None)
             return
         state = self._own_state()
-        self._weights.save(directory.absolute(), self._tokenizer, state, RankState(self.group.call, state))
+        self._learner.save(directory.absolute(), state, RankState(self.group.call, state))
 
     def _state_in(self, directory: Path, in_flight: bool) -> dict[str, Any]:
         """The training state in a checkpoint. Raises PolicyError for that of a local policy."""
@@ -173,14 +173,6 @@ class FsdpPolicy(LocalPolicy):
                 " weights with policy.model"
             )
         return state
-
-    def _continue(
-        self, parts: Sequence[Part], names: Sequence[str | None], state: Mapping[str, Any], in_flight: bool, above: int
-    ) -> None:
-        version = max(self._version, int(state["policy_version"]), above) + 1
-        self._take(parts, names, in_flight, version)
-        self._generator.load_state_dict(state["generator"])
-        torch.set_rng_state(state["torch_random"])
 
 
 def _absolute(path: Path) -> Path:

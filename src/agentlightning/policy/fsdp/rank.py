@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.policy.fsdp.config import parse_address, shared_token
+from agentlightning.policy.config import parse_address, shared_token
+from agentlightning.policy.fsdp.group import Failure, Hello, Reply, Welcome, code, connect, model_digest
 from agentlightning.policy.fsdp.learner import GATHER, RankLearner
-from agentlightning.policy.fsdp.messages import Failure, Hello, Reply, Welcome, code, connect, model_digest
 from agentlightning.policy.fsdp.sharding import Ranks
 
 logger = logging.getLogger(__name__)
@@ -104,10 +104,9 @@ def _read_in_background(connection: Connection) -> queue.SimpleQueue[tuple[str, 
 def _join(welcome: Welcome, trainer: str) -> Ranks:
     """The process group. Raises ConfigError for a device that this machine has not."""
     config = welcome.config
-    assert config.ranks is not None
-    device = _device(config.ranks.device, welcome.local_rank)
+    device = _device(config.device, welcome.local_rank)
     torch.set_num_threads(config.threads)
-    wait = timedelta(seconds=config.ranks.timeout_seconds)
+    wait = timedelta(seconds=config.rank_timeout_seconds)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         trainer, welcome.port, is_master=False, timeout=wait
     )
@@ -135,7 +134,7 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _answer(name: str, given: Any, learner: RankLearner, ranks: Ranks, connection: Connection) -> Reply:
-    learner.changed.clear()
+    learner.changed_names.clear()
     try:
         found: Any = getattr(learner, name)(*ranks.from_first(given))
         if name == GATHER:
@@ -145,7 +144,7 @@ def _answer(name: str, given: Any, learner: RankLearner, ranks: Ranks, connectio
             found = None
         return Reply(found if ranks.rank == 0 else None)
     except Exception as error:  # noqa: BLE001
-        return Reply(failure=Failure(type(error).__name__, str(error), bool(learner.changed)))
+        return Reply(failure=Failure(type(error).__name__, str(error), bool(learner.changed_names)))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.update.forward import Forward, ModelTraits, States, cost_model, ones
-from agentlightning.policy.update.micro_batch import FloatArray, MicroBatch, Row, TokenTable
+from agentlightning.policy.update.packing import MicroBatch, Row, TokenTable
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 # -- collectives -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from agentlightning.engine.local.sampler import MIN_TEMPERATURE
-from agentlightning.policy.update.micro_batch import KeptTokens
+from agentlightning.policy.update.packing import KeptTokens
 
 BLOCK_CPU = 1 << 17
 """Logits of a block, where its float32 copies (two of 512 KiB) should stay in the cache of a core."""
@@ -120,7 +120,7 @@ class Softmax:
 
 def logprobs_from_logits(logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """log p of the chosen tokens and the entropies, [N]."""
-    return _run(_FromLogits, logits_NV, chosen)
+    return _logprobs(logits_NV, None, None, chosen, len(logits_NV) or 1, False)
 
 
 def logprobs_from_linear(
@@ -134,49 +134,33 @@ def logprobs_from_linear(
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_from_logits` of the logits of a linear layer, `size` positions at a time. With `adds_to_grad`, only for
     `Tensor.backward`, the gradient of the weight is added to its `grad` in place where there is one already."""
-    return _run(_FromLinear, hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
+    return _logprobs(hidden_NH, weight_VH, bias_V, chosen, size, adds_to_grad)
 
 
-class _FromLogits(Function):
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        logprobs_N, found = _empty(logits_NV)
-        _measure(logits_NV, chosen, logprobs_N, found, slice(None))
-        ctx.chosen = chosen
-        ctx.save_for_backward(logits_NV)
-        return _outputs(ctx, chosen, logprobs_N, found)
+class _LogProbs(Function):
+    """Of the logits of a linear layer for hidden_NH; without a weight, these are the logits themselves."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (logits_NV,) = ctx.saved_tensors
-        gradient_NV = torch.empty_like(logits_NV)
-        _write_gradient(logits_NV, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
-        return gradient_NV, None
-
-
-class _FromLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_NH: Tensor,
-        weight_VH: Tensor,
+        weight_VH: Tensor | None,
         bias_V: Tensor | None,
         chosen: Chosen,
         size: int,
         adds_to_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        buffer_CV = hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
+        buffer_CV = None if weight_VH is None else hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
         logprobs_N, found = _empty(hidden_NH)
         for part in _parts(len(hidden_NH), size):
-            logits_CV = _linear(hidden_NH[part], weight_VH, bias_V, buffer_CV)
-            _measure(logits_CV, chosen, logprobs_N, found, part)
+            _measure(_logits(hidden_NH[part], weight_VH, bias_V, buffer_CV), chosen, logprobs_N, found, part)
         ctx.chosen, ctx.size, ctx.adds_to_grad = chosen, size, adds_to_grad
         ctx.last_chunk = buffer_CV if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
-        return _outputs(ctx, chosen, logprobs_N, found)
+        ctx.softmax = replace(found, entropy=found.entropy.clone())  # A context that holds its outputs is never freed.
+        if not chosen.entropy_gradient:
+            ctx.mark_non_differentiable(found.entropy)
+        return logprobs_N, found.entropy
 
     @staticmethod
     @once_differentiable
@@ -185,8 +169,12 @@ class _FromLinear(Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        parts = _parts(len(hidden_NH), ctx.size)
+        if weight_VH is None:
+            gradient_NV = torch.empty_like(hidden_NH)
+            _write_gradient(hidden_NH, ctx.chosen, ctx.softmax, slice(None), gradients, gradient_NV)
+            return gradient_NV, None, None, None, None, None
         of_hidden = torch.empty_like(hidden_NH) if wanted[0] else None
+        parts = _parts(len(hidden_NH), ctx.size)
         earlier = _earlier(weight_VH) if ctx.adds_to_grad else None
         of_weight = (_sum_for(weight_VH, len(parts)) if earlier is None else earlier) if wanted[1] else None
         of_bias = _sum_for(bias_V, len(parts)) if wanted[2] else None
@@ -196,7 +184,7 @@ class _FromLinear(Function):
             buffer_CV = hidden_NH.new_empty(min(ctx.size, len(hidden_NH)), len(weight_VH))
         for part in reversed(parts):
             hidden_CH = hidden_NH[part]
-            logits_CV = buffer_CV[: len(hidden_CH)] if known else _linear(hidden_CH, weight_VH, bias_V, buffer_CV)
+            logits_CV = buffer_CV[: len(hidden_CH)] if known else _logits(hidden_CH, weight_VH, bias_V, buffer_CV)
             known = False
             _write_gradient(logits_CV, ctx.chosen, ctx.softmax, part, gradients, logits_CV)
             if of_hidden is not None:
@@ -209,16 +197,9 @@ class _FromLinear(Function):
         return of_hidden, returned, _as(of_bias, bias_V), None, None, None
 
 
-def _run(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
-    logprobs_N, entropy_N = function.apply(*arguments)  # pyright: ignore[reportUnknownVariableType]
+def _logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logprobs_N, entropy_N = _LogProbs.apply(*arguments)  # pyright: ignore[reportUnknownVariableType]
     return logprobs_N, entropy_N
-
-
-def _outputs(ctx: Any, chosen: Chosen, logprobs_N: Tensor, found: Softmax) -> tuple[Tensor, Tensor]:
-    ctx.softmax = replace(found, entropy=found.entropy.clone())  # A context that holds its outputs is never freed.
-    if not chosen.entropy_gradient:
-        ctx.mark_non_differentiable(found.entropy)
-    return logprobs_N, found.entropy
 
 
 def _parts(count: int, size: int) -> list[slice]:
@@ -240,8 +221,10 @@ def _empty(like: Tensor) -> tuple[Tensor, Softmax]:
     return logprobs_N, Softmax(*others)
 
 
-def _linear(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, buffer_CV: Tensor) -> Tensor:
+def _logits(hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, buffer_CV: Tensor | None) -> Tensor:
     """logits_CV, in the first rows of the buffer."""
+    if weight_VH is None or buffer_CV is None:
+        return hidden_CH
     logits_CV = buffer_CV[: len(hidden_CH)]
     if bias_V is None:
         return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)

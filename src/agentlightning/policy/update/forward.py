@@ -26,11 +26,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.cache_argument import cache_argument
-from agentlightning.models.refusal import FORWARD_ERRORS
+from agentlightning.models.calling import FORWARD_ERRORS, cache_argument
 from agentlightning.policy.base import Sharing
 from agentlightning.policy.update.chunked_logprobs import Chosen, Kept, logprobs_from_logits
-from agentlightning.policy.update.micro_batch import FloatArray, Line, MicroBatch, Row, join_rows, token_table
 from agentlightning.policy.update.output_head import (
     HeadTraits,
     OutputHead,
@@ -39,9 +37,17 @@ from agentlightning.policy.update.output_head import (
     token_logprobs,
     tokenwise_last_mlp,
 )
-from agentlightning.policy.update.packing import CostModel, plan
+from agentlightning.policy.update.packing import (
+    CostModel,
+    Line,
+    MicroBatch,
+    Row,
+    join_rows,
+    plan,
+    token_table,
+)
 from agentlightning.policy.update.value_head import ValueHead
-from agentlightning.trajectory import TokenTree, TrainingSample
+from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 # -- gradient checkpointing ------------------------------------------------------------------------------------------
 
@@ -52,9 +58,6 @@ from agentlightning.trajectory import TokenTree, TrainingSample
 # layer stores its activations: it is computed at trained positions only (`head_positions`).
 #
 # Chen et al. 2016, arXiv:1604.06174.
-
-FIELDS = ("keys", "values", "is_initialized")
-"""The state of a layer of a cache."""
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[nn.Module]:
@@ -84,39 +87,28 @@ def _recomputing(forward: Callable[..., Any], index: int | None) -> Callable[...
     def run(*args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **options)
-        found = [each for each in (*args, *options.values()) if isinstance(each, Cache)]
-        again = forward if not found or index is None else _with_cache_as_now(forward, found[0].layers[index])
-        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        caches = [each for each in (*args, *options.values()) if isinstance(each, Cache)]
+        kept: dict[str, Any] = {}
+        if caches and index is not None:
+            cached = caches[0].layers[index]
+            kept["context_fn"] = lambda: (nullcontext(), _AsNow(cached))
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kept, **options)
 
     return run
 
 
-def _with_cache_as_now(forward: Callable[..., Any], cached: Any) -> Callable[..., Any]:
-    """`forward`, which each time sees this layer of a cache as it is now; only the first time changes it."""
-    now, calls = _state(cached), 0
+class _AsNow:
+    """Within, a layer of a cache is as it was when this was made."""
 
-    def run(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            return forward(*args, **options)
-        later = _state(cached)
-        _restore(cached, now)
-        try:
-            return forward(*args, **options)
-        finally:
-            _restore(cached, later)
+    def __init__(self, cached: Any) -> None:
+        self._cached, self._now = vars(cached), dict(vars(cached))
 
-    return run
+    def __enter__(self) -> None:
+        self._later = dict(self._cached)
+        self._cached.update(self._now)
 
-
-def _state(cached: Any) -> tuple[Any, ...]:
-    return tuple(getattr(cached, name, None) for name in FIELDS)
-
-
-def _restore(cached: Any, state: tuple[Any, ...]) -> None:
-    for name, value in zip(FIELDS, state, strict=True):
-        setattr(cached, name, value)
+    def __exit__(self, *_error: object) -> None:
+        self._cached.update(self._later)
 
 
 def _cache_index(layer: nn.Module) -> int | None:
@@ -175,13 +167,12 @@ class Forward:
         """What it computes in."""
         self.recomputed_layers = layers_to_recompute(model) if gradient_checkpointing else []
         self.cost = cost_model(model)
-        self.last_mlp = tokenwise_last_mlp(model) if traits is None else last_mlp(model)
-        """What is computed at trained positions only; None turns that off."""
-        if traits is not None and not traits.tokenwise_mlp:
-            self.last_mlp = None
-        head = OutputHead(model, None if traits is None else traits.head)
-        self.head = head
-        self.traits = traits or ModelTraits(head.traits, self.last_mlp is not None, *self._probe_rows())
+        if traits is None:  # What is computed at trained positions only; None turns that off.
+            self.last_mlp = tokenwise_last_mlp(model)
+        else:
+            self.last_mlp = last_mlp(model) if traits.tokenwise_mlp else None
+        self.head = OutputHead(model, traits and traits.head)
+        self.traits = traits or ModelTraits(self.head.traits, self.last_mlp is not None, *self._probe_rows())
 
     @torch.no_grad()
     def _probe_rows(self) -> tuple[bool, bool]:
@@ -308,21 +299,16 @@ class Forward:
         batches = self.plan(samples, token_budget=token_budget, trains_zero_advantage=True)
         with self.aligned(batches):
             for batch in batches:
-                for name, values_N in self._columns(batch, what, value_head).items():
-                    found[name][batch.places] = values_N.cpu().numpy()
+                states = self.states(batch)
+                columns = {} if value_head is None else {"values": value_head(states.hidden)}
+                if what & {"logprobs", "entropy"}:
+                    columns["logprobs"], columns["entropy"] = self.logprobs(batch, states, at_temperature=True)
+                for name in columns.keys() & what:
+                    found[name][batch.places] = columns[name].cpu().numpy()
         return {
             name: [_by_node(tree, values, starts) for tree, starts in zip(trees, table.starts, strict=True)]
             for name, values in found.items()
         }
-
-    def _columns(self, batch: MicroBatch, what: AbstractSet[str], value_head: ValueHead | None) -> dict[str, Tensor]:
-        states = self.states(batch)
-        columns: dict[str, Tensor] = {}
-        if what & {"logprobs", "entropy"}:
-            columns["logprobs"], columns["entropy"] = self.logprobs(batch, states, at_temperature=True)
-        if value_head is not None:
-            columns["values"] = value_head(states.hidden)
-        return {name: values_N for name, values_N in columns.items() if name in what}
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)
@@ -356,7 +342,7 @@ class Forward:
         """The states at `positions` of the flattened [B, T] input. Rows are padded on the right, where a causal model
         does not look, so that no mask is needed unless rows are joined."""
         hidden: list[Tensor] = []
-        whole = not self.head.separable
+        whole = not self.head.traits.separable
         distinct, which = np.unique(
             positions, return_inverse=True
         )  # One token may predict the first of several answers.

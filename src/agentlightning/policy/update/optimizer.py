@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 
 # -- muon ------------------------------------------------------------------------------------------------------------
 
@@ -177,11 +177,16 @@ class Optimizer:
         norm = self.grad_norm() if norm is None else norm
         finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
         if finite:
-            self._clip(norm)
-            self._set_rates()
-            for optimizer in self._optimizers:
+            if self.config.clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.masters, self.config.clip_norm, norm)
+            factor = self.config.factor(self.steps) * self.lr_factor
+            for optimizer, rates in zip(self._optimizers, self._base_lrs, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor
                 optimizer.step()
-            self._round()
+            with torch.no_grad():
+                for parameter, master in self._copied:
+                    parameter.copy_(master)
         metrics = {"lr": self.lr, "grad_norm": float(norm), "optimizer_steps": float(finite)}
         self.zero_grad()
         self.steps += 1
@@ -244,21 +249,6 @@ class Optimizer:
         with torch.no_grad():
             for (_, master), saved in zip(self._copied, masters, strict=True):
                 master.copy_(saved)
-
-    @torch.no_grad()
-    def _round(self) -> None:
-        for parameter, master in self._copied:
-            parameter.copy_(master)
-
-    def _clip(self, norm: Tensor) -> None:
-        if self.config.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.masters, self.config.clip_norm, norm)
-
-    def _set_rates(self) -> None:
-        factor = self.config.factor(self.steps) * self.lr_factor
-        for optimizer, rates in zip(self._optimizers, self._base_lrs, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

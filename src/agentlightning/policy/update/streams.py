@@ -18,14 +18,14 @@ from agentlightning.policy.losses import (
     ADVANTAGES,
     CORRECTED_WEIGHTS,
     INTERPOLATION,
-    LOG_RATIO_LIMIT,
     PROXIMAL_LOGPROBS,
     SAMPLED_LOGPROBS,
     STREAM_WEIGHTS,
     WEIGHTS,
+    TokenBatch,
     TokenLoss,
 )
-from agentlightning.policy.mismatch import Correction, factors
+from agentlightning.policy.mismatch import Correction, factors, measures
 from agentlightning.policy.update.packing import TRAINED
 from agentlightning.trajectory import FloatArray, Node, TokenTree, TrainingSample
 
@@ -121,11 +121,9 @@ def _divided(column: Column, count: int) -> Column:
 def corrected(
     samples: Sequence[TrainingSample], several: Sequence[Correction]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """The samples with `corrected_weights`, and the means over the tokens of `weights`: mismatch_ratio, mismatch_kl (k3
-    of KL(sampler || trainer)), mismatch_weight (the factor), mismatch_masked (the share whose factor is 0),
-    proximal_differs (the share whose proximal log-probability is another than the recorded one)."""
+    """The samples with `corrected_weights`, and the means of `measures` over the tokens of `weights`."""
     found: list[TrainingSample] = []
-    log_ratios: list[FloatArray] = []
+    log_ratios: list[Any] = []
     products: list[FloatArray] = []
     for sample in samples:
         if not _any(sample.columns.get(TRAINED, sample.weights)):
@@ -139,23 +137,34 @@ def corrected(
         ends = np.cumsum([len(a) for a in sample.weights])[:-1]
         weights = [w * f for w, f in zip(sample.weights, np.split(product, ends), strict=True)]
         found.append(replace(sample, columns={**sample.columns, CORRECTED_WEIGHTS: weights}))
-        log_ratios.append(log_ratio)
-        products.append(product[counts])
-    return found, _mismatch_metrics(np.concatenate(log_ratios), np.concatenate(products)) if products else {}
+        finite = np.isfinite(log_ratio)
+        log_ratios.append(log_ratio[finite].astype(np.float64))
+        products.append(product[counts][finite])
+    if not sum(map(len, products)):
+        return found, {}
+    measured = measures(np.concatenate(log_ratios), np.concatenate(products))
+    return found, {name: float(values.mean()) for name, values in measured.items()}
 
 
-def _mismatch_metrics(log_ratio: FloatArray, product: FloatArray) -> dict[str, float]:
-    finite = np.isfinite(log_ratio)
-    if not finite.any():
-        return {}
-    log_ratio, product = log_ratio[finite].astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), product[finite]
-    return {
-        "mismatch_ratio": float(np.exp(log_ratio).mean()),
-        "mismatch_kl": float((np.exp(log_ratio) - 1 - log_ratio).mean()),
-        "mismatch_weight": float(product.mean()),
-        "mismatch_masked": float((product == 0).mean()),
-        "proximal_differs": float((log_ratio != 0).mean()),
-    }
+def interpolated(tokens: TokenBatch) -> TokenBatch:
+    """The tokens with `proximal_logprobs`, without gradient, where they have the column `interpolation`."""
+    if INTERPOLATION not in tokens.columns:
+        return tokens
+    sampled = tokens.columns[SAMPLED_LOGPROBS]
+    proximal = sampled + tokens.columns[INTERPOLATION] * (tokens.trained_logprobs.detach() - sampled)
+    return replace(tokens, columns={**tokens.columns, PROXIMAL_LOGPROBS: proximal})
+
+
+def corrected_tokens(tokens: TokenBatch, several: Sequence[Correction]) -> tuple[TokenBatch, dict[str, float], int]:
+    """Interpolated tokens with `corrected_weights`; the sums of `measures`, and of how many tokens. The corrections are
+    those of tokens: no rollout is whole here."""
+    log_ratio = (tokens.columns[PROXIMAL_LOGPROBS] - tokens.columns[SAMPLED_LOGPROBS]).double().cpu().numpy()
+    product = factors(log_ratio, tokens.rollout.cpu().numpy(), several)
+    weights = tokens.weights
+    counts = (weights != 0).cpu().numpy()
+    sums = {name: float(values.sum()) for name, values in measures(log_ratio[counts], product[counts]).items()}
+    tokens = replace(tokens, columns={**tokens.columns, CORRECTED_WEIGHTS: weights * weights.new_tensor(product)})
+    return tokens, sums, int(counts.sum())
 
 
 def _rollouts(sample: TrainingSample) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy import mismatch as mismatches
 from agentlightning.policy.base import UPDATE, UpdateOptions
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     CORRECTED_WEIGHTS,
     INTERPOLATION,
@@ -24,19 +25,17 @@ from agentlightning.policy.losses import (
     SAMPLED_LOGPROBS,
     WEIGHTS,
     LossSetting,
-    LossValue,
     TokenBatch,
     TokenLoss,
     clamped_log_ratio,
     token_losses,
     value_of,
 )
-from agentlightning.policy.mismatch import Correction, MismatchSetting, check_token_level
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update import interpolation, streams
+from agentlightning.policy.mismatch import Correction, MismatchSetting
+from agentlightning.policy.update import streams
 from agentlightning.policy.update.forward import Forward
-from agentlightning.policy.update.micro_batch import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
+from agentlightning.policy.update.packing import IntArray, KeptTokens, MicroBatch
 from agentlightning.policy.update.value_head import NO_HEAD, ValueHead
 from agentlightning.trajectory import TrainingSample
 
@@ -61,6 +60,16 @@ class EntropyHistory:
         if math.isfinite(entropy):
             self.steps += 1
             self.mean += (entropy - self.mean) / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What the gradient of samples is computed of."""
+
+    losses: Sequence[TokenLoss]
+    within: Sequence[Correction] = ()
+    """Corrections of weights against interpolated proximal log-probabilities."""
+    options: UpdateOptions = UPDATE
 
 
 class Updater:
@@ -90,11 +99,12 @@ class Updater:
         self.average: WeightAverage | None = None
         """A moving average of the weights, from the first step that asks for one."""
 
-    def step(
-        self,
-        samples: Sequence[TrainingSample],
-        options: UpdateOptions = UPDATE,
-    ) -> dict[str, float]:
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Of the weights, and of the value head where there is one."""
+        return (self.optimizer,) if self.value_optimizer is None else (self.optimizer, self.value_optimizer)
+
+    def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """Train on all samples once.
 
         Returns means over trained tokens (loss, entropy, and what the losses log: ratio, clip_fraction, approx_kl ...),
@@ -106,43 +116,41 @@ class Updater:
         Raises UnfaithfulSampleError for samples the loss cannot correct for, PolicyError for samples without a column
         it needs, ConfigError for impossible settings.
         """
-        for optimizer in (self.optimizer, self.value_optimizer):
-            if optimizer is not None:
-                optimizer.lr_factor = options.lr_factor
+        for optimizer in self.optimizers:
+            optimizer.lr_factor = options.lr_factor
         losses = token_losses(options.loss)
         check_value_head(losses, self.value_head)
         if options.average is not None:
             self._average_at(options.average)
         samples = streams.for_losses(samples, losses)
-        within = _corrections_within(samples, losses, options.mismatch)
-        samples, corrections = (samples, {}) if within else _corrected(samples, losses, options.mismatch)
-        totals = dict.fromkeys(COUNTS, 0.0)
-
-        def gradient(part: Sequence[TrainingSample]) -> dict[str, float]:
-            return self._gradient(part, losses, within, options)
-
+        several = _corrections(samples, losses, options.mismatch)
+        within = several if _interpolates(samples) else ()
+        samples, corrections = streams.corrected(samples, several) if several and not within else (samples, {})
+        totals, spec = dict.fromkeys(COUNTS, 0.0), LossSpec(losses, within, options)
         for index, part in enumerate(_split_minibatches(samples, options.minibatches)):
-            sums = self._step(streams.normalized(part, losses), losses, gradient)
-            corrections |= _mismatch(sums) if index == 0 and not within and not has_proximal(samples) else {}
+            sums = self._step(streams.normalized(part, losses), spec)
+            if index == 0 and "approx_kl" in sums and not within and not has_proximal(samples):
+                # What sampler and trainer disagree about, before the first change of weights.
+                corrections["mismatch_kl"] = sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])
             _add(totals, sums)
-        metrics = _summary(_means(totals), losses)
+        metrics: Mapping[str, float] = _means(totals)
+        for loss in losses:
+            metrics = loss.summary(metrics)
         if totals["tokens_trained"]:
             self.entropy.add(metrics["entropy"])
         return {**metrics, **corrections}
 
-    def _step(
-        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
-    ) -> dict[str, float]:
+    def _step(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """One optimiser step. If the gradient is not finite, the rollouts responsible are left out."""
-        sums = gradient(part)
+        sums = self._gradient(part, spec)
         if not sums:
             return {}
         norm, left_out = self.optimizer.grad_norm(), 0
         if not _finite(sums, norm):
-            part, left_out = self._without_not_finite(part, losses, gradient)
+            part, left_out = self._without_not_finite(part, spec)
             if left_out:
                 self.zero_grad()
-                sums = gradient(part) or {"loss": math.nan}
+                sums = self._gradient(part, spec) or {"loss": math.nan}
                 norm = self.optimizer.grad_norm()
         return {**sums, **self._optimize(sums["loss"], norm), "rollouts_not_finite": float(left_out)}
 
@@ -158,22 +166,21 @@ class Updater:
 
     def zero_grad(self) -> None:
         """Drop the gradients that were accumulated."""
-        self.optimizer.zero_grad()
-        if self.value_optimizer is not None:
-            self.value_optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def _without_not_finite(
-        self, part: Sequence[TrainingSample], losses: Sequence[TokenLoss], gradient: Gradient
+        self, part: Sequence[TrainingSample], spec: LossSpec
     ) -> tuple[Sequence[TrainingSample], int]:
         """The samples without the rollouts whose data, loss or gradient is not finite, and their number: 0 where that
         is so of all, because the weights themselves are broken."""
-        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in losses))
+        needs = {SAMPLED_LOGPROBS}.union(*(loss.needs for loss in spec.losses))
         found = {(i, rollout) for i, each in enumerate(part) for rollout in streams.not_finite_in_data(each, needs)}
         if not found:
             every = sorted(
                 {(i, str(n.rollout_id)) for i, each in enumerate(part) for n in each.tree.nodes if n.sampled}
             )
-            found = self._not_finite(part, every, gradient)
+            found = self._not_finite(part, every, spec)
             if len(found) == len(every):
                 return part, 0
         logger.warning(
@@ -184,29 +191,23 @@ class Updater:
         return _where(part, lambda rollout: rollout not in found), len(found)
 
     def _not_finite(
-        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], gradient: Gradient
+        self, part: Sequence[TrainingSample], rollouts: Sequence[tuple[int, str]], spec: LossSpec
     ) -> set[tuple[int, str]]:
         """Those of the rollouts whose gradient alone is not finite, found by halving. Several processes that train
         together (`policy.fsdp`) all ask about the same rollouts in the same order: each gradient is theirs together."""
         self.zero_grad()
-        sums = gradient(_where(part, set(rollouts).__contains__))
+        sums = self._gradient(_where(part, set(rollouts).__contains__), spec)
         if not sums or _finite(sums, self.optimizer.grad_norm()):
             return set()
         if len(rollouts) == 1:
             return set(rollouts)
         half = len(rollouts) // 2
-        return self._not_finite(part, rollouts[:half], gradient) | self._not_finite(part, rollouts[half:], gradient)
+        return self._not_finite(part, rollouts[:half], spec) | self._not_finite(part, rollouts[half:], spec)
 
-    def _gradient(
-        self,
-        part: Sequence[TrainingSample],
-        losses: Sequence[TokenLoss],
-        within: Sequence[Correction],
-        options: UpdateOptions,
-    ) -> dict[str, float]:
+    def _gradient(self, part: Sequence[TrainingSample], spec: LossSpec) -> dict[str, float]:
         """Add the gradient of samples, and return sums over their tokens; empty where nothing is trained."""
-        batches = self._plan(part, options)
-        return self.accumulate(batches, losses, within) if batches else {}
+        batches = self._plan(part, spec.options)
+        return self.accumulate(batches, spec.losses, spec.within) if batches else {}
 
     def _plan(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[MicroBatch]:
         budget = options.token_budget or TOKEN_BUDGET
@@ -230,12 +231,9 @@ class Updater:
                 logprobs_N, entropy_N = self.forward.logprobs(batch, states, at_temperature, entropy)
                 tokens = self._tokens(batch, logprobs_N, entropy_N, ratios_R)
                 tokens = tokens if critic is None else replace(tokens, values=critic(states.hidden))
-                if within:
-                    tokens, sums, count = interpolation.corrected(tokens, within)
-                    _add(totals, {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))})
-                value, counts = sum_of_losses(losses, tokens)
-                value.loss.backward()
-                _add(totals, {"loss": value.loss.detach(), "entropy": entropy_N.detach().sum(), **value.sums, **counts})
+                value, sums = sum_of_losses(losses, tokens, within)
+                value.backward()
+                _add(totals, {"loss": value.detach(), "entropy": entropy_N.detach().sum(), **sums})
                 _add(totals, {"tokens_trained": len(logprobs_N), "tokens_computed": batch.tokens, "micro_batches": 1})
                 _add(totals, {"shared_prefixes": batch.shared_prefixes})
                 if at_temperature and batch.kept is not None:
@@ -323,51 +321,39 @@ class Updater:
             step=self.optimizer.steps,
             past_entropy=self.entropy.value,
         )
-        return interpolation.interpolated(tokens)
+        return streams.interpolated(tokens)
 
 
-Gradient = Callable[[Sequence[TrainingSample]], dict[str, float]]
-"""`Updater._gradient` of samples."""
+def _interpolates(samples: Sequence[TrainingSample]) -> bool:
+    """Whether the proximal policy is interpolated, and weights corrected, within each micro-batch."""
+    return any(INTERPOLATION in sample.columns for sample in samples)
 
 
-def _corrected(
-    samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
-) -> tuple[Sequence[TrainingSample], dict[str, float]]:
-    """The samples with corrected weights, and the metrics of the correction; as they are where none applies."""
-    several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
-    off = mismatches.is_off(several) or not any(loss.decoupled for loss in losses)
-    has_column = has_proximal(samples)
-    if mismatch is not None and samples and not has_column and not off:
-        raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
-    return (samples, {}) if off or not has_column else streams.corrected(samples, several)
-
-
-def _corrections_within(
+def _corrections(
     samples: Sequence[TrainingSample], losses: Sequence[TokenLoss], mismatch: MismatchSetting | None
 ) -> tuple[Correction, ...]:
-    """The corrections that are computed within each micro-batch, because the proximal policy is interpolated there;
-    none where it is not."""
-    if not any(INTERPOLATION in sample.columns for sample in samples):
-        return ()
-    if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
-        raise PolicyError(f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns")
-    if not any(loss.decoupled for loss in losses):
-        raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+    """The corrections of weights; none where none applies."""
     several = mismatches.DEFAULT if mismatch is None else mismatches.check_combination(mismatch, losses)
-    check_token_level(several)
-    return several
+    decoupled = any(loss.decoupled for loss in losses)
+    if _interpolates(samples):
+        if any(PROXIMAL_LOGPROBS in sample.columns for sample in samples):
+            raise PolicyError(
+                f"samples have both {INTERPOLATION!r} and {PROXIMAL_LOGPROBS!r}; give one of these columns"
+            )
+        if not decoupled:
+            raise ConfigError(f"the column {INTERPOLATION!r} is used by none of the losses; leave it out, or use ppo")
+        mismatches.check_token_level(several)
+        return several
+    if mismatches.is_off(several) or not decoupled:
+        return ()
+    if mismatch is not None and samples and not has_proximal(samples):
+        raise PolicyError(f'mismatch={mismatch!r} needs the column "{PROXIMAL_LOGPROBS}", which samples do not have')
+    return several if has_proximal(samples) else ()
 
 
 def has_proximal(samples: Sequence[TrainingSample]) -> bool:
     """Whether ratios are against the weights before the update, and not those that sampled."""
     return bool(samples) and all(PROXIMAL_LOGPROBS in sample.columns for sample in samples)
-
-
-def _mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """What sampler and trainer disagree about: the divergence that ratios show before the first change of weights."""
-    if "approx_kl" not in sums:
-        return {}
-    return {"mismatch_kl": sums["approx_kl"] / max(1.0, sums[f"{COUNT_OF}approx_kl"])}
 
 
 def check_value_head(losses: Sequence[TokenLoss], head: ValueHead | None) -> None:
@@ -409,20 +395,27 @@ def tokens_of(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
     )
 
 
-def sum_of_losses(losses: Sequence[TokenLoss], tokens: TokenBatch) -> tuple[LossValue, dict[str, float]]:
-    """The sum of all losses, and for each of their metrics the number of tokens it is a sum over. Where two losses log
-    under one name, the later one's has its type before it."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, float] = {}
+def sum_of_losses(
+    losses: Sequence[TokenLoss], tokens: TokenBatch, within: Sequence[Correction] = ()
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """The sum of all losses, and the sums of their metrics and of those of the corrections `within`, each with the
+    number of its tokens (`COUNT_OF`). Where two losses log under one name, the later one's has its type before it."""
+    sums: dict[str, float | Tensor] = {}
+    if within:
+        tokens, found, count = streams.corrected_tokens(tokens, within)
+        sums |= _counted(found, count)
     total = tokens.trained_logprobs.sum() * 0.0
     for loss in losses:
         own = tokens_of(tokens, loss)
         value = value_of(loss, own)
         total = total + value.loss * loss.coefficient_at(tokens.step)
         named = {f"{loss.type}_{name}" if name in sums else name: each for name, each in value.sums.items()}
-        sums |= named
-        counts |= dict.fromkeys((f"{COUNT_OF}{name}" for name in named), float(len(own.trained_logprobs)))
-    return LossValue(total, sums), counts
+        sums |= _counted(named, len(own.trained_logprobs))
+    return total, sums
+
+
+def _counted(sums: Mapping[str, float | Tensor], count: float) -> dict[str, float | Tensor]:
+    return {**sums, **dict.fromkeys((f"{COUNT_OF}{name}" for name in sums), float(count))}
 
 
 def _split_minibatches(samples: Sequence[TrainingSample], minibatches: int) -> list[Sequence[TrainingSample]]:
@@ -475,9 +468,9 @@ def _add(totals: dict[str, float], values: Mapping[str, float | Tensor]) -> None
         totals[name] = totals.get(name, 0.0) + float(value)
 
 
-def _kept_metrics(kept: KeptTokens) -> dict[str, float]:
+def _kept_metrics(kept: KeptTokens) -> dict[str, float | Tensor]:
     count = float(np.count_nonzero(kept.sizes))
-    return {KEPT_COUNT: count, "kept_set_size": float(kept.sizes.sum()), f"{COUNT_OF}kept_set_size": count}
+    return {KEPT_COUNT: count, **_counted({"kept_set_size": float(kept.sizes.sum())}, count)}
 
 
 def _means(totals: dict[str, float]) -> dict[str, float]:
@@ -490,9 +483,3 @@ def _means(totals: dict[str, float]) -> dict[str, float]:
         return max(1.0, totals.get(f"{COUNT_OF}{name}", totals["tokens_trained"]))
 
     return {name: totals[name] / divisors.get(name, tokens(name)) for name in names}
-
-
-def _summary(means: Mapping[str, float], losses: Sequence[TokenLoss]) -> dict[str, float]:
-    for loss in losses:
-        means = loss.summary(means)
-    return dict(means)

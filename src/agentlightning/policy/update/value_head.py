@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentlightning.errors import PolicyError
-from agentlightning.policy.optimizer_config import OptimizerConfig
-from agentlightning.policy.update.value_head_config import STEP, ValueHeadConfig
+from agentlightning.policy.config import STEP, OptimizerConfig, ValueHeadConfig
 
 logger = logging.getLogger(__name__)
 

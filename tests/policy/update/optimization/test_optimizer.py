@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.optimizer_config import OptimizerConfig, default_lr
+from agentlightning.policy.config import OptimizerConfig, default_lr
 from agentlightning.policy.update.optimizer import Optimizer
 
 torch.set_num_threads(1)  # more threads cost more than they bring at this size

@@ -10,7 +10,7 @@ from tests.support.models import tiny_model
 
 from agentlightning.credit import training_samples
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.optimizer_config import OptimizerConfig
+from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.update.updater import Updater
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 

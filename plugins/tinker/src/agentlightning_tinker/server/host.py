@@ -27,12 +27,11 @@ from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
-from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights
-from agentlightning.models.lora.files import write_adapter
-from agentlightning.models.refusal import refusing
+from agentlightning.models import SHARED
+from agentlightning.models.calling import refusing
+from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, set_weights, write_adapter
 from agentlightning.models.resolve import shared_name
-from agentlightning.policy.local_config import LocalPolicyConfig
-from agentlightning.policy.lora_config import SHARED
+from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
