@@ -26,7 +26,6 @@ from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
     RENEW_SECONDS,
-    AdapterVersion,
     AnnounceRequest,
     CheckRequest,
     JoinRequest,
@@ -35,7 +34,7 @@ from agentlightning.engine.servers.joining import (
     RunRequest,
     ServedAdapter,
 )
-from agentlightning.engine.servers.replica import LabeledWeights
+from agentlightning.engine.servers.replica import Adapter, LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
@@ -128,12 +127,8 @@ class JoinedGateways:
             stack.push_async_callback(gateways._transport.close)
             stack.push_async_callback(gateways._leave)
             await asyncio.gather(*map(gateways._join_first, gateways._gateways))
-            gateways._policy.servers.on_new_weights = gateways._announce
-            if (adapters := gateways._policy.adapters) is not None:
-                adapters.on_new, adapters.used_elsewhere = (
-                    gateways._announce_adapter,
-                    gateways._in_use,
-                )
+            servers = gateways._policy.servers
+            servers.on_new, servers.used_elsewhere = gateways._announce, gateways._in_use
             gateways._renewals = [asyncio.create_task(gateways._renew(each)) for each in gateways._gateways]
             yield gateways
 
@@ -142,7 +137,7 @@ class JoinedGateways:
             await gateway.join(self._join_request())
 
     def _join_request(self) -> JoinRequest:
-        policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
+        policy, weights = self._policy, self._policy.servers.weights
         assert isinstance(policy.chat, HFChatFormat)
         if ":" in policy.kind:
             raise ConfigError(
@@ -163,8 +158,8 @@ class JoinedGateways:
             crosses_updates=self._crosses_updates,
             label=None if weights is None else weights.label,
             version=0 if weights is None else weights.version,
-            adapters=() if adapters is None else tuple(_served(*each) for each in adapters.current.items()),
-            adapter_routes=None if adapters is None else policy.table,
+            adapters=tuple(map(_served, policy.servers.adapters.values())),
+            adapter_routes=policy.table if policy.adapters else None,
             structured_output=self._settings.structured_output,
             record_top_logprobs=self._settings.record_top_logprobs,
             lease_seconds=self._lease,
@@ -188,11 +183,12 @@ class JoinedGateways:
             finally:
                 await self._all("/resume", RunRequest(run_id=self._run_id))
 
-    async def _announce(self, weights: LabeledWeights) -> None:
-        await self._all("/announce", AnnounceRequest(run_id=self._run_id, label=weights.label, version=weights.version))
-
-    async def _announce_adapter(self, name: str, adapter: AdapterVersion) -> None:
-        await self._all("/announce", AnnounceRequest(run_id=self._run_id, adapters=(_served(name, adapter),)))
+    async def _announce(self, new: LabeledWeights | Adapter) -> None:
+        if isinstance(new, Adapter):
+            request = AnnounceRequest(run_id=self._run_id, adapters=(_served(new),))
+        else:
+            request = AnnounceRequest(run_id=self._run_id, label=new.label, version=new.version)
+        await self._all("/announce", request)
 
     def _in_use(self) -> set[str]:
         """The served names of adapters that calls at the gateways use."""
@@ -260,8 +256,7 @@ class JoinedGateways:
             if error.status != 404:
                 raise
             gateway.joined = False
-        if self._policy.adapters is not None:
-            self._policy.adapters.remove_unused()
+        self._policy.servers.remove_unused()
 
     async def report(self) -> dict[str, Any]:
         """What the gateways have done for the run."""
@@ -277,9 +272,8 @@ class JoinedGateways:
         for task in self._renewals:
             task.cancel()
         await asyncio.gather(*self._renewals, return_exceptions=True)
-        self._policy.servers.on_new_weights = None
-        if (adapters := self._policy.adapters) is not None:
-            adapters.on_new, adapters.used_elsewhere = None, tuple
+        servers = self._policy.servers
+        servers.on_new, servers.used_elsewhere = None, tuple
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
                 await gateway.post("/leave", RunRequest(run_id=self._run_id))
@@ -287,8 +281,8 @@ class JoinedGateways:
                 log.warning("%s; it forgets the run when its lease has ended", error)
 
 
-def _served(name: str, adapter: AdapterVersion) -> ServedAdapter:
-    return ServedAdapter(name=name, served_name=adapter.served_name, version=adapter.version)
+def _served(adapter: Adapter) -> ServedAdapter:
+    return ServedAdapter(name=adapter.name, served_name=adapter.served_name, version=adapter.version)
 
 
 def _path_of(policy: Policy) -> str:
