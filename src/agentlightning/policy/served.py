@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from zlib import crc32
 
-from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
@@ -71,7 +69,7 @@ class PublishedWeights:
             return self.path
 
 
-class ServedPolicy(AgentEngines):
+class ServedPolicy(PooledEngine):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
     def __init__(
@@ -90,7 +88,6 @@ class ServedPolicy(AgentEngines):
         self.config = config or ServersConfig()
         self.kind = kind
         self.model = servers.model
-        self.context_length = min(servers.context_length, learner.context_length)
         self.vocab_size = learner.vocab_size
         self.differences: list[float] = []
         """For each update, the largest difference of log-probabilities between the servers and the learner."""
@@ -154,40 +151,6 @@ class ServedPolicy(AgentEngines):
             await servers.close()
             raise
         return policy
-
-    # -- sampling --------------------------------------------------------------------------------------------------
-
-    @property
-    def chat(self) -> ChatFormat:
-        return self.learner.chat
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.servers.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.servers.can_enforce(text, kind)
-
-    @property
-    def policy_version(self) -> int:
-        return self.servers.policy_version
-
-    def version_of(self, adapter: str | None) -> int:
-        """See `AgentEngines.version_of`."""
-        return self.servers.version_of(adapter)
-
-    async def sample_adapter(
-        self,
-        adapter: str | None,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `AgentEngines.sample_adapter`. Raises as `ReplicaPool.sample_adapter` does."""
-        return await self.servers.sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
 
     async def kv_cache_usage(self) -> float | None:
         """See `Policy.kv_cache_usage`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AdapterTable, AgentEngines
+from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.base import (
     ConstraintKind,
     EngineUnavailableError,
@@ -22,7 +22,7 @@ from agentlightning.engine.servers.base import ModelServerError, SampleRequest
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.joining import AnnounceRequest, JoinRequest
 from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError
 
 PROBE_PROMPT = (1, 2, 3)
@@ -79,40 +79,23 @@ async def _check_reports(pool: ReplicaPool) -> None:
             )
 
 
-class FollowedPolicy(AgentEngines):
+class FollowedPolicy(PooledEngine):
     """An engine over the servers of a run, which joined with `request`, and over its adapters."""
 
-    def __init__(self, request: JoinRequest, chat: ChatFormat, pool: ReplicaPool) -> None:
+    def __init__(self, request: JoinRequest, pool: ReplicaPool) -> None:
         self.model = pool.model
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.calls = self.tokens = self.failed = 0
-        self._follow(request, chat, pool)
+        self._follow(request, pool)
 
-    def _follow(self, request: JoinRequest, chat: ChatFormat, pool: ReplicaPool) -> None:
-        self.request, self.chat, self.pool = request, chat, pool
+    def _follow(self, request: JoinRequest, pool: ReplicaPool) -> None:
+        self.request, self.servers = request, pool
         self.table = request.adapter_routes or AdapterTable()
-
-    @property
-    def context_length(self) -> int:
-        return self.pool.context_length
-
-    @property
-    def policy_version(self) -> int:
-        """See `AgentEngines.version_of`: that of the newest weights."""
-        return self.pool.policy_version
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.pool.supported_params
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
-        return self.unavailable is None and await self.pool.can_enforce(text, kind)
-
-    def version_of(self, adapter: str | None) -> int:
-        """See `AgentEngines.version_of`."""
-        return self.pool.version_of(adapter)
+        return self.unavailable is None and await super().can_enforce(text, kind)
 
     def announce(self, request: AnnounceRequest) -> None:
         """Accept new weights, or adapters. Raises ConfigError for those that the run did not join with."""
@@ -120,7 +103,7 @@ class FollowedPolicy(AgentEngines):
             raise ConfigError("the run has joined with adapters, and announces other weights below them")
         if request.adapters and self.request.adapter_routes is None:
             raise ConfigError("the run has joined without adapters, and announces some")
-        _announce(self.pool, request)
+        _announce(self.servers, request)
 
     async def sample_adapter(
         self,
@@ -134,13 +117,13 @@ class FollowedPolicy(AgentEngines):
         """See `AgentEngines.sample_adapter`. Raises EngineUnavailableError once the run has ended. An answer that
         `move` cuts off begins again on the new servers, unless it is streamed."""
         while True:
-            pool = self.pool
+            servers = self.servers
             try:
                 if self.unavailable is not None:
                     raise EngineUnavailableError(self.unavailable)
-                sample = await pool.sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
+                sample = await super().sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
             except AgentLightningError as error:
-                moved = pool is not self.pool or self.unavailable is not None
+                moved = servers is not self.servers or self.unavailable is not None
                 if moved and on_tokens is None and not isinstance(error, EngineUnavailableError):
                     continue
                 self.failed += 1
@@ -149,10 +132,10 @@ class FollowedPolicy(AgentEngines):
             self.tokens += len(sample.token_ids)
             return sample
 
-    async def move(self, request: JoinRequest, chat: ChatFormat, pool: ReplicaPool) -> None:
+    async def move(self, request: JoinRequest, pool: ReplicaPool) -> None:
         """Sample from these servers: the trainer was started again."""
-        old = self.pool
-        self._follow(request, chat, pool)
+        old = self.servers
+        self._follow(request, pool)
         self.__dict__.pop("views", None)
         self.unavailable = None
         await old.close()
@@ -162,4 +145,4 @@ class FollowedPolicy(AgentEngines):
         self.unavailable = reason
 
     async def close(self) -> None:
-        await self.pool.close()
+        await self.servers.close()

@@ -380,3 +380,46 @@ async def _load(replica: Replica, adapter: Adapter) -> ModelServerError | Config
     except (ModelServerError, ConfigError) as error:
         return error
     return None
+
+
+class PooledEngine(AgentEngines):
+    """An engine that samples from the servers of a pool."""
+
+    servers: ReplicaPool
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.servers.chat
+
+    @property
+    def context_length(self) -> int:
+        return self.servers.context_length
+
+    @property
+    def policy_version(self) -> int:
+        """See `AgentEngines.version_of`: that of the newest weights or adapter."""
+        return self.servers.policy_version
+
+    @property
+    def supported_params(self) -> frozenset[str]:
+        return self.servers.supported_params
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return await self.servers.can_enforce(text, kind)
+
+    def version_of(self, adapter: str | None) -> int:
+        """See `AgentEngines.version_of`."""
+        return self.servers.version_of(adapter)
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `AgentEngines.sample_adapter`. Raises as `ReplicaPool.sample_adapter` does."""
+        return await self.servers.sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)

@@ -108,7 +108,7 @@ class JoinedRun:
             held_seconds=self.held_seconds,
             paused=paused,
             going_on=self.gate.num_in_flight if paused else 0,
-            adapters=self.policy.pool.adapters_in_use,
+            adapters=self.policy.servers.adapters_in_use,
         )
 
     async def hold(self, request: PauseRequest) -> None:
@@ -120,7 +120,10 @@ class JoinedRun:
 
     async def _hold(self, update: _Update, request: PauseRequest) -> None:
         holding = self.gate.update(in_flight=request.in_flight, drain_seconds=request.drain_seconds)
-        async with holding as going_on, self.policy.pool.lock:  # Health checks judge no weights while the lock is held.
+        async with (
+            holding as going_on,
+            self.policy.servers.lock,
+        ):  # Health checks judge no weights while the lock is held.
             update.held.set_result(going_on)
             await update.released.wait()
             self.held += self.gate.num_waiting
@@ -132,7 +135,7 @@ class JoinedRun:
             return
         try:
             if updated:
-                await self.policy.pool.update_replicas()
+                await self.policy.servers.update_replicas()
                 self.updates += 1
         finally:
             update.released.set()
@@ -208,13 +211,12 @@ class JoinedPolicies:
             self._gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
         except ConfigError as error:
             raise JoinError(409, str(error)) from error
-        chat = await _open_chat(request)
-        pool = await open_followed(request, model, chat)
+        pool = await open_followed(request, model, await _open_chat(request))
         if known is not None and known.run_id == request.run_id:
-            return await self._join_again(known, request, chat, pool)
+            return await self._join_again(known, request, pool)
         if known is not None:
             await self._remove(model, known)
-        policy = FollowedPolicy(request, chat, pool)
+        policy = FollowedPolicy(request, pool)
         self._gateway.add_policy(model, policy, _settings(request))
         gate = self._gateway.gates.of(policy)
         run = JoinedRun(policy, gate)
@@ -222,13 +224,11 @@ class JoinedPolicies:
         run.watch = asyncio.create_task(self._watch(run))
         return run
 
-    async def _join_again(
-        self, run: JoinedRun, request: JoinRequest, chat: HFChatFormat, pool: ReplicaPool
-    ) -> JoinedRun:
+    async def _join_again(self, run: JoinedRun, request: JoinRequest, pool: ReplicaPool) -> JoinedRun:
         """The trainer of a run was started again: what it held back goes on with the weights it has now."""
         assert self._gateway is not None
         run.heard_at = time.monotonic()
-        await run.policy.move(request, chat, pool)
+        await run.policy.move(request, pool)
         self._gateway.add_policy(run.policy.model, run.policy, _settings(request))
         await run.release(updated=False)
         if run.watch is None or run.watch.done():
