@@ -28,7 +28,7 @@ from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning.transport import open_transport
 from agentlightning.weight_sync import select
 from agentlightning.weight_sync.base import TransferError
-from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, Communicator, NcclSender
+from agentlightning.weight_sync.nccl import UNIQUE_ID_BYTES, NcclSender
 
 NEAR = 1e-3
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ class GlooLibrary:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE, wait_for_workers=False)
         return f"127.0.0.1:{self._store.port}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
-    def join(self, unique_id: bytes, ranks: int) -> Communicator:
+    def join(self, unique_id: bytes, ranks: int) -> GlooCommunicator:
         assert self._store is not None
         group = dist.ProcessGroupGloo(self._store, 0, ranks, PATIENCE)
         group.allreduce([torch.zeros(1)]).wait()

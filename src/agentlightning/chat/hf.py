@@ -57,23 +57,19 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-
-    @property
-    def backend(self) -> Any | None:
+        self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer. Calling it directly takes half the time for a short text."""
-        return self._backend
+        if self.backend is not None:
+            self.backend.no_truncation()
+            self.backend.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """Special tokens are recognised, none is added."""
-        if self._backend is None:
+        if self.backend is None:
             return self._tokenizer.encode(text, add_special_tokens=False)
         if len(text) < LONG:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return self.backend.encode(text, add_special_tokens=False).ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def min_token_count(self, text: str, limit: int) -> int:
         """A lower bound, exact enough to tell whether `text` has more than `limit` tokens, at the cost of encoding no
@@ -97,7 +93,7 @@ class TextEncoder:
         if _PROBE not in cast("str", self._tokenizer.decode(self.encode(_PROBE))):
             return 0
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return longest if self._backend is not None and self._backend.normalizer is None else 4 * longest
+        return longest if self.backend is not None and self.backend.normalizer is None else 4 * longest
 
 
 def _piece_end(text: str, start: int) -> int:
@@ -109,7 +105,6 @@ def _piece_end(text: str, start: int) -> int:
     return space if space > 0 else end
 
 
-_TEMPLATE_PROBE: Final = KEY
 _TEMPLATE_ERRORS: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -118,7 +113,6 @@ _TEMPLATE_ERRORS: Final = (
     AttributeError,
     RecursionError,
 )
-_SHORT_IDS: Final = IDS
 _TRAILING_MARKER: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """A marker at the end of a prompt."""
 _RESERVED: Final = frozenset(
@@ -137,7 +131,7 @@ _THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 _PROBE_TOOL: Final = {
     "type": "function",
     "function": {
-        "name": _TEMPLATE_PROBE,  # Some templates write names and no descriptions.
+        "name": KEY,  # Some templates write names and no descriptions.
         "description": "x",
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
@@ -176,8 +170,8 @@ class HFChatFormat(ChatFormat):
         self._encoder = TextEncoder(self._tokenizer)
         self.template_kwargs: Mapping[str, Any] = {}
         self._views: dict[str, HFChatFormat] = {}
-        self._escaper: TokenEscaper | None = None
-        """None while the template is probed."""
+        # It escapes nothing while the template is probed.
+        self._escaper = TokenEscaper(self._tokenizer, self._encoder.encode, (), ())
         self._backend = self._encoder.backend
         self.option = tool_calls
         """The constructor's, for a format of the same model elsewhere."""
@@ -208,8 +202,7 @@ class HFChatFormat(ChatFormat):
             messages = [_renamed(message, _THOUGHT_KEYS[0], str(self._thought_key)) for message in messages]
         if has_calls and not self.tools_in_messages and self._wants_objects:
             messages = [_with_objects(message) for message in messages]
-        if self._escaper is not None:
-            messages, tools = self._escaper.escape_messages(messages, tools)
+        messages, tools = self._escaper.escape_messages(messages, tools)
         try:
             return self._apply(messages, tools, add_generation_prompt)
         except (*_TEMPLATE_ERRORS, TemplateLimitError) as error:
@@ -237,7 +230,7 @@ class HFChatFormat(ChatFormat):
 
     def encode(self, text: str) -> list[int]:
         """See `ChatFormat.encode`. Special tokens in message text are encoded as text (`chat.token_escaping`)."""
-        return self._escaper.encode(text) if self._escaper is not None else self._encoder.encode(text)
+        return self._escaper.encode(text)
 
     def encode_after(self, before: str, text: str) -> tuple[list[int], bool]:
         """See `ChatFormat.encode_after`. Texts between markers are encoded by themselves, so the last marker will do as
@@ -263,10 +256,10 @@ class HFChatFormat(ChatFormat):
         return next(iter(self._template_eos()), min(self.eos_token_ids) if eos is None else int(eos))
 
     def escape(self, text: str) -> str:
-        return self._escaper.escape(text) if self._escaper is not None else text
+        return self._escaper.escape(text)
 
     def unescape(self, text: str) -> str:
-        return self._escaper.unescape(text) if self._escaper is not None else text
+        return self._escaper.unescape(text)
 
     def min_token_count(self, text: str, limit: int) -> int:
         return self._encoder.min_token_count(self.unescape(text), limit)
@@ -326,26 +319,24 @@ class HFChatFormat(ChatFormat):
 
     def _detect_content(self) -> None:
         """What the template takes as content, system messages and thoughts."""
-        asked: Message = {"role": "user", "content": _TEMPLATE_PROBE}
+        asked: Message = {"role": "user", "content": KEY}
         answer: Message = {"role": "assistant", "content": "!"}
-        if _TEMPLATE_PROBE not in self._try([asked]):
+        if KEY not in self._try([asked]):
             self._wants_parts = True
-            self._wants_parts = _TEMPLATE_PROBE in self._try([asked])
-        self._takes_system = _TEMPLATE_PROBE in self._try([{"role": "system", "content": _TEMPLATE_PROBE}, _QUESTION])
+            self._wants_parts = KEY in self._try([asked])
+        self._takes_system = KEY in self._try([{"role": "system", "content": KEY}, _QUESTION])
         for key in _THOUGHT_KEYS:
-            if self._thought_key is None and _TEMPLATE_PROBE in self._try(
-                [_QUESTION, {**answer, key: _TEMPLATE_PROBE}]
-            ):
+            if self._thought_key is None and KEY in self._try([_QUESTION, {**answer, key: KEY}]):
                 self._thought_key = key
         self.takes_thoughts = self._thought_key is not None
 
     @cached_property
     def _wants_objects(self) -> bool:
         """Whether the template takes tool-call arguments as an object (most do) or as JSON text."""
-        text = self._render_probe({_TEMPLATE_PROBE: 1})
-        return _TEMPLATE_PROBE in text and f"'{_TEMPLATE_PROBE}'" not in text
+        text = self._render_probe({KEY: 1})
+        return KEY in text and f"'{KEY}'" not in text
 
-    def _render_probe(self, arguments: Any, ids: Sequence[str] = _SHORT_IDS[:1]) -> str:
+    def _render_probe(self, arguments: Any, ids: Sequence[str] = IDS[:1]) -> str:
         """What the template writes for a turn with one call per id; "" if it refuses."""
         before = self._try([_QUESTION], generate=True)
         text = self._try([_QUESTION, _called(arguments, ids)])
@@ -357,10 +348,10 @@ class HFChatFormat(ChatFormat):
         option = self.option
         arguments: Any = ARGUMENTS if self._wants_objects else json.dumps(ARGUMENTS)
         text = self._render_probe(arguments)
-        lists = _TEMPLATE_PROBE in self._try([_QUESTION], [_PROBE_TOOL])
-        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": _TEMPLATE_PROBE * 2}
-        results = _TEMPLATE_PROBE * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
-        writes = _TEMPLATE_PROBE in text
+        lists = KEY in self._try([_QUESTION], [_PROBE_TOOL])
+        result: Message = {"role": "tool", "tool_call_id": IDS[0], "name": NAME, "content": KEY * 2}
+        results = KEY * 2 in self._try([_QUESTION, _called(arguments, IDS[:1]), result])
+        writes = KEY in text
         declared = response_template_format(self._tokenizer) if option in (None, BY_TEMPLATE) else None
         if option in (None, BY_TEMPLATE):
             parsing = (format for format in FORMATS.values() if self._parses(format, text))
@@ -373,8 +364,8 @@ class HFChatFormat(ChatFormat):
             self.tools_in_messages, self._unread, self.tool_calls = True, None, HERMES
             arguments = json.dumps(ARGUMENTS)
             text = self._render_probe(arguments)
-        if _TEMPLATE_PROBE in text:
-            two = self._render_probe(arguments, _SHORT_IDS)
+        if KEY in text:
+            two = self._render_probe(arguments, IDS)
             long = self._render_probe(arguments, _LONG_IDS) != ""
             found = replace(self.tool_calls, parallel=two != "", short_ids=not long)
             self.tool_calls = replace(found, layout=probe_layout(found, text, two, self._turn_ends()))
@@ -391,7 +382,7 @@ class HFChatFormat(ChatFormat):
     def _parses(self, format: CallFormat, text: str) -> bool:
         # A template that rewrites the history writes other turns here too.
         turns = re.split("|".join(map(re.escape, self._turn_ends())), text)
-        calls = parse_answer(format, next((turn for turn in turns if _TEMPLATE_PROBE in turn), "")).tool_calls
+        calls = parse_answer(format, next((turn for turn in turns if KEY in turn), "")).tool_calls
         return [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]
 
     def _turn_ends(self) -> list[str]:
@@ -400,8 +391,8 @@ class HFChatFormat(ChatFormat):
 
     def _turn_markers(self) -> frozenset[str]:
         """Markers that the template writes around turns, and the texts that end a turn."""
-        question: Message = {"role": "user", "content": _TEMPLATE_PROBE}
-        answer: Message = {"role": "assistant", "content": _TEMPLATE_PROBE}
+        question: Message = {"role": "user", "content": KEY}
+        answer: Message = {"role": "assistant", "content": KEY}
         text = self._try([question, answer, question], generate=True)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         found = [marker for marker in added if marker.strip() and marker in text]
@@ -427,8 +418,8 @@ class HFChatFormat(ChatFormat):
 
     def _template_eos(self) -> list[int]:
         """The special token that the template writes right after an assistant's answer."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEMPLATE_PROBE}]
-        _, found, after = self.render(turn, add_generation_prompt=False).partition(_TEMPLATE_PROBE)
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": KEY}]
+        _, found, after = self.render(turn, add_generation_prompt=False).partition(KEY)
         tokens = self.encode(after.lstrip()) if found else []
         return [token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder]
 

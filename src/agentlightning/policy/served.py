@@ -2,7 +2,7 @@
 
 The local policy trains, saves and loads. After each change its weights are written to a directory that the servers
 read, or sent to them without the disk (`agentlightning.weight_sync`); of adapters, whose model the servers hold from
-the start, only those that changed (`engine.servers.joining.AdapterVersions`). Then both sample a few tokens, and the
+the start, only those that changed (`ReplicaPool.load_adapter`). Then both sample a few tokens, and the
 update counts only if their log-probabilities agree.
 """
 
@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from zlib import crc32
 
-from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.joining import AdapterVersions
 from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
@@ -72,7 +69,7 @@ class PublishedWeights:
             return self.path
 
 
-class ServedPolicy(AgentEngines):
+class ServedPolicy(PooledEngine):
     """Trains `learner` and samples from `servers`; it owns both. Create it with `ServedPolicy.open`."""
 
     def __init__(
@@ -91,7 +88,6 @@ class ServedPolicy(AgentEngines):
         self.config = config or ServersConfig()
         self.kind = kind
         self.model = servers.model
-        self.context_length = min(servers.context_length, learner.context_length)
         self.vocab_size = learner.vocab_size
         self.differences: list[float] = []
         """For each update, the largest difference of log-probabilities between the servers and the learner."""
@@ -101,12 +97,10 @@ class ServedPolicy(AgentEngines):
         self.generation = 0
         """Number of times the learner's weights changed, or may have changed."""
         self._tolerance = tolerance
-        self.adapters: AdapterVersions | None = None
-        """Those that the servers have; None: all weights are trained."""
-        self._names = sorted(capabilities_of(learner).adapters)
-        if self._names:
-            self.table = adapter_table(self.model, self._local.config.agents, self._names)
-            self.adapters = AdapterVersions(servers)
+        self.adapters = sorted(capabilities_of(learner).adapters)
+        """Their names; empty: all weights are trained."""
+        if self.adapters:
+            self.table = adapter_table(self.model, self._local.config.agents, self.adapters)
         self._probe = tuple(learner.chat.encode(learner.chat.render(list(PROBE_MESSAGES))))
 
     @classmethod
@@ -121,7 +115,7 @@ class ServedPolicy(AgentEngines):
     ) -> ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights: all, or its adapters over the
         model that they must serve. `folder` gets their logs, and the weights unless `config.weights` is set. Raises as
-        `open_servers`, `ReplicaPool.set_weights` and `ReplicaPool.set_adapter` do."""
+        `open_servers`, `ReplicaPool.set_weights` and `ReplicaPool.load_adapter` do."""
         checkpoints = CheckpointFolder(
             _own_folder(Path(config.weights), folder) if config.weights else folder / "weights"
         )
@@ -149,50 +143,14 @@ class ServedPolicy(AgentEngines):
         tolerance = config.tolerance or TOLERANCES.get(dtype, 0.1)
         policy = cls(learner, servers, checkpoints, tolerance, transfer, config=config, kind=kind)
         try:
-            if policy.adapters is not None:
-                await policy._publish_adapters(policy.adapters, first=True)
+            if policy.adapters:
+                await policy._publish_adapters(first=True)
             else:
                 await policy._publish_weights(PublishedWeights(policy, first))
         except BaseException:
             await servers.close()
             raise
         return policy
-
-    # -- sampling --------------------------------------------------------------------------------------------------
-
-    @property
-    def chat(self) -> ChatFormat:
-        return self.learner.chat
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.servers.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.servers.can_enforce(text, kind)
-
-    @property
-    def policy_version(self) -> int:
-        return self.servers.policy_version if self.adapters is None else self.adapters.newest
-
-    def version_of(self, adapter: str | None) -> int:
-        """See `AgentEngines.version_of`."""
-        return self.servers.policy_version if self.adapters is None else self.adapters.version_of(adapter)
-
-    async def sample_adapter(
-        self,
-        adapter: str | None,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        on_tokens: OnTokens | None = None,
-        *,
-        affinity: str = "",
-    ) -> Sample:
-        """See `AgentEngines.sample_adapter`. Raises as `ReplicaPool.sample` does."""
-        if self.adapters is None or adapter is None:
-            return await self.servers.sample(prompt_token_ids, params, on_tokens, affinity=affinity)
-        return await self.adapters.sample(adapter, prompt_token_ids, params, on_tokens, affinity)
 
     async def kv_cache_usage(self) -> float | None:
         """See `Policy.kv_cache_usage`."""
@@ -249,36 +207,35 @@ class ServedPolicy(AgentEngines):
     async def publish(self) -> Mapping[str, float]:
         """Give the servers the learner's weights, and check that they agree; returns metrics. Raises PolicyError if no
         server accepts them, or one then disagrees with the learner."""
-        if self.adapters is not None:
-            return await self._publish_adapters(self.adapters)
+        if self.adapters:
+            return await self._publish_adapters()
         weights = PublishedWeights(self)
         if self.transfer == DISK:
             await weights.directory()
         await self._publish_weights(weights)
         return {}
 
-    async def _publish_adapters(self, adapters: AdapterVersions, *, first: bool = False) -> Mapping[str, float]:
+    async def _publish_adapters(self, *, first: bool = False) -> Mapping[str, float]:
         """Each adapter that has changed is written as the peft library writes it, and the servers load it as a new
         version. `first`: they have none, and the model below is compared, too."""
         started, size = time.monotonic(), 0
-        versions = {name: self._local.version_of(name) for name in self._names}
-        known = {name: each.version for name, each in adapters.current.items()}
+        versions = {name: self._local.version_of(name) for name in self.adapters}
+        known = {name: each.version for name, each in self.servers.adapters.items()}
         changed = [name for name, version in versions.items() if known.get(name) != version]
         for name in changed:
             # Agents' names may hold any character; a number cannot collide or leave the folder.
-            folder = self._checkpoints.path.absolute() / f"adapter-{self._names.index(name)}"
+            folder = self._checkpoints.path.absolute() / f"adapter-{self.adapters.index(name)}"
             if name not in known:  # What a run that was killed has left.
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             directory = folder / f"version-{versions[name]:06d}"
             await self._local.save_adapter(name, directory)
             size += await asyncio.to_thread(_size_of, directory)
-            await adapters.publish(name, versions[name], directory, strict=first)
+            await self.servers.load_adapter(name, directory, versions[name], can_fail=not first)
         seconds = time.monotonic() - started
         self.differences.append(0.0)
         for name in [None, *changed] if first else changed:
-            served_name = None if name is None else adapters.current[name].served_name
             own = await self._local.sample_adapter(name, self._probe, GREEDY)
-            await self._compare(own, served_name, OTHER_MODEL if name is None else OTHER_ADAPTER)
+            await self._compare(own, name, OTHER_MODEL if name is None else OTHER_ADAPTER)
         return {"adapters_published": len(changed), "publish_bytes": size, "publish_seconds": seconds}
 
     async def _publish_weights(self, weights: PublishedWeights) -> None:
@@ -306,10 +263,10 @@ class ServedPolicy(AgentEngines):
                 "continue with in_flight=True"
             )
 
-    async def _compare(self, own: Sample, served_name: str | None = None, hint: str = "") -> None:
+    async def _compare(self, own: Sample, adapter: str | None = None, hint: str = "") -> None:
         """Compare an answer of the learner with those of each server. Raises PolicyError for one that disagrees."""
         up = [replica for replica in self.servers.replicas if replica.up]
-        sampling = (self.servers.sample_from(each, self._probe, GREEDY, served_name) for each in up)
+        sampling = (self.servers.sample_from(each, self._probe, GREEDY, adapter) for each in up)
         differences = [_difference(own, sample) for sample in await asyncio.gather(*sampling)]
         self.differences[-1] = max([self.differences[-1], *differences])
         for replica, difference in zip(up, differences, strict=True):
@@ -328,8 +285,7 @@ class ServedPolicy(AgentEngines):
     async def close(self) -> None:
         """Close the servers and the learner."""
         try:
-            if self.adapters is not None:
-                await self.adapters.close()
+            await self.servers.unload_adapters()
             await self.servers.close()
         finally:
             await self.learner.close()

@@ -26,7 +26,6 @@ from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
     RENEW_SECONDS,
-    AdapterVersion,
     AnnounceRequest,
     CheckRequest,
     JoinRequest,
@@ -35,7 +34,7 @@ from agentlightning.engine.servers.joining import (
     RunRequest,
     ServedAdapter,
 )
-from agentlightning.engine.servers.replica import LabeledWeights
+from agentlightning.engine.servers.replica import Adapter, LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
@@ -159,17 +158,14 @@ class JoinedGateways:
             joined = cls(gateways, config, policy, run_id, note)
             try:
                 await asyncio.gather(*(gateway.first("", joined._join_request()) for gateway in gateways))
-                policy.servers.on_new_weights = joined._announce
-                if policy.adapters is not None:
-                    policy.adapters.on_new = joined._announce_adapter
-                    policy.adapters.used_elsewhere = joined._in_use
+                policy.servers.on_new, policy.servers.used_elsewhere = joined._announce, joined._in_use
                 async with in_background(*map(joined._renew, gateways)):
                     yield joined
             finally:
                 await joined._leave()
 
     def _join_request(self) -> JoinRequest:
-        policy, weights, adapters = self._policy, self._policy.servers.weights, self._policy.adapters
+        policy, weights = self._policy, self._policy.servers.weights
         settings, servers = self._config, policy.config
         assert isinstance(policy.chat, HFChatFormat)
         if ":" in policy.kind:
@@ -191,8 +187,8 @@ class JoinedGateways:
             crosses_updates=settings.policy.in_flight or settings.policy.drain_seconds is not None,
             label=None if weights is None else weights.label,
             version=0 if weights is None else weights.version,
-            adapters=() if adapters is None else tuple(_served(*each) for each in adapters.current.items()),
-            adapter_routes=None if adapters is None else policy.table,
+            adapters=tuple(map(_served, policy.servers.adapters.values())),
+            adapter_routes=policy.table if policy.adapters else None,
             structured_output=settings.gateway.structured_output,
             record_top_logprobs=settings.gateway.record_top_logprobs,
             lease_seconds=self._lease,
@@ -219,12 +215,11 @@ class JoinedGateways:
             finally:
                 await self._all("/resume", self._run)
 
-    async def _announce(self, weights: LabeledWeights) -> None:
-        request = AnnounceRequest(run_id=self._run.run_id, label=weights.label, version=weights.version)
-        await self._all("/announce", request)
-
-    async def _announce_adapter(self, name: str, adapter: AdapterVersion) -> None:
-        request = AnnounceRequest(run_id=self._run.run_id, adapters=(_served(name, adapter),))
+    async def _announce(self, new: LabeledWeights | Adapter) -> None:
+        if isinstance(new, Adapter):
+            request = AnnounceRequest(run_id=self._run.run_id, adapters=(_served(new),))
+        else:
+            request = AnnounceRequest(run_id=self._run.run_id, label=new.label, version=new.version)
         await self._all("/announce", request)
 
     def _in_use(self) -> set[str]:
@@ -279,8 +274,7 @@ class JoinedGateways:
             try:
                 if gateway.joined:
                     await gateway.post("/renew", self._run)
-                    if self._policy.adapters is not None:
-                        self._policy.adapters.remove_unused()
+                    self._policy.servers.remove_unused()
                 if not gateway.joined and not self._joining.locked():
                     async with self._joining:
                         await gateway.send("", self._join_request())
@@ -297,9 +291,8 @@ class JoinedGateways:
         return {"urls": [gateway.client.url for gateway in self._gateways], **total}
 
     async def _leave(self) -> None:
-        self._policy.servers.on_new_weights = None
-        if (adapters := self._policy.adapters) is not None:
-            adapters.on_new, adapters.used_elsewhere = None, tuple
+        servers = self._policy.servers
+        servers.on_new, servers.used_elsewhere = None, tuple
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
                 await gateway.post("/leave", self._run)
@@ -307,8 +300,8 @@ class JoinedGateways:
                 log.warning("%s; it forgets the run when its lease has ended", error)
 
 
-def _served(name: str, adapter: AdapterVersion) -> ServedAdapter:
-    return ServedAdapter(name=name, served_name=adapter.served_name, version=adapter.version)
+def _served(adapter: Adapter) -> ServedAdapter:
+    return ServedAdapter(name=adapter.name, served_name=adapter.served_name, version=adapter.version)
 
 
 def joined_url(config: TrainConfig) -> str | None:

@@ -11,7 +11,7 @@ import base64
 import pickle
 from collections.abc import Generator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.weight_sync.base import (
@@ -34,31 +34,11 @@ SERVER_ENVIRONMENT: Final = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """Environment variables that a server needs to accept handles over HTTP."""
 
 
-class SharedMemory(Protocol):
-    """The GPU memory that both processes can open."""
-
-    def allocate(self, size: int) -> Tensor:
-        """A buffer of `size` bytes."""
-        ...
-
-    def handle(self, buffer: Tensor) -> dict[str, Any]:
-        """The GPU's UUID -> the arguments with which another process opens the buffer."""
-        ...
-
-    def synchronize(self) -> None:
-        """Returns when all writes to buffers have completed."""
-        ...
-
-    def collect(self) -> None:
-        """Free what no other process uses any more."""
-        ...
-
-
 class CudaIpcSender:
     """`WeightSender` to a server on the same GPU."""
 
     def __init__(
-        self, memory: SharedMemory, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
+        self, memory: CudaMemory, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
     ) -> None:
         self._memory = memory
         self._buffer_bytes = buffer_bytes
@@ -126,7 +106,7 @@ def pack_within(weights: Weights, limit: int) -> Generator[dict[str, Tensor]]:
 
 
 class CudaMemory:
-    """`SharedMemory` of a CUDA device. Create it with `CudaMemory.open`."""
+    """The memory of a GPU that both processes can open. Create it with `CudaMemory.open`."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -141,11 +121,13 @@ class CudaMemory:
         return cls(device)
 
     def allocate(self, size: int) -> Tensor:
+        """A buffer of `size` bytes."""
         import torch
 
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def handle(self, buffer: Tensor) -> dict[str, Any]:
+        """The GPU's UUID -> the arguments with which another process opens the buffer."""
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -153,11 +135,13 @@ class CudaMemory:
         return {str(torch.cuda.get_device_properties(self._device).uuid): arguments}
 
     def synchronize(self) -> None:
+        """Returns when all writes to buffers have completed."""
         import torch
 
         torch.cuda.current_stream(self._device).synchronize()
 
     def collect(self) -> None:
+        """Free what no other process uses any more."""
         import torch
 
         torch.cuda.ipc_collect()

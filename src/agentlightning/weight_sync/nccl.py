@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.weight_sync.base import (
@@ -81,6 +81,7 @@ class NcclLibrary:
         return bytes(unique_id)
 
     def join(self, unique_id: bytes, ranks: int) -> NcclCommunicator:
+        """Returns when all ranks have joined. Raises TransferError."""
         import torch
 
         pointer = ctypes.c_void_p()
@@ -121,6 +122,7 @@ class NcclCommunicator:
         stream.synchronize()
 
     def broadcast(self, data: Tensor) -> None:
+        """Returns when all ranks have the data. Raises TransferError."""
         import torch
 
         if self._aborted.is_set():
@@ -135,6 +137,7 @@ class NcclCommunicator:
             raise TransferError("the broadcast was aborted")
 
     def abort(self) -> None:
+        """Stop a running broadcast. Thread-safe, and does not block."""
         if not self._aborted.is_set():
             self._aborted.set()
             # It may wait for running kernels, and nobody should wait for it.
@@ -145,40 +148,18 @@ BUFFERS: Final = 2
 """Number of buffers that a worker receives into by turns."""
 
 
-class Communicator(Protocol):
-    """The trainer's membership of a group."""
-
-    def broadcast(self, data: Tensor) -> None:
-        """Returns when all ranks have the data. Raises TransferError."""
-        ...
-
-    def abort(self) -> None:
-        """Stop a running broadcast. Thread-safe, and does not block."""
-        ...
-
-
-class CommunicatorFactory(Protocol):
-    """Creates groups."""
-
-    def unique_id(self) -> bytes: ...
-
-    def join(self, unique_id: bytes, ranks: int) -> Communicator:
-        """Returns when all ranks have joined. Raises TransferError."""
-        ...
-
-
 class NcclSender:
     """`WeightSender` to the workers of one server."""
 
     def __init__(
-        self, factory: CommunicatorFactory, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
+        self, factory: NcclLibrary, *, buffer_bytes: int = BUFFER_BYTES, stall_seconds: float = STALL_SECONDS
     ) -> None:
         self._factory = factory
         self._buffer_bytes = buffer_bytes
         self._stall_seconds = stall_seconds
         self._pending_group: tuple[bytes, int] | None = None
         """Unique id and number of ranks of the group that `connect` joins."""
-        self._group: Communicator | None = None
+        self._group: NcclCommunicator | None = None
         self._reply: Future[Any] | None = None
         self._wake = threading.Event()
         """Unblocks a thread that waits for workers to join."""
@@ -228,7 +209,7 @@ class NcclSender:
         finally:
             self._reply = None
 
-    def _broadcast(self, group: Communicator, weights: Weights, timer: StallTimer) -> None:
+    def _broadcast(self, group: NcclCommunicator, weights: Weights, timer: StallTimer) -> None:
         import torch
 
         for batch in pack_over(weights.values(), self._buffer_bytes):
@@ -244,10 +225,10 @@ class NcclSender:
             group.abort()
 
 
-def _join_within(join: Callable[[], Communicator], seconds: float, wake: threading.Event) -> Communicator:
+def _join_within(join: Callable[[], NcclCommunicator], seconds: float, wake: threading.Event) -> NcclCommunicator:
     """The result of `join`, unless `wake` is set before. NCCL waits forever for ranks that do not come, so the joining
     thread is then left behind."""
-    result: Future[Communicator] = Future()
+    result: Future[NcclCommunicator] = Future()
 
     def run() -> None:
         try:

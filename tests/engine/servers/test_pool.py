@@ -77,7 +77,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def label_of(engine: ReplicaPool, version: int) -> str:
     """What the servers are told the weights of a version are called."""
-    return next(label for label, known in engine._weights.labels.items() if known == version)
+    return next(label for label, known in engine.labels.items() if known == version)
 
 
 def draws(server: ScriptedModelServer) -> list[Any]:
@@ -309,7 +309,7 @@ async def test_a_call_waits_for_recovery_when_the_last_server_fails(one: Scripte
         call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=3)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # it has seen that a server is up, and is about to choose
-        engine._monitor.mark_unhealthy(engine.replicas[0], "a hiccup")
+        engine.mark_unhealthy(engine.replicas[0], "a hiccup")
         assert (await asyncio.wait_for(call, 10)).token_ids == counted(PROMPT[-1], 3)
 
 

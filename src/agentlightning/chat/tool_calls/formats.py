@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
@@ -291,6 +291,7 @@ _WORDS: Final = {
 }
 _STRING: Final = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
+T = TypeVar("T")
 _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 
 
@@ -340,10 +341,8 @@ def _parse_list(text: str, start: int) -> tuple[tuple[ParsedToolCall, ...], int]
     if len(text) - start > LONG_LIST and "]" not in text[start:]:
         raise IncompleteCall("a long list has no end yet")
     parser = _Parser(text, start)
-    parser.take("[")
-    calls = [parser.call()]
-    while parser.more("]"):
-        calls.append(parser.call())
+    if not (calls := parser.items("[]", parser.call)):
+        raise MalformedCall("the list is empty")
     return tuple(calls), parser.position
 
 
@@ -362,32 +361,24 @@ class _Parser:
 
     def call(self) -> ParsedToolCall:
         name = self._match(_NAME, "a name")
-        self.take("(")
-        arguments: dict[str, str] = {}
-        if not self._ends(")"):
-            self._argument(arguments)
-            while self.more(")"):
-                self._argument(arguments)
-        written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-        return ParsedToolCall(name, "{" + written + "}")
+        return ParsedToolCall(name, _object(self.items("()", self._argument)))
 
-    def take(self, character: str) -> None:
+    def items(self, brackets: str, read: Callable[[], T]) -> list[T]:
+        """What `read` reads between brackets, once for each item; a comma may follow the last."""
+        opening, closing = brackets
+        self._take(opening)
+        found: list[T] = []
+        while self._peek() != closing:
+            found.append(read())
+            if self._peek() != closing:
+                self._take(",")
+        self._take(closing)
+        return found
+
+    def _take(self, character: str) -> None:
         if self._peek() != character:
             raise MalformedCall(f"{character} is missing")
         self.position += 1
-
-    def more(self, end: str) -> bool:
-        """Consume a comma or `end`; whether another element follows."""
-        if self._ends(end):
-            return False
-        self.take(",")
-        return not self._ends(end)
-
-    def _ends(self, end: str) -> bool:
-        if self._peek() != end:
-            return False
-        self.position += 1
-        return True
 
     def _peek(self) -> str:
         self.position = skip_space(self._text, self.position)
@@ -404,10 +395,10 @@ class _Parser:
         self.position = found.end()
         return found[0]
 
-    def _argument(self, arguments: dict[str, str]) -> None:
+    def _argument(self) -> tuple[str, str]:
         key = self._match(_NAME, "the name of an argument")
-        self.take("=")
-        arguments[key] = self._value(0)
+        self._take("=")
+        return key, self._value(0)
 
     def _value(self, depth: int) -> str:
         """A constant, as JSON."""
@@ -415,11 +406,11 @@ class _Parser:
             raise MalformedCall("it is nested too deeply")
         match self._peek():
             case "'" | '"':
-                return json.dumps(self._string(), ensure_ascii=False)
+                return _json(self._string())
             case "[":
-                return self._list(depth)
+                return f"[{', '.join(self.items('[]', lambda: self._value(depth + 1)))}]"
             case "{":
-                return self._dict(depth)
+                return _object(self.items("{}", lambda: self._item(depth + 1)))
             case character if character == "-" or character.isdigit():
                 return self._number()
             case _:
@@ -439,35 +430,19 @@ class _Parser:
         self.position = found.end()
         # Two escapes may spell the two surrogates of one character.
         written = _ESCAPE.sub(_unescape, found[1] or found[2] or "")
-        text = written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        if not is_utf8(text):
-            raise MalformedCall("it contains a lone surrogate")
-        return text
+        return written.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
-    def _list(self, depth: int) -> str:
-        self.take("[")
-        if self._ends("]"):
-            return "[]"
-        values = [self._value(depth + 1)]
-        while self.more("]"):
-            values.append(self._value(depth + 1))
-        return f"[{', '.join(values)}]"
-
-    def _dict(self, depth: int) -> str:
-        self.take("{")
-        if self._ends("}"):
-            return "{}"
-        items = [self._item(depth)]
-        while self.more("}"):
-            items.append(self._item(depth))
-        return "{" + ", ".join(items) + "}"
-
-    def _item(self, depth: int) -> str:
+    def _item(self, depth: int) -> tuple[str, str]:
         if self._peek() not in "'\"":
             raise MalformedCall("a key is a string")
-        key = json.dumps(self._string(), ensure_ascii=False)
-        self.take(":")
-        return f"{key}: {self._value(depth + 1)}"
+        key = self._string()
+        self._take(":")
+        return key, self._value(depth)
+
+
+def _object(items: Iterable[tuple[str, str]]) -> str:
+    """A JSON object of keys and values that are JSON; of a key that comes twice, the last value."""
+    return "{" + ", ".join(f"{_json(key)}: {value}" for key, value in dict(items).items()) + "}"
 
 
 def _unescape(found: re.Match[str]) -> str:
@@ -491,7 +466,6 @@ _IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
 _MAX_REFERENCES: Final = 10
 """Length of a chain of references."""
 _NULLS: Final = ("null", "None")
-_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
@@ -542,8 +516,7 @@ class TaggedCalls(MarkedFormat):
         position = skip_space(text, position + len(self.function_end))
         if not _has_marker(text, position, self.closing):
             raise MalformedCall("the call is not closed")
-        arguments = ", ".join(f"{_json(key)}: {value}" for key, value in values.items())
-        return (ParsedToolCall(name, "{" + arguments + "}"),), position + len(self.closing)
+        return (ParsedToolCall(name, _object(values.items())),), position + len(self.closing)
 
     def _value(self, lark: LarkGrammar, schema: Mapping[str, Any], after: str) -> str | None:
         """Expression for a valid value and the text after it; None if neither JSON nor fixed strings can express it."""
@@ -612,7 +585,7 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
     types = set(_types_of(schema, root))
     if not types or "string" in types:
         return "null" if "null" in types and value in _NULLS else _json(value)
-    spelled = _PYTHON_WORDS.get(value, value)
+    spelled = _WORDS.get(value, value)
     try:
         kind = _TYPES.get(type(json.loads(spelled)), "string")
     except (ValueError, RecursionError):

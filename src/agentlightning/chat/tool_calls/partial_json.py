@@ -122,25 +122,16 @@ def object_call(
         if not is_utf8(arguments):
             raise MalformedCall("the arguments contain a lone surrogate")
         return ParsedToolCall(name, arguments, call_id)
-    return ParsedToolCall(name, raw_value(body, key), call_id)
-
-
-def raw_value(body: str, key: str) -> str:
-    """The text of a key's value in a valid JSON object, with its original spacing and number formats."""
-    value, position = "", body.index("{") + 1
-    while (position := skip(body, position, _SPACE + ",")) < len(body) and body[position] != "}":
-        name, position = _decoder.raw_decode(body, position)
-        start = skip(body, position, _SPACE + ":")
-        _, position = _decoder.raw_decode(body, start)
-        if name == key:  # The last one wins, as in every JSON parser.
-            value = body[start:position]
-    return value
+    texts = [*raw_elements(body)]
+    spelled = dict(zip(map(json.loads, texts[::2]), texts[1::2], strict=True))
+    return ParsedToolCall(name, spelled[key], call_id)
 
 
 def raw_elements(body: str) -> Iterator[str]:
-    """The texts of the elements of a valid JSON array."""
-    position = body.index("[") + 1
-    while (position := skip(body, position, _SPACE + ",")) < len(body) and body[position] != "]":
+    """The texts of the elements of a valid JSON array, or of the keys and values of an object by turns, with their
+    original spacing and number formats."""
+    position = skip_space(body, 0) + 1
+    while (position := skip(body, position, _SPACE + ",:")) < len(body) and body[position] not in "]}":
         start = position
         _, position = _decoder.raw_decode(body, start)
         yield body[start:position]

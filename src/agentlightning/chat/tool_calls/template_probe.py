@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
 
 from agentlightning.chat.tool_calls.format import (
@@ -101,36 +101,19 @@ _ARGUMENTS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    before: str
-    middle: str
-    arguments: str
-    after: str
-
-
 def probe_layout(format: CallFormat, one: str, two: str, ends: Iterable[str]) -> Layout | None:
     """The layout, from what the template writes for one and for two calls ("" if it refuses) and the texts that may end
     a turn."""
     ends = [*ends]
-    found = _call(_call_text(format, one, ends))
-    if found is None:
+    layout = _first_call(_call_text(format, one, ends))
+    if layout is None or not _parses(format, layout, 1):
         return None
-    layout = Layout(found.before, found.middle, found.after, None, found.arguments)
-    if not _parses(format, layout, 1):
-        return None
-    second = _second(format, two, ends, found) if format.parallel else None
-    several = Layout(found.before, found.middle, found.after, second, found.arguments)
-    return several if second is not None and _parses(format, several, 2) else layout
-
-
-def _second(format: CallFormat, two: str, ends: list[str], first: _Call) -> str | None:
-    """The text between two calls."""
-    found = _call(_call_text(format, two, ends))
-    second = _call(found.after) if found else None
-    if found is None or second is None or (found.before, found.middle) != (first.before, first.middle):
-        return None
-    return second.before if (second.middle, second.after) == (first.middle, first.after) else None
+    first = _first_call(_call_text(format, two, ends)) if format.parallel else None
+    second = _first_call(first.closing) if first else None
+    if first is None or second is None or replace(layout, closing=first.closing) != first:
+        return layout
+    several = replace(layout, between=second.opening)
+    return several if replace(layout, opening=second.opening) == second and _parses(format, several, 2) else layout
 
 
 def _call_text(format: CallFormat, text: str, ends: list[str]) -> str:
@@ -142,13 +125,14 @@ def _call_text(format: CallFormat, text: str, ends: list[str]) -> str:
     return text[parsed.content :] if parsed.calls else ""
 
 
-def _call(text: str) -> _Call | None:
+def _first_call(text: str) -> Layout | None:
+    """The texts around the first call; what follows it is the closing."""
     for name in IDS:
         text = text.replace(name, ID)
     found = next(filter(None, (pattern.search(text) for pattern in _ARGUMENTS)), None)
     if found is None or (place := text.find(NAME, 0, found.start())) < 0:
         return None
-    return _Call(text[:place], text[place + len(NAME) : found.start()], found[0], text[found.end() :])
+    return Layout(text[:place], text[place + len(NAME) : found.start()], text[found.end() :], None, found[0])
 
 
 def _parses(format: CallFormat, layout: Layout, count: int) -> bool:

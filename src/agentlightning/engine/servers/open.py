@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.clients.vllm import LaunchOptions, VllmProcess, VllmServer
 from agentlightning.engine.servers.config import ENGINES, ServedModel, ServersConfig
 from agentlightning.engine.servers.pool import ReplicaPool
-from agentlightning.engine.servers.replica import PoolWeights, Replica, WeightChannel
+from agentlightning.engine.servers.replica import Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport, open_transport
@@ -57,15 +57,13 @@ async def open_servers(
     transfer: str = DISK,
     device: str = "cpu",
     token: str | None = None,
-    follow: Callable[[Sequence[Replica]], PoolWeights] | None = None,
 ) -> ReplicaPool:
     """A pool of the servers of `config`.
 
     Running servers of `config.urls` are joined. Without them, vLLM servers are started with `model`, as `name`; they
     log to files in `logs` and end with the pool. With a `transfer` (a key of `SENDERS`) they get new weights from a
-    trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one; `follow`
-    makes the weights of a pool whose trainer is another process. Raises ConfigError, ServerError if one cannot be
-    started, and as `ReplicaPool.open` does."""
+    trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one. Raises
+    ConfigError, ServerError if one cannot be started, and as `ReplicaPool.open` does."""
     config.check(kind)
     transport = open_transport()
     async with AsyncExitStack() as stack:
@@ -103,7 +101,6 @@ async def open_servers(
             max_context=max_context,
             retry_policy=config.retry_policy,
             weights_change=weights_change,
-            weights=None if follow is None else follow(replicas),
         )
         stack.pop_all()
     return pool

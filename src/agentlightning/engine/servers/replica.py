@@ -1,20 +1,38 @@
-"""What a pool knows of each of its servers: process, weights, adapters and health."""
+"""The servers of a pool: which are up, and what weights and adapters each is to have.
+
+A server that fails samples nothing until it is healthy and has what it has missed. When weights change is decided
+elsewhere: by `policy.served`, or by a trainer in another process, which announces what it gives the servers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from agentlightning.engine.servers.base import Completion, ModelServer, ModelServerError, WeightReceiver
-from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.engine.servers.config import RetryPolicy
+from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
+from agentlightning.transport import Transport
 from agentlightning.weight_sync.base import LendWeights, WeightSender
+
+log = logging.getLogger(__name__)
 
 MAX_TRANSFER_FAILURES = 1
 """A server whose transfers failed more often gets its weights from the disk for the rest of the run."""
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+"""Seconds between two attempts to recover a server."""
+MAX_FAILED_CHECKS = 3
+"""Health checks that must fail in a row before a server gets no new requests."""
+STALL_SECONDS = 30.0
+"""Requests of a server that shows no sign of life for this long continue elsewhere."""
+MAX_LABELS = 64
+"""Labels that are remembered of weights that a trainer elsewhere has replaced: answers may still be under way."""
 
 
 class ServerProcess(Protocol):
@@ -58,9 +76,24 @@ class DiskWeights:
 class LabeledWeights:
     """One version of the weights, with the label under which servers report it."""
 
-    source: WeightSource
+    source: WeightSource | None
+    """None: another process gives them to the servers."""
     version: int
     label: str
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One version of a LoRA adapter."""
+
+    name: str
+    served_name: str
+    """What the servers call this version."""
+    version: int
+    directory: Path | None = None
+    """None: another process loads it on the servers."""
+    calls: int = 0
+    """Number of calls that use it."""
 
 
 @dataclass(slots=True)
@@ -106,101 +139,246 @@ class Replica:
     recovery: asyncio.Task[None] | None = None
     failed_checks: int = 0
     """Health checks that failed in a row."""
-    adapters: dict[str, int] = field(default_factory=dict[str, int])
-    """Name -> version it has loaded."""
+    adapters: dict[str, Adapter] = field(default_factory=dict[str, Adapter])
+    """Those it has loaded, by served name."""
     channel: WeightChannel | None = None
     """How it gets weights without the disk; None: it does not."""
     transfer_interrupted: bool = False
     """Whether a transfer to it was interrupted since it last got complete weights."""
 
+    def cancel_requests(self) -> None:
+        """Let its running requests continue elsewhere."""
+        for task in list(self.in_flight):
+            task.cancel()
 
-# -- weights ---------------------------------------------------------------------------------------------------------
+    async def load(self, adapter: Adapter) -> None:
+        """Raises ModelServerError, or ConfigError if it takes no such adapter."""
+        if adapter.directory is not None:
+            await self.server.load_adapter(adapter.served_name, adapter.directory)
+        self.adapters[adapter.served_name] = adapter
 
-# The weights that all replicas of a pool are to have, and the labels under which servers report them.
 
+class ReplicaSet:
+    """Servers that are to have the same weights and adapters. Create it in the event loop that uses it. `transport` is
+    closed with it."""
 
-class PoolWeights:
-    """The current version of a pool's weights."""
-
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self.target: LabeledWeights | None = None
-        """What every replica is to have; None: what it was started with."""
-        self.version = 0
-        """The version that all healthy replicas have."""
-        self.labels = {replica.label: 0 for replica in replicas if replica.label is not None}
-        """Label -> version, of the weights that may sample."""
+    def __init__(self, replicas: Sequence[Replica], transport: Transport, policy: RetryPolicy) -> None:
+        self.replicas = list(replicas)
         self.lock = asyncio.Lock()
         """Held while weights or adapters change."""
+        self.weights: LabeledWeights | None = None
+        """What every server is to have; None: what it was started with."""
+        self.weight_version = 0
+        """The version that all healthy servers have."""
+        self.labels = {replica.label: 0 for replica in replicas if replica.label is not None}
+        """Label -> version, of the weights that may sample."""
+        self.served: dict[str, Adapter] = {}
+        """The adapters that every server is to have, by served name."""
+        self._transport = transport
+        self._policy = policy
         self._label_prefix = secrets.token_hex(4)
         self._updates = 0
+        self._closed = False
+        self._any_up = asyncio.Event()
+        self._any_up.set()
+        self._checks = asyncio.create_task(self._health_loop(), name="model servers")
 
-    def set_target(self, source: WeightSource, version: int) -> None:
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def set_target(self, source: WeightSource, version: int) -> LabeledWeights:
+        """Let every server have these weights from now on."""
         # A new label for each update: an earlier version that is restored must not share one with what followed it.
         self._updates += 1
-        self.target = LabeledWeights(source, version, f"{self._label_prefix}-{self._updates}")
+        self.weights = LabeledWeights(source, version, f"{self._label_prefix}-{self._updates}")
         # From now on, weights that we did not set are those of a restarted server.
         self.labels = {label: known for label, known in self.labels.items() if label.startswith(self._label_prefix)}
-        self.labels[self.target.label] = version
+        self.labels[self.weights.label] = version
+        return self.weights
 
-    async def load(self, replica: Replica, channel: WeightChannel | None = None) -> None:
-        """Give `replica` the target weights, through `channel` or from the disk. Raises PolicyError or ConfigError."""
-        if (target := self.target) is None:
-            return
-
-        def on_loaded() -> None:
-            replica.version = target.version
-
-        if channel is not None and target.source.lend is not None:
-            replica.transfer_interrupted = True
-            await channel.send(target, target.source.lend, on_loaded)
-        else:
-            await replica.server.load_weights(await target.source.directory(), target.label, on_loaded)
-        replica.transfer_interrupted = False
-        replica.label = await replica.server.weight_label()
-        if replica.label not in (None, target.label):
-            message = f"{replica.server.url} has weights {replica.label}, not {target.label}"
-            raise ModelServerError(message, retryable=True)
-
-    async def catch_up(self, replica: Replica) -> None:
-        """Give a recovered `replica` the target weights unless it has them."""
-        label = await replica.server.weight_label()
-        if self.target is None:
-            replica.version, replica.label = 0, label
-            if label is not None:
-                self.labels.setdefault(label, 0)
-        elif replica.version != self.target.version or label not in (None, self.target.label):
-            await self.load(replica)
-
-
-MAX_LABELS = 64
-"""Labels that a pool remembers of weights that a trainer elsewhere has replaced: answers may still be under way."""
-
-
-class _WeightsElsewhere:
-    """The source of weights that only another process has."""
-
-    lend = None
-
-    async def directory(self) -> Path:
-        raise PolicyError("these weights are given to the servers by their trainer, and are not here")
-
-
-class FollowedWeights(PoolWeights):
-    """Weights that a trainer in another process gives to the servers. It announces the label of new ones before any
-    server has them; a replica has them once its server reports that label."""
-
-    def announce(self, label: str, version: int) -> None:
-        """Accept tokens that are sampled by weights of this label, as those of `version`."""
-        self.target = LabeledWeights(_WeightsElsewhere(), version, label)
+    def announce_weights(self, label: str, version: int) -> None:
+        """Let every server have the weights of this label, which a trainer in another process gives them; it announces
+        them before any server has them. Tokens that they sample are those of `version`."""
+        if self.weights is None:
+            self.labels.clear()  # What the servers had before is no version of the trainer's.
+        self.weights = LabeledWeights(None, version, label)
         self.labels[label] = version
         for old in list(self.labels)[:-MAX_LABELS]:
             del self.labels[old]
 
-    async def load(self, replica: Replica, channel: WeightChannel | None = None) -> None:
-        if (target := self.target) is None:
+    async def update_replicas(self) -> None:
+        """Give the servers that are up the target weights, while `lock` is held. One that does not take them samples
+        nothing until it has them."""
+        await asyncio.gather(*(self._update(replica) for replica in self.replicas if replica.up))
+        if self.weights is not None:
+            self.weight_version = self.weights.version
+
+    async def _update(self, replica: Replica) -> None:
+        channel = replica.channel if replica.channel is not None and replica.channel.usable else None
+        try:
+            await self._load_weights(replica, channel)
+        except Exception as error:  # noqa: BLE001 - whatever one server answers, the others go on
+            # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
+            self.evict(replica, _reason(error))
+            if channel is not None and not channel.usable:
+                log.warning("model server %s gets its weights from the disk from now on", replica.server.url)
+
+    async def _load_weights(self, replica: Replica, channel: WeightChannel | None = None) -> None:
+        """Give `replica` the target weights, through `channel` or from the disk. Raises PolicyError or ConfigError."""
+        if (target := self.weights) is None:
             return
-        replica.label = await replica.server.weight_label()
-        if replica.label != target.label:
-            message = f"{replica.server.url} has weights {replica.label}, and its trainer has not given it version"
-            raise ModelServerError(f"{message} {target.version} ({target.label}) yet", retryable=True)
-        replica.version = target.version
+        server, source, missing = replica.server, target.source, f"not {target.label}"
+
+        def on_loaded() -> None:
+            replica.version = target.version
+
+        if source is None:
+            missing = f"and its trainer has not given it version {target.version} ({target.label}) yet"
+        elif channel is not None and source.lend is not None:
+            replica.transfer_interrupted = True
+            await channel.send(target, source.lend, on_loaded)
+        else:
+            await server.load_weights(await source.directory(), target.label, on_loaded)
+        replica.transfer_interrupted = False
+        replica.label = await server.weight_label()
+        if replica.label != target.label and (source is None or replica.label is not None):
+            raise ModelServerError(f"{server.url} has weights {replica.label}, {missing}", retryable=True)
+        on_loaded()
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Give a recovered server the weights and adapters it lacks, and unload adapters that are no longer wanted."""
+        label = await replica.server.weight_label()
+        if self.weights is None:
+            replica.version, replica.label = 0, label
+            if label is not None:
+                self.labels.setdefault(label, 0)
+        elif replica.version != self.weights.version or label not in (None, self.weights.label):
+            await self._load_weights(replica)
+        if not (self.served or replica.adapters):
+            return
+        present = (await replica.server.model_info()).adapters
+        for name in replica.adapters.keys() - self.served.keys():
+            if name in present and replica.adapters[name].directory is not None:
+                await replica.server.unload_adapter(name)
+            del replica.adapters[name]
+        for name, adapter in [*self.served.items()]:
+            if adapter.directory is None and name not in present:
+                message = f"{replica.server.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                raise ModelServerError(message, retryable=True)
+            if replica.adapters.get(name) is not adapter or name not in present:
+                await replica.load(adapter)
+
+    async def missing_adapters(self, replica: Replica) -> list[str]:
+        """The adapters that a server no longer has although it loaded them. Raises as `ModelServer.model_info`."""
+        if not replica.adapters.keys() & self.served.keys():
+            return []
+        present = (await replica.server.model_info()).adapters
+        return sorted((replica.adapters.keys() & self.served.keys()) - present)
+
+    # -- health ----------------------------------------------------------------------------------------------------
+
+    async def wait_for_up(self) -> list[Replica]:
+        """The servers that are up, at least one. Raises PolicyError if none is in time."""
+        try:
+            async with asyncio.timeout(self._policy.wait_seconds):
+                while not (up := [replica for replica in self.replicas if replica.up]):
+                    await self._any_up.wait()
+        except TimeoutError:
+            reasons = "; ".join(f"{replica.server.url}: {replica.failure}" for replica in self.replicas)
+            raise PolicyError(f"no model server was up for {self._policy.wait_seconds:g} s ({reasons})") from None
+        return up
+
+    def mark_unhealthy(self, replica: Replica, reason: str) -> None:
+        """Send no new requests to `replica` until it has recovered; its running requests continue."""
+        if replica.up and not self._closed:
+            log.warning("model server %s failed: %s", replica.server.url, reason)
+            replica.up, replica.failure, replica.failed_checks = False, reason, 0
+            self._update_any_up()
+            replica.recovery = asyncio.create_task(self._recover(replica))
+
+    def evict(self, replica: Replica, reason: str) -> None:
+        """As `mark_unhealthy`; its running requests continue on other servers."""
+        self.mark_unhealthy(replica, reason)
+        if replica.channel is not None:
+            replica.channel.sender.abort()
+        replica.version, replica.label, replica.failure = -1, None, reason
+        replica.cancel_requests()
+
+    async def _health_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._policy.health_seconds)
+            await asyncio.gather(*(self._check(replica) for replica in self.replicas if replica.up))
+
+    async def _check(self, replica: Replica) -> None:
+        if replica.process is not None and replica.process.ended:
+            return self.evict(replica, "its process ended")
+        updating = self.lock.locked
+        try:
+            await replica.server.health()
+            replica.failed_checks = 0
+            label = replica.label if updating() else await replica.server.weight_label()
+            missing = [] if updating() else await self.missing_adapters(replica)
+        except (ModelServerError, ConfigError) as error:
+            replica.failed_checks += 1
+            if replica.failed_checks >= MAX_FAILED_CHECKS:
+                self.mark_unhealthy(replica, str(error))
+            return
+        if replica.up and label != replica.label and not updating():
+            self.evict(replica, f"it has weights {label}, not {replica.label}: it was started again")
+        elif replica.up and missing and not updating():
+            self.evict(replica, f"it has no adapter {missing[0]!r} any more: it was started again")
+
+    async def _recover(self, replica: Replica) -> None:
+        """Retry until the server is healthy and has the current weights and adapters."""
+        pause, since = MIN_PAUSE, time.monotonic()
+        while True:
+            try:
+                # A process that waits for the rest of a transfer may wait forever, so it is restarted.
+                if replica.process is not None and (replica.process.ended or replica.transfer_interrupted):
+                    await self._restart(replica, replica.process)
+                await replica.server.health()
+                if replica.transfer_interrupted and replica.channel is not None:
+                    await replica.channel.receiver.discard_partial_update()
+                async with self.lock:
+                    await self.catch_up(replica)
+                    replica.up = True
+                break
+            except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
+                replica.failure = _reason(error)
+            if time.monotonic() - since > STALL_SECONDS:
+                replica.cancel_requests()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE)
+        log.info("model server %s is back", replica.server.url)
+        self._update_any_up()
+
+    async def _restart(self, replica: Replica, process: ServerProcess) -> None:
+        replica.adapters.clear()
+        replica.version, replica.label = -1, None
+        source = self.weights.source if self.weights else None
+        await process.restart(await source.directory() if source else None)
+        replica.transfer_interrupted = False
+
+    def _update_any_up(self) -> None:
+        if any(replica.up for replica in self.replicas):
+            self._any_up.set()
+        else:
+            self._any_up.clear()
+
+    async def close(self) -> None:
+        """End the health checks and the servers we started, and close the connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [self._checks, *(replica.recovery for replica in self.replicas if replica.recovery)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self.replicas:
+            if replica.channel is not None:
+                replica.channel.sender.abort()
+        await asyncio.gather(*(replica.process.close() for replica in self.replicas if replica.process))
+        await self._transport.close()
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, AgentLightningError) else repr(error)

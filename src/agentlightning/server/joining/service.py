@@ -26,7 +26,7 @@ from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.servers.base import ModelServerError
-from agentlightning.engine.servers.followed import FollowedPolicy, FollowedServers
+from agentlightning.engine.servers.followed import FollowedPolicy, open_followed
 from agentlightning.engine.servers.joining import (
     AnnounceRequest,
     CheckRequest,
@@ -72,14 +72,8 @@ class _Update:
 class JoinedRun:
     """A run that has joined, and its policy."""
 
-    run_id: str
     policy: FollowedPolicy
     gate: UpdateGate
-    lease_seconds: float
-    urls: tuple[str, ...]
-    """Its model servers."""
-    changes_weights: bool
-    """Whether it replaces their weights, and not only adapters."""
     heard_at: float = field(default_factory=time.monotonic)
     update: _Update | None = None
     watch: asyncio.Task[None] | None = None
@@ -88,13 +82,22 @@ class JoinedRun:
     held_seconds: float = 0.0
 
     @property
+    def request(self) -> JoinRequest:
+        """That it joined with."""
+        return self.policy.request
+
+    @property
+    def run_id(self) -> str:
+        return self.request.run_id
+
+    @property
     def gone(self) -> bool:
         return self.policy.unavailable is not None
 
     @property
     def lease_left(self) -> float:
         """Seconds."""
-        return max(0.0, self.heard_at + self.lease_seconds - time.monotonic())
+        return max(0.0, self.heard_at + self.request.lease_seconds - time.monotonic())
 
     def status(self) -> JoinStatus:
         paused = self.update is not None and self.update.held.done()
@@ -107,7 +110,7 @@ class JoinedRun:
             held_seconds=self.held_seconds,
             paused=paused,
             going_on=self.gate.num_in_flight if paused else 0,
-            adapters=() if self.policy.servers.adapters is None else self.policy.servers.adapters.in_use,
+            adapters=self.policy.servers.adapters_in_use,
         )
 
     async def hold(self, request: PauseRequest) -> None:
@@ -118,9 +121,9 @@ class JoinedRun:
         await asyncio.wait({self.update.held}, timeout=PAUSE_POLL_SECONDS)
 
     async def _hold(self, update: _Update, request: PauseRequest) -> None:
-        weights = self.policy.servers.weights
+        servers = self.policy.servers
         holding = self.gate.update(in_flight=request.in_flight, drain_seconds=request.drain_seconds)
-        async with holding as going_on, weights.lock:  # Health checks judge no weights while the lock is held.
+        async with holding as going_on, servers.lock:  # Health checks judge no weights while the lock is held.
             update.held.set_result(going_on)
             await update.released.wait()
             self.held += self.gate.num_waiting
@@ -132,7 +135,7 @@ class JoinedRun:
             return
         try:
             if updated:
-                await self.policy.servers.pool.update_replicas()
+                await self.policy.servers.update_replicas()
                 self.updates += 1
         finally:
             update.released.set()
@@ -176,7 +179,7 @@ class JoinedPolicies:
             await run.hold(request)
         elif isinstance(request, AnnounceRequest):
             try:
-                run.policy.servers.announce(request)
+                run.policy.announce(request)
             except ConfigError as error:
                 raise JoinError(422, str(error)) from error
         elif action == "/resume":
@@ -196,8 +199,8 @@ class JoinedPolicies:
                 f" killed, wait {other.lease_left:.0f} s for the end of its lease",
             )
         for run in others.values():
-            shared = {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in run.urls}
-            if shared and (changes_weights or run.changes_weights):
+            shared = {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in run.request.urls}
+            if shared and (changes_weights or run.request.label is not None):
                 raise JoinError(
                     409,
                     f"run {run.run_id} samples from {', '.join(sorted(shared))}, too, and one of the two runs would"
@@ -216,30 +219,27 @@ class JoinedPolicies:
     async def _serve(self, model: str, request: JoinRequest) -> JoinedRun:
         """The run, whose calls are answered from now on."""
         assert self._gateway is not None
-        changes_weights, known = request.label is not None, self._runs.get(model)
-        self._refuse_conflicts(model, request.run_id, request.urls, changes_weights)
+        self._refuse_conflicts(model, request.run_id, request.urls, request.label is not None)
+        known = self._runs.get(model)
         try:
             self._gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
         except ConfigError as error:
             raise JoinError(409, str(error)) from error
-        chat = await _open_chat(request)
-        servers = await FollowedServers.open(request, model, chat)
+        servers = await open_followed(request, model, await _open_chat(request))
         settings = LocalSettings(request.structured_output, request.record_top_logprobs)
         if known is not None and known.run_id == request.run_id:
             # Its trainer was started again: what it held back goes on with the weights it has now.
             run = known
-            run.lease_seconds, run.heard_at = request.lease_seconds, time.monotonic()
-            run.urls, run.changes_weights = request.urls, changes_weights
-            await run.policy.move(chat, servers)
+            run.heard_at = time.monotonic()
+            await run.policy.move(request, servers)
             self._gateway.add_policy(model, run.policy, settings)
             await run.release(updated=False)
         else:
             if known is not None:
                 await self._remove(model, known)
-            policy = FollowedPolicy(model, chat, servers)
+            policy = FollowedPolicy(request, servers)
             self._gateway.add_policy(model, policy, settings)
-            gate = self._gateway.gates.of(policy)
-            run = JoinedRun(request.run_id, policy, gate, request.lease_seconds, request.urls, changes_weights)
+            run = JoinedRun(policy, self._gateway.gates.of(policy))
             self._runs[model] = run
         if run.watch is None or run.watch.done():
             run.watch = asyncio.create_task(self._watch(run))
@@ -262,7 +262,7 @@ class JoinedPolicies:
         self.gone += 1
         reason = (
             f"the trainer of run {run.run_id}, whose policy is {run.policy.model!r}, has not been heard from for"
-            f" {run.lease_seconds:g} s; the call can be repeated once the run was resumed"
+            f" {run.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
         )
         log.warning("%s; %d calls waited for it", reason, run.gate.num_waiting)
         run.policy.end(reason)

@@ -110,18 +110,8 @@ class HttpModelServer:
     kv_cache_metrics: tuple[str, ...]
     """The names of the metric that `kv_cache_usage` reads."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        url: str,
-        *,
-        token: str | None = None,
-        seconds: float = 600.0,
-        connect_seconds: float = 10.0,
-    ) -> None:
-        self._http = JsonClient(
-            transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=connect_seconds
-        )
+    def __init__(self, transport: Transport, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
+        self._http = JsonClient(transport, url.removesuffix("/v1"), token, seconds=seconds, connect_seconds=10.0)
         self.url = self._http.url
 
     async def health(self) -> None:

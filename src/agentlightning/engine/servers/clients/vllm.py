@@ -16,7 +16,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -52,84 +51,42 @@ _CONSTRAINT_FIELDS: Final[Mapping[str, str]] = {"json_schema": "json", "grammar"
 """Kind of constraint -> vLLM's name for it."""
 
 
-class SamplingWire(ABC):
-    """One endpoint's request and response. `top_logprobs` is the number of most likely tokens requested."""
-
-    path: str
-
-    def __init__(self, top_logprobs: int) -> None:
-        self._top_logprobs = top_logprobs
-
-    @abstractmethod
-    def body(self, request: SampleRequest, stream: bool) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def chunk(self, choice: Mapping[str, Any]) -> TokenChunk: ...
-
-    def weights(self, choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        """See `Completion.weights`."""
-        return ()
-
-    @staticmethod
-    def has_choice(response: Mapping[str, Any]) -> bool:
-        return bool(response.get("choices"))
+def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
+    prompt, sampling = list(request.prompt), _sampling_params(request)
+    body: dict[str, Any] = {"model": request.model, "stream": stream}
+    if path == GENERATE:
+        return {**body, "token_ids": prompt, "sampling_params": sampling}
+    # It names tokens by their text unless asked for their ids.
+    return {**body, "prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
 
 
-class GenerateWire(SamplingWire):
-    """GENERATE."""
-
-    path = GENERATE
-
-    def body(self, request: SampleRequest, stream: bool) -> dict[str, Any]:
-        return {
-            "model": request.model,
-            "token_ids": list(request.prompt),
-            "stream": stream,
-            "sampling_params": _sampling_params(request),
-        }
-
-    def chunk(self, choice: Mapping[str, Any]) -> TokenChunk:
-        token_ids = tuple(choice.get("token_ids") or ())
-        content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
-        _check_aligned(token_ids, [entry["token_id"] for entry in content])
-        top_logprobs = tuple(
-            most_likely([(other["token_id"], other["logprob"]) for other in entry["top_logprobs"]], self._top_logprobs)
-            for entry in (content if self._top_logprobs else ())
-        )
-        return TokenChunk(token_ids, tuple(float(entry["logprob"]) for entry in content), top_logprobs)
-
-    def weights(self, choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        return tuple(
-            (str(span["version"]), span["end"] - span["start"]) for span in choice.get("weight_versions") or ()
-        )
+def _read_chunk(path: str, choice: Mapping[str, Any], limit: int) -> TokenChunk:
+    """The tokens of a response, with the `limit` most likely at each position."""
+    token_ids = tuple(choice.get("token_ids") or ())
+    logprobs: Mapping[str, Any] = choice.get("logprobs") or {}
+    if path == GENERATE:
+        content: Sequence[Mapping[str, Any]] = logprobs.get("content") or ()
+        named = [entry["token_id"] for entry in content]
+        values = [entry["logprob"] for entry in content]
+        others = [
+            [(other["token_id"], other["logprob"]) for other in entry["top_logprobs"]]
+            for entry in (content if limit else ())
+        ]
+    else:
+        named = [_token_id(name) for name in logprobs.get("tokens") or ()]
+        values = logprobs.get("token_logprobs") or ()
+        others = [
+            [(_token_id(name), value) for name, value in entry.items()]
+            for entry in (logprobs.get("top_logprobs") or () if limit else ())
+        ]
+    if list(token_ids) != named:
+        raise ValueError(f"tokens {list(token_ids)} with the log-probabilities of {named}")
+    return TokenChunk(token_ids, tuple(map(float, values)), tuple(most_likely(entry, limit) for entry in others))
 
 
-class CompletionsWire(SamplingWire):
-    """COMPLETIONS, which names tokens by their text unless asked for their ids."""
-
-    path = COMPLETIONS
-
-    def body(self, request: SampleRequest, stream: bool) -> dict[str, Any]:
-        return {
-            "model": request.model,
-            "prompt": list(request.prompt),
-            "stream": stream,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            **_sampling_params(request),
-        }
-
-    def chunk(self, choice: Mapping[str, Any]) -> TokenChunk:
-        token_ids = tuple(choice.get("token_ids") or ())
-        logprobs: Mapping[str, Any] = choice.get("logprobs") or {}
-        _check_aligned(token_ids, [_token_id(name) for name in logprobs.get("tokens") or ()])
-        top_logprobs = tuple(
-            most_likely([(_token_id(name), value) for name, value in entry.items()], self._top_logprobs)
-            for entry in (logprobs.get("top_logprobs") or () if self._top_logprobs else ())
-        )
-        return TokenChunk(
-            token_ids, tuple(float(value) for value in logprobs.get("token_logprobs") or ()), top_logprobs
-        )
+def _weights(choice: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """See `Completion.weights`; only GENERATE reports them."""
+    return tuple((str(span["version"]), span["end"] - span["start"]) for span in choice.get("weight_versions") or ())
 
 
 def _sampling_params(request: SampleRequest) -> dict[str, Any]:
@@ -163,11 +120,6 @@ def _token_id(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def _check_aligned(token_ids: Sequence[int], named: Sequence[int]) -> None:
-    if list(token_ids) != list(named):
-        raise ValueError(f"tokens {list(token_ids)} with the log-probabilities of {list(named)}")
-
-
 def most_likely(entries: Sequence[tuple[int, float]], limit: int) -> TopLogprobs:
     """The `limit` most likely of `entries`, without tokens that cannot be sampled."""
     possible = {token: value for token, value in entries if value > IMPOSSIBLE}
@@ -188,7 +140,7 @@ MOST_TIES: Final = 32
 
 
 class VllmServer(HttpModelServer):
-    """One vLLM server at `url` (without `/v1`) that serves `model`, by default the first it lists.
+    """One vLLM server at `url` (without `/v1`), and the first model it lists.
 
     `token` is the server's `--api-key`. A server that sends nothing for `seconds` while it samples has failed."""
 
@@ -196,33 +148,20 @@ class VllmServer(HttpModelServer):
     kv_cache_metrics = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
     """The metric's name, and the one it had before."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        url: str,
-        *,
-        model: str | None = None,
-        token: str | None = None,
-        seconds: float = 600.0,
-        connect_seconds: float = 10.0,
-    ) -> None:
-        super().__init__(transport, url, token=token, seconds=seconds, connect_seconds=connect_seconds)
-        self._model = model
-        self._has_generate: bool | None = None
-        """Whether the server has GENERATE; None: not known yet."""
-        self._partial_update = False
-        """Whether a weight update began and did not complete."""
+    _has_generate: bool | None = None
+    """Whether the server has GENERATE; None: not known yet."""
+    _partial_update = False
+    """Whether a weight update began and did not complete."""
 
     async def model_info(self) -> ServedModelInfo:
         cards: list[dict[str, Any]] = ((await self._http.get("/v1/models")) or {}).get("data", [])
         bases = [card for card in cards if not card.get("parent")]
-        matches = [card for card in bases if self._model in (None, card["id"])]
-        if not matches or "max_model_len" not in matches[0]:
+        if not bases or "max_model_len" not in bases[0]:
             names = ", ".join(str(card.get("id")) for card in bases) or "none"
-            raise ConfigError(f"{self.url} does not serve {self._model or 'a model'}: it serves {names}")
-        model = str(matches[0]["id"])
+            raise ConfigError(f"{self.url}/v1/models names no model with its max_model_len: it serves {names}")
+        model = str(bases[0]["id"])
         adapters = frozenset(str(card["id"]) for card in cards if card.get("parent") == model)
-        return ServedModelInfo(model, int(matches[0]["max_model_len"]), adapters)
+        return ServedModelInfo(model, int(bases[0]["max_model_len"]), adapters)
 
     async def verify(self, *, weights_change: bool) -> None:
         if weights_change:
@@ -243,41 +182,39 @@ class VllmServer(HttpModelServer):
         validate(request.params)
         if self._has_generate is None:
             self._has_generate = await self._detect_generate()
-        wire = (GenerateWire if self._has_generate else CompletionsWire)(request.params.top_logprobs)
-        body = wire.body(request, stream)
+        path = GENERATE if self._has_generate else COMPLETIONS
+        body = _body(path, request, stream)
+        completion: Completion | None = None
+
+        def read(response: Any) -> Completion:
+            """Pass on the tokens of a response or event; returns its end as far as it is known."""
+            if not isinstance(response, dict) or not response.get("choices"):
+                content = response.get("error", response) if isinstance(response, dict) else response
+                raise self._http.protocol_error(path, f"no answer but {content!r:.300}")
+            choice = response["choices"][0]
+            try:
+                chunk, weights = _read_chunk(path, choice, request.params.top_logprobs), _weights(choice)
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._http.protocol_error(path, f"an answer that cannot be read ({error!r})") from error
+            if chunk.token_ids:
+                on_chunk(chunk)
+            reason = choice.get("finish_reason")
+            if reason not in (None, "stop", "length"):
+                raise self._http.protocol_error(path, f"the answer was ended by the server ({reason})")
+            return Completion("length" if reason == "length" else "stop", weights)
+
         try:
             if not stream:
-                return self._read(wire, await self._http.post(wire.path, body), on_chunk)
-            return await self._stream(wire, body, on_chunk)
+                return read(await self._http.post(path, body))
+            async with aclosing(self._http.events(path, body)) as events:
+                async for event in events:
+                    if event.get("choices") or "error" in event:
+                        completion = read(event)
         except ModelServerError as error:
             raise caller_error(error, request) from None
-
-    async def _stream(self, wire: SamplingWire, body: Mapping[str, Any], on_chunk: OnChunk) -> Completion:
-        completion: Completion | None = None
-        async with aclosing(self._http.events(wire.path, body)) as events:
-            async for event in events:
-                if wire.has_choice(event) or "error" in event:
-                    completion = self._read(wire, event, on_chunk)
         if completion is None:
-            raise self._http.protocol_error(wire.path, "its answer has no end")
+            raise self._http.protocol_error(path, "its answer has no end")
         return completion
-
-    def _read(self, wire: SamplingWire, response: Any, on_chunk: OnChunk) -> Completion:
-        """Pass on the tokens of a response or event; returns its end as far as it is known."""
-        if not isinstance(response, dict) or not wire.has_choice(response):
-            content = response.get("error", response) if isinstance(response, dict) else response
-            raise self._http.protocol_error(wire.path, f"no answer but {content!r:.300}")
-        choice = response["choices"][0]
-        reason = choice.get("finish_reason")
-        try:
-            chunk, weights = wire.chunk(choice), wire.weights(choice)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._http.protocol_error(wire.path, f"an answer that cannot be read ({error!r})") from error
-        if chunk.token_ids:
-            on_chunk(chunk)
-        if reason not in (None, "stop", "length"):
-            raise self._http.protocol_error(wire.path, f"the answer was ended by the server ({reason})")
-        return Completion("length" if reason == "length" else "stop", weights)
 
     async def _detect_generate(self) -> bool:
         try:
