@@ -117,7 +117,13 @@ def test_an_algorithm_of_others_trains_and_names_its_file_where_it_fails(install
     failed = agl(installed, tmp_path, "train", *SMALL, *given, "--run-dir", str(run), fails=True)
     assert f"algorithm mine:LeaveOneOut ({tmp_path / 'mine.py'}) failed with AssertionError: too far" in failed.stderr
     assert "continue with  agl train --resume" in failed.stderr
-    (tmp_path / "mine.py").write_text(own)
     again = ["algorithm.type=mine.py:LeaveOneOut"]
+    wants = "            await training.collect([agl.Want(task=10**6)])\n            collected ="
+    (tmp_path / "mine.py").write_text(own.replace("            collected =", wants, 1))
+    failed = agl(installed, tmp_path, "train", "--resume", str(run), *again, fails=True)
+    text = f"mine:LeaveOneOut ({tmp_path / 'mine.py'}) failed with ValueError: task 1000000 is none of the run's"
+    assert text in failed.stderr
+    assert "continue with  agl train --resume" in failed.stderr
+    (tmp_path / "mine.py").write_text(own)
     agl(installed, tmp_path, "train", "--resume", str(run), *again)
     assert [each["step"] for each in metrics(run)] == [1, 2]

@@ -59,9 +59,9 @@ class Want:
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ConfigError(f"{self} is no rollout; n is 1 or more")
+            raise ValueError(f"{self} is no rollout; n is 1 or more")
         if self.task is not None and self.branch is not None:
-            raise ConfigError(f"{self} has two tasks; a branch has that of its rollout: leave task out")
+            raise ValueError(f"{self} has two tasks; a branch has that of its rollout: leave task out")
 
     @property
     def is_next(self) -> bool:
@@ -216,7 +216,7 @@ class RolloutSource(Protocol):
     """Where an algorithm's rollouts come from: run for each step, run ahead of it, or recorded earlier."""
 
     async def next(self, request: RolloutRequest) -> Collected:
-        """The next batch. The same request in a resumed run continues what was interrupted. Raises ConfigError for a
+        """The next batch. The same request in a resumed run continues what was interrupted. Raises ValueError for a
         task or a branch that does not exist, before anything is run, and TrainingStopped where too many rollouts
         failed or were rejected."""
         ...
@@ -347,7 +347,7 @@ class Training(Protocol):
         top_k: int = 0,
     ) -> Collected:
         """The next batch of rollouts: what is wanted, and `group_size` of each of the next `tasks` tasks, sampled as
-        the other fields of a `RolloutRequest` say. Raises ConfigError for a task or a branch that does not exist,
+        the other fields of a `RolloutRequest` say. Raises ValueError for a task or a branch that does not exist,
         before anything is run, and TrainingStopped where too many rollouts failed or were rejected."""
         ...
 

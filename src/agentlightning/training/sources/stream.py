@@ -477,22 +477,22 @@ class RolloutStream:
         return plans
 
     def _index(self, task: Any) -> int:
-        """The place of a task that is given as its place, or itself. Raises ConfigError."""
+        """The place of a task that is given as its place, or itself. Raises ValueError."""
         if isinstance(task, int) and 0 <= task < len(self.tasks):
             return task
         found = next((index for index, own in enumerate(self.tasks) if own == task), None)
         if found is None:
-            raise ConfigError(
+            raise ValueError(
                 f"task {task!r:.200} is none of the run's {len(self.tasks)} training tasks; name one of"
                 " training.train_tasks, by its place from 0 or as it is there"
             )
         return found
 
     async def _branch(self, point: BranchPoint) -> tuple[str, Any, Mapping[str, Any] | None]:
-        """(group, task, what the gateway reads) of rollouts that branch off here. Raises ConfigError."""
+        """(group, task, what the gateway reads) of rollouts that branch off here. Raises ValueError."""
         rollout = await self.collector.store.get_rollout_by_id(point.rollout_id)
         if rollout is None or not point.rollout_id.startswith(f"{self.state.run_id}-train-"):
-            raise ConfigError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
+            raise ValueError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
         group = str(rollout.metadata["group"])
         read, rejected = await self.collector.reader.read({point.rollout_id: group})
         answers = {call.span_id: len(call.response_token_ids) for each in read for call in each.transitions}
@@ -500,14 +500,14 @@ class RolloutStream:
         oldest = max(map(self._age, read), default=0)
         if rejected or point.call not in calls:
             why = rejected[0].message if rejected else f"its calls of the policy are {', '.join(calls) or 'none'}"
-            raise ConfigError(f"nothing can branch off rollout {point.rollout_id} at call {point.call!r}: {why}")
+            raise ValueError(f"nothing can branch off rollout {point.rollout_id} at call {point.call!r}: {why}")
         if oldest > self.max_staleness:
-            raise ConfigError(
+            raise ValueError(
                 f"nothing can branch off rollout {point.rollout_id}, which is {oldest} updates old; run.max_staleness="
                 f"{self.max_staleness} allows no more than that"
             )
         if not 0 <= point.kept < max(1, answers[point.call]):
-            raise ConfigError(
+            raise ValueError(
                 f"nothing can branch off rollout {point.rollout_id} after {point.kept} tokens of call {point.call!r}:"
                 f" its answer has {answers[point.call]}, and the last one ends it"
             )
