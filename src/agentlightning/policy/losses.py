@@ -230,18 +230,18 @@ class ClippedLoss(RatioLoss):
     clip_high: float = Field(default=0.28, gt=0)
     """How far a ratio may rise above 1 before it stops counting."""
 
-    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
+    def _ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
         """The importance ratio r of each token [N]."""
         return log_ratio.exp()
 
-    def objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def _objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """What is maximised [N]."""
         return (ratio * advantages).minimum(ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
 
     def __call__(self, tokens: TokenBatch) -> LossValue:
         log_ratio, advantages = clamped_log_ratio(tokens), tokens.columns[ADVANTAGES]
-        ratio = self.ratio(tokens, log_ratio)
-        objective = self.objective(ratio, advantages)
+        ratio = self._ratio(tokens, log_ratio)
+        objective = self._objective(ratio, advantages)
         metrics = ratio_metrics(log_ratio, ratio, objective != ratio * advantages)
         return LossValue(-(tokens.weights * objective).sum(), metrics)
 
@@ -269,8 +269,8 @@ class PPOLoss(ClippedLoss):
     dual_clip: float | None = Field(default=None, gt=1)
     """Where A < 0 the loss is at most dual_clip * |A| (Ye et al. 2020, arXiv:1912.09729, equation 5)."""
 
-    def objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        objective = super().objective(ratio, advantages)
+    def _objective(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        objective = super()._objective(ratio, advantages)
         if self.dual_clip is None:
             return objective
         return objective.maximum(self.dual_clip * advantages).where(advantages < 0, objective)
@@ -300,7 +300,7 @@ class GSPOLoss(ClippedLoss):
 
     spans_rollout: ClassVar[bool] = True
 
-    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
+    def _ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
         total, count = sums_over_rollout(tokens, log_ratio)
         return shared_ratio(tokens, total / count)
 
@@ -323,7 +323,7 @@ class TurnLoss(ClippedLoss):
     type: Literal["turn"] = "turn"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which loss this is."""
 
-    def ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
+    def _ratio(self, tokens: TokenBatch, log_ratio: Tensor) -> Tensor:
         total, count = sums_over(tokens.call, log_ratio)
         return shared_ratio(tokens, total / count)
 
