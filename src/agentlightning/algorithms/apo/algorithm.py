@@ -22,11 +22,10 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
 )
 from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.models import Writer, open_model
+from agentlightning.algorithms.apo.models import open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.search import Search, SearchContext
+from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
 from agentlightning.algorithms.apo.text import placeholders
-from agentlightning.algorithms.apo.trials import RunEvaluator, templates
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
@@ -212,7 +211,7 @@ class APO(Algorithm[APOConfig]):
         )
         on_favourite = self.on_favourite
         if on_favourite is not None:
-            context.on_favourite = lambda candidate: on_favourite(dict(candidate.texts), spending.calls)
+            context.on_favourite = lambda texts: on_favourite(dict(texts), spending.calls)
         return SEARCHES[config.search](context)
 
     def _restore(self, search: Search) -> None:
