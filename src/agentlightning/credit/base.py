@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -119,6 +119,13 @@ class Credit:
     """What a value head learns from each token; None: the rule says nothing about it."""
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the rule did, by name: added up over a batch and shown in the metrics of the step."""
+
+    def of_calls(self, group: Group) -> Iterator[tuple[Transition, Any, Any, Any]]:
+        """Each call of the group with its advantage, its weight and what a value head learns (None: nothing)."""
+        for i, trajectory in enumerate(group):
+            for k, call in enumerate(trajectory.transitions):
+                weight = 1.0 if self.weights is None else self.weights[i][k]
+                yield call, self.advantages[i][k], weight, None if self.returns is None else self.returns[i][k]
 
 
 CallColumns: TypeAlias = Mapping[str, Mapping[tuple[str, str], Any]]
