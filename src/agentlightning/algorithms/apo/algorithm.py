@@ -30,7 +30,7 @@ from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, prompts_in
-from agentlightning.util.settings import SettingsSignature, settings_from
+from agentlightning.util.settings import SettingsSignature
 
 SEARCHES: Mapping[str, type[Search]] = {"reflective": ReflectiveSearch, "gepa": GepaSearch, "beam": BeamSearch}
 BEAM = tuple(BeamSearchConfig.model_fields)
@@ -86,7 +86,7 @@ class APO(Algorithm[APOConfig]):
         beam = {name: given.pop(name) for name in BEAM if name in given}
         if beam:
             given = {"search": "beam", **given, "beam": {**dict(given.get("beam") or {}), **beam}}
-        self.config = settings_from(APOConfig, given, base=config, source="from the arguments of APO")
+        super().__init__(config, **given)
         self.client = async_openai_client
         self._search: Search | None = None
         self._learned: Mapping[str, Any] = {}

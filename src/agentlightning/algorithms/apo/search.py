@@ -465,9 +465,10 @@ class Search(ABC):
         """Continue from what `state_dict` returned."""
         for name, kind in self.learned.items():
             setattr(self, name, TypeAdapter(kind).validate_python(state[name]))
-        version, internal, gauss = state["random"]
-        self.random.setstate((version, tuple(internal), gauss))
-        self.context.playbook.counts = dict(state["playbook"]["counts"])
+        if "random" in state:  # A gepa search of an earlier version kept none.
+            version, internal, gauss = state["random"]
+            self.random.setstate((version, tuple(internal), gauss))
+            self.context.playbook.counts = {item: list(counts) for item, counts in state["playbook"]["counts"].items()}
 
     def reopen(self) -> None:
         """Go on with a search that ended, because its budget has grown."""
