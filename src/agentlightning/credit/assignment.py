@@ -110,22 +110,22 @@ class Assignment:
         for trajectory in (each for group in groups for each in group):
             refuse_not_finite(trajectory)
         views = self._views(groups)
-        shown = [[[self._shown(each, view) for each in group] for group in groups] for view in views]
-        if len(views) > 1:
-            shown = [_apart(own, view) for own, view in zip(shown, views, strict=True)]
-        rewarded = [[[each for each in group if each.reward is not None] for group in own] for own in shown]
-        parts = [self._assign_view(own, context) for own in rewarded]
+        known = [set[str]() for _ in groups]
+        parts = [list[tuple[View, Group, Credit]]() for _ in groups]
+        for view in views:
+            shown = [[self._shown(each, view) for each in group] for group in groups]
+            if len(views) > 1:
+                shown = _apart(shown, view)
+            rewarded = [[each for each in group if each.reward is not None] for group in shown]
+            credits = self._assign_view(rewarded, context)
+            for g, members in enumerate(rewarded):
+                known[g].update(each.rollout_id for each in members)
+                if g in credits:
+                    parts[g].append((view, members, credits[g]))
         found: list[GroupCredit] = []
-        for g, group in enumerate(groups):
-            known = {each.rollout_id for own in rewarded for each in own[g]}
-            kept = [each for each in group if each.rollout_id in known]
-            own = [
-                (view, members[g], part[g])
-                for view, members, part in zip(views, rewarded, parts, strict=True)
-                if g in part
-            ]
-            credit = _joined(kept, own) if own else None
-            found.append(GroupCredit(kept, credit, len(kept) < self.rule.min_group))
+        for group, ids, own in zip(groups, known, parts, strict=True):
+            kept = [each for each in group if each.rollout_id in ids]
+            found.append(GroupCredit(kept, _joined(kept, own) if own else None, len(kept) < self.rule.min_group))
         return found
 
     def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> dict[int, Credit]:
