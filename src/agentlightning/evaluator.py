@@ -23,7 +23,7 @@ from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.task import load_dataset, overlaps, task_key
 from agentlightning.training.agent_runner import credentials, load_agent, make_runner, rollout_config, run_beside
-from agentlightning.training.evaluation_cache import EvaluationCache, open_cache
+from agentlightning.training.evaluation_cache import open_cache
 from agentlightning.training.measurements import TEMPERATURES, evaluate_tasks
 from agentlightning.training.sources.collector import EVALUATION_ADVICE, RolloutCollector
 from agentlightning.training.sources.reader import TrajectoryReader
@@ -149,7 +149,16 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         store, cache, ids = InMemoryLightningStore(), None, None
         stack.push_async_callback(store.close)
         if job.cache is not None:
-            cache = _open_cache(Path(job.cache), job, stack)
+            cache = open_cache(
+                Path(job.cache),
+                stack,
+                agent=job.agent,
+                reward=job.reward,
+                model=model,
+                mode=job.mode,
+                config=config,
+                resources=job.resources,
+            )
             store, ids = cache.store, cache.rollout_ids(job.tasks, job.repeats)
         queue, redirect = None if cache is None else cache.queue, model is not None
         runner = make_runner(config, store, job.agent, job.reward, secret, redirect=redirect, queue=queue)
@@ -192,19 +201,6 @@ async def _evaluate(job: _Job, progress: Progress) -> Evaluation:
         found = [reward for each in result.rollouts for reward in each]
         known = [rollout_id for rollout_id, reward in zip(ids or (), found, strict=False) if reward is not None]
         return replace(result, cached=len(done.intersection(known)))
-
-
-def _open_cache(directory: Path, job: _Job, stack: AsyncExitStack) -> EvaluationCache:
-    return open_cache(
-        directory,
-        stack,
-        agent=job.agent,
-        reward=job.reward,
-        model=job.model,
-        mode=job.mode,
-        config=job.config,
-        resources=job.resources,
-    )
 
 
 async def _note_first(collector: RolloutCollector, collected: Collected, progress: Progress) -> None:
