@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentlightning.algorithms.recorded.filters import load_demonstrations
-from agentlightning.algorithms.recorded.sessions import to_trajectories
+from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig, batches, to_sample
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.demo.problems import TOOLS, demonstrations
@@ -74,7 +74,7 @@ def test_nothing_that_the_model_can_hold_is_an_error_that_names_the_first(chat: 
 
 def test_only_what_the_assistant_wrote_is_trained_with_its_end_of_turn(chat: HFChatFormat) -> None:
     demonstration = demonstrations(1)[0]
-    sample = to_sample(to_trajectories([demonstration], chat, 512))
+    sample = to_sample(Tokenizer(chat, 512).trajectories([demonstration]))
     call, answer = trained_texts(sample, chat)
     assert call.startswith("<tool_call>")
     assert call.endswith("</tool_call><|im_end|>")
@@ -83,7 +83,7 @@ def test_only_what_the_assistant_wrote_is_trained_with_its_end_of_turn(chat: HFC
 
 def test_the_tokens_are_those_of_the_rendered_conversation(chat: HFChatFormat) -> None:
     messages = demonstrations(1)[0]["messages"]
-    tree = to_sample(to_trajectories([{"messages": messages, "tools": TOOLS}], chat, 512)).tree
+    tree = to_sample(Tokenizer(chat, 512).trajectories([{"messages": messages, "tools": TOOLS}])).tree
     (leaf,) = tree.leaves()
     tokens = [token for index in tree.path(leaf) for token in tree.nodes[index].token_ids]
     rendered = chat.render(messages, TOOLS, add_generation_prompt=False)
@@ -94,8 +94,8 @@ def test_the_tokens_are_those_of_the_rendered_conversation(chat: HFChatFormat) -
 
 def test_a_batch_weighs_every_trained_token_the_same_and_stores_a_common_prompt_once(chat: HFChatFormat) -> None:
     course = demonstrations(6)
-    alone = [to_sample(to_trajectories([each], chat, 512)).tree for each in course]
-    batch = to_sample(to_trajectories(course, chat, 512))
+    alone = [to_sample(Tokenizer(chat, 512).trajectories([each])).tree for each in course]
+    batch = to_sample(Tokenizer(chat, 512).trajectories(course))
     weights = [weight for row in batch.weights for weight in row]
     assert sum(weights) == pytest.approx(1.0)
     assert set(weights) == {weights[0]}
@@ -104,7 +104,7 @@ def test_a_batch_weighs_every_trained_token_the_same_and_stores_a_common_prompt_
 
 
 def test_a_conversation_that_stands_twice_in_a_batch_is_trained_twice(chat: HFChatFormat) -> None:
-    sample = to_sample(to_trajectories([question("Is it?")] * 2, chat, 512))
+    sample = to_sample(Tokenizer(chat, 512).trajectories([question("Is it?")] * 2))
     assert trained_texts(sample, chat) == ["yes<|im_end|>"] * 2
 
 
@@ -117,7 +117,7 @@ def test_a_template_that_rewrites_earlier_answers_trains_each_answer_after_its_o
     )
     chat = HFChatFormat(tokenizer)
     messages = question("first", "one")["messages"] + question("second", "two")["messages"]
-    (example,) = to_trajectories([messages], chat, 512)
+    (example,) = Tokenizer(chat, 512).trajectories([messages])
     prompts = [chat.decode(call.prompt_token_ids) for call in example.transitions]
     assert [chat.decode(call.response_token_ids) for call in example.transitions] == ["one<|im_end|>", "two<|im_end|>"]
     assert "old" in prompts[1]
@@ -149,7 +149,7 @@ async def test_records_are_taken_in_whatever_form_tasks_are(kind: Any) -> None:
 
 def test_trajectories_are_imitated_as_they_were_sampled(chat: HFChatFormat) -> None:
     call = Transition("r", "a", "s", 1, (5, 6, 7), (8, 9), (-1.0, -2.0))
-    sample = to_sample(to_trajectories([Trajectory("r", "a", (call,), reward=1.0)] * 2, chat, 512))
+    sample = to_sample(Tokenizer(chat, 512).trajectories([Trajectory("r", "a", (call,), reward=1.0)] * 2))
     trained = [n for n, w in zip(sample.tree.nodes, sample.weights, strict=True) if any(w)]
     assert [node.token_ids for node in trained] == [(8, 9), (8, 9)]
     assert "advantages" not in sample.columns  # a log-likelihood has none
@@ -157,7 +157,7 @@ def test_trajectories_are_imitated_as_they_were_sampled(chat: HFChatFormat) -> N
 
 def test_a_single_token_has_the_whole_weight(chat: HFChatFormat) -> None:
     call = Transition("r", "a", "s", 1, (5, 6, 7), (8,), (-1.0,))
-    sample = to_sample(to_trajectories([Trajectory("r", "a", (call,))], chat, 512))
+    sample = to_sample(Tokenizer(chat, 512).trajectories([Trajectory("r", "a", (call,))]))
     assert sample.weights[-1].tolist() == [1.0]
 
 
@@ -290,7 +290,7 @@ async def test_an_open_policy_is_trained_in_place_and_stays_open(directory: Path
 )
 def test_a_conversation_that_cannot_be_trained_on_is_named(chat: HFChatFormat, record: Any, complaint: str) -> None:
     with pytest.raises(DatasetError, match=complaint):
-        to_trajectories([question("fine"), record], chat, 512)
+        Tokenizer(chat, 512).trajectories([question("fine"), record])
 
 
 def test_settings_that_cannot_work_are_refused(directory: Path) -> None:

@@ -26,9 +26,9 @@ def assign(group: list[Trajectory], mode: Any, rule: Any = "uniform", **more: An
 
 def test_shared_rewards_are_those_of_the_rollout_or_else_of_all_its_agents() -> None:
     both = assign([rollout("a", 1.0, writer=5.0), rollout("b", 0.0)], "shared").credit
-    assert both.advantages == [(0.5, 0.5), (-0.5, -0.5)]
+    assert both.advantages == [[0.5, 0.5], [-0.5, -0.5]]
     summed = assign([rollout("a", None, writer=2.0, critic=1.0), rollout("b", 1.0)], "shared").credit
-    assert summed.advantages == [(1.0, 1.0), (-1.0, -1.0)]
+    assert summed.advantages == [[1.0, 1.0], [-1.0, -1.0]]
 
 
 def test_own_rewards_reach_the_calls_of_their_agent_and_no_others() -> None:

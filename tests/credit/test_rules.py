@@ -72,8 +72,10 @@ def test_reinforce_learns_from_one_rollout() -> None:
 @pytest.mark.parametrize("rule", [GroupRelativeCredit(), ReinforceCredit()])
 def test_intermediate_rewards_are_refused_unless_they_are_to_be_ignored(rule: CreditRule) -> None:
     with pytest.raises(RewardError, match=rf'call s0 of rollout ro-0.*rule "{rule.type}".*intermediate="ignore"'):
-        rule.advantages(group(0.0, 1.0, step=0.5))
-    assert credit_rule({"type": rule.type, "intermediate": "ignore"}).advantages(group(0.0, 1.0, step=0.5))
+        rule.assign([group(0.0, 1.0, step=0.5)], CreditContext())
+    assert credit_rule({"type": rule.type, "intermediate": "ignore"}).assign(
+        [group(0.0, 1.0, step=0.5)], CreditContext()
+    )[0]
 
 
 def test_named_dimensions_are_refused_by_rules() -> None:

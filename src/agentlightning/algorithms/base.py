@@ -86,7 +86,8 @@ class Algorithm(ABC, Generic[C]):
     """What the default learning rate is chosen for."""
 
     def __init__(self, config: C | None = None, **settings: Any) -> None:
-        made: Any = settings_from(self.config_class, settings, base=config)
+        source = f"from the arguments of {type(self).__name__}"
+        made: Any = settings_from(self.config_class, settings, base=config, source=source)
         self.config = made if made.type else made.model_copy(update={"type": class_name(self)})
 
     def with_settings(self, values: Mapping[str, Any], source: str) -> Self:

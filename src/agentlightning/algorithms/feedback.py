@@ -56,20 +56,32 @@ async def with_feedback(
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains."""
     reprompt = Reprompt(training.chat, training.context_length)
-    found: list[RepromptedGroup] = []
+    groups: list[Sequence[Trajectory]] = []
+    trees: list[TokenTree] = []
+    adapters: list[str | None] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
         texts = feedback_of(group, setting, training.chat, weights)
         changed, left_out = reprompted(group, texts, reprompt, target_agent, trains)
         counts["feedback_left_out"] += left_out
-        counts["calls_with_feedback"] += sum(each.calls for each in changed)
-        found += changed
-    if not found:
-        return with_teacher(samples, (), ()), counts
+        for adapter, rollouts in changed.items():
+            counts["calls_with_feedback"] += sum(len(each.transitions) for each in rollouts)
+            groups.append(group)
+            trees.append(token_tree(rollouts))
+            adapters.append(adapter)
     column: ScoreColumn = "average_logprobs" if setting.rate < 1 else "logprobs"
-    trees, adapters = [each.tree for each in found], [each.adapter for each in found]
-    scores = await scores_by_adapter(learner_of(training), trees, column, adapters)
-    return with_teacher(samples, found, scores), counts
+    scores = await scores_by_adapter(learner_of(training), trees, column, adapters) if trees else []
+    known: dict[str | None, dict[CallKey, FloatArray]] = {}
+    for adapter, tree, values in zip(adapters, trees, scores, strict=True):
+        known.setdefault(adapter, {}).update(by_call([tree], [values]))
+    trained = {(each.adapter, node.rollout_id) for each in samples for node in each.tree.nodes if node.sampled}
+    # A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own.
+    unrewarded = [
+        _unrewarded(group, adapter)
+        for group, adapter in zip(groups, adapters, strict=True)
+        if not any((adapter, each.rollout_id) in trained for each in group)
+    ]
+    return [_with_columns(each, known.get(each.adapter, {})) for each in (*samples, *unrewarded)], counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,69 +162,30 @@ def _errors(trajectory: Trajectory) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class RepromptedGroup:
-    """The calls of a group that have feedback and train the same weights, after prompts that end with it."""
-
-    group: Sequence[Trajectory]
-    tree: TokenTree
-    calls: int
-    adapter: str | None = None
-    """What they train; None: the policy itself."""
-
-    @property
-    def rollouts(self) -> frozenset[str]:
-        return frozenset(each.rollout_id for each in self.group)
-
-    def is_in(self, sample: TrainingSample) -> bool:
-        """Whether a sample trains these weights on this group."""
-        return sample.adapter == self.adapter and bool(_rollouts(sample) & self.rollouts)
-
-
 def reprompted(
     group: Sequence[Trajectory],
     texts: Mapping[CallKey, str],
     reprompt: Reprompt,
     target_agent: str | None,
     trains: Trains | None = None,
-) -> tuple[list[RepromptedGroup], int]:
-    """The group with feedback in its prompts, once for each of the weights that its calls train, and the number of
-    calls it could not be given to. Calls that train nothing need none."""
-    by_name: dict[str, list[Trajectory]] = {}
+) -> tuple[dict[str | None, list[Trajectory]], int]:
+    """The rollouts of a group with feedback in their prompts, by the adapter that their calls train (None: the policy
+    itself), and the number of calls it could not be given to. Calls that train nothing need none."""
+    found: dict[str | None, list[Trajectory]] = {}
     left_out = 0
     for trajectory in group:
-        own: dict[str, list[Transition]] = {}
+        own: dict[str | None, list[Transition]] = {}
         for call in trajectory.transitions:
             text, name = texts.get((call.rollout_id, call.span_id)), OWN if trains is None else trains(call)
             if text is None or name is None or not is_target(call.agent, target_agent):
                 continue
-            if (found := reprompt(call, text)) is None:
+            if (changed := reprompt(call, text)) is None:
                 left_out += 1
             else:
-                own.setdefault(name, []).append(found)
-        for name, calls in own.items():
-            by_name.setdefault(name, []).append(replace(trajectory, transitions=tuple(calls)))
-    return [_reprompted(group, changed, name or None) for name, changed in by_name.items()], left_out
-
-
-def _reprompted(group: Sequence[Trajectory], changed: Sequence[Trajectory], adapter: str | None) -> RepromptedGroup:
-    return RepromptedGroup(group, token_tree(changed), sum(len(each.transitions) for each in changed), adapter)
-
-
-def with_teacher(
-    samples: Sequence[TrainingSample], groups: Sequence[RepromptedGroup], scores: Sequence[tuple[FloatArray, ...]]
-) -> list[TrainingSample]:
-    """The samples with `teacher_logprobs`, and with weights of the reference stream for the calls that have feedback.
-    A group that is in no sample of its adapter, because its rewards are all equal, gets one of its own."""
-    found = [_with_columns(sample, {}) for sample in samples]
-    for each, values in zip(groups, scores, strict=True):
-        calls = by_call([each.tree], [tuple(values)])
-        place = next((i for i, sample in enumerate(samples) if each.is_in(sample)), None)
-        if place is None:
-            found.append(_with_columns(_unrewarded(each.group, each.adapter), calls))
-        else:
-            found[place] = _with_columns(samples[place], calls)
-    return found
+                own.setdefault(name or None, []).append(changed)
+        for adapter, calls in own.items():
+            found.setdefault(adapter, []).append(replace(trajectory, transitions=tuple(calls)))
+    return found, left_out
 
 
 def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSample:
@@ -223,11 +196,8 @@ def _unrewarded(group: Sequence[Trajectory], adapter: str | None) -> TrainingSam
     return TrainingSample(tree, columns={ADVANTAGES: zeros, WEIGHTS: zeros}, adapter=adapter, share=0.0)
 
 
-def _rollouts(sample: TrainingSample) -> frozenset[str | None]:
-    return frozenset(node.rollout_id for node in sample.tree.nodes if node.sampled)
-
-
 def _with_columns(sample: TrainingSample, calls: Mapping[CallKey, Any]) -> TrainingSample:
+    """The sample with `teacher_logprobs`, and with weights of the reference stream for the calls that have feedback."""
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
     weights = by_node(sample.tree, {call: np.ones(len(values), np.float32) for call, values in calls.items()})

@@ -67,7 +67,7 @@ from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, Loss, PPOLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
-from agentlightning.util.settings import SettingsSignature, settings_from
+from agentlightning.util.settings import SettingsSignature
 
 
 class LightningRLConfig(RolloutsConfig):
@@ -262,9 +262,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
 
     def __init__(self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Any) -> None:
         self.store = store
-        self.config = settings_from(
-            LightningRLConfig, one_credit_setting(settings), base=config, source="from the arguments of LightningRL"
-        )
+        super().__init__(config, **one_credit_setting(settings))
         self._roles = AgentRoles(self.config.agents)
         self._credit = CreditAssigner(
             assignment_of(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)

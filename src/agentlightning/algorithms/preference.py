@@ -35,7 +35,7 @@ from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory
-from agentlightning.util.settings import SettingsSignature, settings_from
+from agentlightning.util.settings import SettingsSignature
 
 
 class DPOConfig(RolloutsConfig):
@@ -94,7 +94,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
     def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Any) -> None:
         if isinstance(data, str | Path):
             settings["data"], data = str(data), None
-        self.config = settings_from(DPOConfig, settings, base=config, source="from the arguments of DPO")
+        super().__init__(config, **settings)
         self.data = self.config.data if data is None else data
         if self.data is not None and self.config.pairs != "sessions":
             raise ConfigError(f"pairs={self.config.pairs!r} is for recorded sessions; data has its own pairs")

@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +29,7 @@ from agentlightning.algorithms.agents import of_target
 from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig, register
 from agentlightning.algorithms.columns import learner_of
 from agentlightning.algorithms.recorded.filters import Demonstrations, load_demonstrations, to_examples
+from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.algorithms.reward_shaping import reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
@@ -43,7 +42,7 @@ from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.settings import SettingsSignature, settings_from
+from agentlightning.util.settings import SettingsSignature
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number, from 1, and its metrics."""
@@ -177,9 +176,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
         check_trainable(model)
         given = {"dataset": dataset, "validation": validation, "output": output}
         files = {name: str(each) for name, each in given.items() if isinstance(each, str | Path)}
-        self.config = settings_from(
-            SFTConfig, settings | files, base=config, source="from the arguments of SFTAlgorithm"
-        )
+        super().__init__(config, **settings | files)
         self.dataset = self.config.dataset if dataset is None or "dataset" in files else dataset
         self.validation = self.config.validation if validation is None or "validation" in files else validation
         self.output = None if self.config.output is None else Path(self.config.output)
@@ -254,13 +251,12 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
 
     async def _learn(self, training: Any) -> SFTResult:
         """Do the steps after `training.step`."""
-        first, steps, found, target = training.step, self.total_steps, self._demonstrations, self.config.target_agent
-        notes = Counter[str]()
-        into = partial(
-            to_examples, target=target, chat=training.chat, context_length=training.context_length, notes=notes
+        first, steps, found = training.step, self.total_steps, self._demonstrations
+        tokenizer = Tokenizer(training.chat, training.context_length, target=self.config.target_agent)
+        examples, left_out = await asyncio.to_thread(to_examples, found.training, tokenizer)
+        held_back, unmeasured = (
+            await asyncio.to_thread(to_examples, found.validation, tokenizer) if found.validation else ([], {})
         )
-        examples, left_out = await asyncio.to_thread(into, found.training)
-        held_back, unmeasured = await asyncio.to_thread(into, found.validation) if found.validation else ([], {})
         left_out |= {f"validation_{reason}": count for reason, count in unmeasured.items()}
         trees = [tree for each in held_back if (tree := token_tree([each])).num_sampled]
         losses, validation_losses, tokens = list[float](), dict[int, float](), 0
@@ -302,7 +298,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
             {**found.left_out, **left_out},
             validation_losses,
             best,
-            dict(notes),
+            dict(tokenizer.counts),
         )
 
     def _open(self, model: Any, steps: int) -> Policy:

@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning.assemble import scalar_reward
 from agentlightning.credit.agent_rewards import AgentRewards, agents_apart, check_agents, reward_of
 from agentlightning.credit.base import Credit, CreditContext, CreditRule, Group, credit_rule, credited, memory_key
-from agentlightning.credit.normalization import GDPO, Normalization, dimensions, normalization
+from agentlightning.credit.normalization import GDPO, Normalization, dimensions
+from agentlightning.credit.normalization import normalization as read_normalization
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Reward, Trajectory, Transition
 
@@ -26,8 +27,7 @@ EqualGroups: TypeAlias = Literal["keep", "filter"]
 is divided by and in losses that read no advantages; or filter, as if they were not in the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What a rule is shown: the rewards of one agent, in one dimension."""
 
     agent: str | None = None
@@ -73,7 +73,7 @@ class Assignment:
     def of(
         cls,
         rule: str | Mapping[str, Any] | CreditRule | Assignment,
-        normalize: str | Mapping[str, Any] | Normalization = "rule",
+        normalization: str | Mapping[str, Any] | Normalization = "rule",
         agent_rewards: AgentRewards = "shared",
         reward_weights: Mapping[str, float] | None = None,
         equal_groups: EqualGroups = "keep",
@@ -82,7 +82,7 @@ class Assignment:
         together."""
         if isinstance(rule, Assignment):
             return rule
-        own = normalization(normalize)
+        own = read_normalization(normalization)
         found = own.check_rule(credit_rule(rule))
         if own.type == GDPO and not reward_weights:
             raise ConfigError('normalization "gdpo" adds up dimensions of the reward; name them in reward_weights')
@@ -110,36 +110,37 @@ class Assignment:
         for trajectory in (each for group in groups for each in group):
             refuse_not_finite(trajectory)
         views = self._views(groups)
-        shown = [[[self._shown(each, view) for each in group] for group in groups] for view in views]
-        if len(views) > 1:
-            shown = [_apart(own, view) for own, view in zip(shown, views, strict=True)]
-        known = [
-            [any(own[g][i].reward is not None for own in shown) for i in range(len(group))]
-            for g, group in enumerate(groups)
-        ]
-        parts = [self._assign_view(own, context) for own in shown]
+        known = [set[str]() for _ in groups]
+        parts = [list[tuple[View, Group, Credit]]() for _ in groups]
+        for view in views:
+            shown = [[self._shown(each, view) for each in group] for group in groups]
+            if len(views) > 1:
+                shown = _apart(shown, view)
+            rewarded = [[each for each in group if each.reward is not None] for group in shown]
+            credits = self._assign_view(rewarded, context)
+            for g, members in enumerate(rewarded):
+                known[g].update(each.rollout_id for each in members)
+                if g in credits:
+                    parts[g].append((view, members, credits[g]))
         found: list[GroupCredit] = []
-        for g, group in enumerate(groups):
-            kept = [i for i in range(len(group)) if known[g][i]]
-            own = [(view, part[g]) for view, part in zip(views, parts, strict=True) if part[g] is not None]
-            credit = _joined([group[i] for i in kept], kept, own) if own else None
-            found.append(GroupCredit([group[i] for i in kept], credit, len(kept) < self.rule.min_group))
+        for group, ids, own in zip(groups, known, parts, strict=True):
+            kept = [each for each in group if each.rollout_id in ids]
+            found.append(GroupCredit(kept, _joined(kept, own) if own else None, len(kept) < self.rule.min_group))
         return found
 
-    def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> list[tuple[list[int], Credit] | None]:
-        """For each group, the rollouts that have a reward in this view, and their credit."""
-        members = [[i for i, each in enumerate(group) if each.reward is not None] for group in groups]
-        large = [g for g, own in enumerate(members) if len(own) >= self.rule.min_group]
-        chosen = [[groups[g][i] for i in members[g]] for g in large]
+    def _assign_view(self, groups: Sequence[Group], context: CreditContext) -> dict[int, Credit]:
+        """The credit of the groups that have some in this view, by their place."""
+        large = {g: group for g, group in enumerate(groups) if len(group) >= self.rule.min_group}
+        chosen = list(large.values())
         how = Normalization(type="group") if self.normalization.type == GDPO else self.normalization
         credits = credited(self.rule, chosen, context)
         if keeps := self.equal_groups == "keep":
             credits = [_zeros(group) if own is None else own for group, own in zip(chosen, credits, strict=True)]
-        found: list[tuple[list[int], Credit] | None] = [None] * len(groups)
-        for g, credit in zip(large, how.apply(chosen, credits), strict=True):
-            if credit is not None and (keeps or not _teaches_nothing(credit)):
-                found[g] = members[g], credit
-        return found
+        return {
+            g: credit
+            for g, credit in zip(large, how.apply(chosen, credits), strict=True)
+            if credit is not None and (keeps or not _teaches_nothing(credit))
+        }
 
     def _views(self, groups: Sequence[Group]) -> list[View]:
         agents = agents_apart(groups, self.agent_rewards)
@@ -149,7 +150,7 @@ class Assignment:
         weights = self.reward_weights or {}
         named = [name for name in dimensions(groups) if weights.get(name, 1.0)]
         return [
-            replace(view, dimension=name, factor=weights.get(name, 1.0)) for view in views for name in named
+            view._replace(dimension=name, factor=weights.get(name, 1.0)) for view in views for name in named
         ] or views
 
     def _shown(self, trajectory: Trajectory, view: View) -> Trajectory:
@@ -201,25 +202,21 @@ def _apart(groups: Sequence[Sequence[Trajectory]], view: View) -> list[list[Traj
     return [[replace(each, task=name) for each in group] for group, name in zip(groups, names, strict=True)]
 
 
-def _joined(group: Group, kept: Sequence[int], parts: Sequence[tuple[View, tuple[list[int], Credit] | None]]) -> Credit:
+def _joined(group: Group, parts: Sequence[tuple[View, Group, Credit]]) -> Credit:
     """One credit of those of several views. Calls without any have weight 0."""
-    if len(parts) == 1 and parts[0][0] == View() and parts[0][1] is not None and parts[0][1][0] == list(kept):
-        return parts[0][1][1]
-    place = {i: row for row, i in enumerate(kept)}
-    advantages: list[list[Any]] = [[0.0] * len(each.transitions) for each in group]
-    weights: list[list[Any]] = [[0.0] * len(each.transitions) for each in group]
-    returns: list[list[Any]] = [[None] * len(each.transitions) for each in group]
+    calls: dict[tuple[str, str], list[Any]] = {
+        (call.rollout_id, call.span_id): [0.0, 0.0, None] for each in group for call in each.transitions
+    }
     counts: Counter[str] = Counter()
-    for view, part in parts:
-        members, credit = part or ([], Credit([]))
+    for view, members, credit in parts:
         counts.update(credit.counts)
-        for source, i in enumerate(members):
-            row = place[i]
-            for k, call in enumerate(group[row].transitions):
-                if view.holds(call):
-                    gain = view.factor * credit.advantages[source][k]
-                    advantages[row][k] = advantages[row][k] + gain
-                    weights[row][k] = 1.0 if credit.weights is None else credit.weights[source][k]
-                    returns[row][k] = None if credit.returns is None else credit.returns[source][k]
+        for call, advantage, weight, returns in credit.of_calls(members):
+            if view.holds(call):
+                own = calls[call.rollout_id, call.span_id]
+                own[:] = [own[0] + view.factor * advantage, weight, returns]
+    advantages, weights, returns = (
+        [[calls[call.rollout_id, call.span_id][column] for call in each.transitions] for each in group]
+        for column in range(3)
+    )
     complete = all(each is not None for own in returns for each in own)
     return Credit(advantages, weights, returns if complete else None, counts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -120,6 +120,13 @@ class Credit:
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the rule did, by name: added up over a batch and shown in the metrics of the step."""
 
+    def of_calls(self, group: Group) -> Iterator[tuple[Transition, Any, Any, Any]]:
+        """Each call of the group with its advantage, its weight and what a value head learns (None: nothing)."""
+        for i, trajectory in enumerate(group):
+            for k, call in enumerate(trajectory.transitions):
+                weight = 1.0 if self.weights is None else self.weights[i][k]
+                yield call, self.advantages[i][k], weight, None if self.returns is None else self.returns[i][k]
+
 
 CallColumns: TypeAlias = Mapping[str, Mapping[tuple[str, str], Any]]
 """By name of the column, by (rollout_id, span_id) of a call, an array with one number for each sampled token."""
@@ -164,11 +171,14 @@ class CreditRule(Part, ABC):
         """The credit of each group of a batch; None where a group teaches nothing.
 
         Raises RewardError for a kind of reward the rule cannot use."""
-        found = [self.advantages(group) for group in groups]
+        for trajectory in (each for group in groups for each in group):
+            self.check(trajectory)
+        found = [self.advantages(group) if len(group) >= self.min_group else None for group in groups]
         return [None if advantages is None else Credit(advantages) for advantages in found]
 
     def advantages(self, group: Group) -> Advantages | None:
-        """One number for each call of a group; None where it teaches nothing. Raises as `assign` does."""
+        """One number for each call of a group of `min_group` or more, which `check` accepts; None where it teaches
+        nothing. Raises as `assign` does."""
         raise NotImplementedError(f"{type(self).__name__} defines neither `advantages` nor `assign`")
 
     def check(self, trajectory: Trajectory) -> None:
@@ -264,14 +274,19 @@ def step_reward(call: Transition) -> float:
     return 0.0 if call.reward is None else float(call.reward)
 
 
+def discounted(numbers: Sequence[float], gamma: float, last: float = 0.0) -> list[float]:
+    """s_k = numbers_k + gamma s_{k+1} of each, with `last` behind the last one."""
+    found: list[float] = []
+    for number in reversed(numbers):
+        last = number + gamma * last
+        found.append(last)
+    return found[::-1]
+
+
 def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> list[float]:
     """G of each call, from the first to the last: the discounted rewards that follow it, the final one included."""
-    following = plain_reward(trajectory)
-    returns: list[float] = []
-    for call in reversed(trajectory.transitions):
-        returns.append(step_reward(call) + following)
-        following = gamma * returns[-1]
-    return returns[::-1]
+    final, rewards = plain_reward(trajectory), [step_reward(call) for call in trajectory.transitions]
+    return discounted([*rewards[:-1], *(reward + final for reward in rewards[-1:])], gamma)
 
 
 def standardised(numbers: Sequence[float], *, divide: bool = True) -> list[float] | None:

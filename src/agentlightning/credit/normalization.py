@@ -83,8 +83,8 @@ def sample_share(setting: Aggregate, batch: Totals, sample: Totals) -> float:
     return sample.tokens / max(1, batch.tokens) if setting == "token" else sample.rollouts / batch.rollouts
 
 
-Place: TypeAlias = tuple[int, int, int]
-"""(group, rollout, call)."""
+Place: TypeAlias = tuple[list[Any], int]
+"""The advantages of a rollout, and the place of a call among them."""
 
 MAX_RL, GDPO = "max_rl", "gdpo"
 
@@ -137,26 +137,23 @@ class Normalization(BaseModel):
             return list(credits)
         if self.type == MAX_RL:
             return [self._by_mean_reward(group, credit) for group, credit in zip(groups, credits, strict=True)]
-        found = dict(_entries(credits))
-        for places in self._sets(groups, found):
-            mean, scale = _moments([(place, found[place]) for place in places])
-            shift = mean if self.center else 0.0
-            for place in places:
-                found[place] = (found[place] - shift) / scale
-        return _replaced(credits, found)
+        found = [credit and replace(credit, advantages=[list(own) for own in credit.advantages]) for credit in credits]
+        sets: dict[Any, list[Place]] = {}
+        for g, (group, credit) in enumerate(zip(groups, found, strict=True)):
+            for trajectory, row in zip(group, credit.advantages, strict=True) if credit else ():
+                for k, call in enumerate(trajectory.transitions):
+                    key = {"group": g, "batch": None, "agent": call.agent}[self.type]
+                    sets.setdefault(key, []).append((cast("list[Any]", row), k))
+        for places in sets.values():
+            mean, scale = _moments(places)
+            for row, k in places:
+                row[k] = (row[k] - mean * self.center) / scale
+        return found
 
     def _by_mean_reward(self, group: Group, credit: Credit | None) -> Credit | None:
         mean = sum(map(plain_reward, group)) / max(1, len(group))
         factor = 1 / mean if mean > 0 else 0.0
         return credit and replace(credit, advantages=[[factor * value for value in own] for own in credit.advantages])
-
-    def _sets(self, groups: Sequence[Group], places: Iterable[Place]) -> list[list[Place]]:
-        sets: dict[Any, list[Place]] = {}
-        for place in places:
-            g, i, k = place
-            key = {"group": g, "batch": None, "agent": groups[g][i].transitions[k].agent}[self.type]
-            sets.setdefault(key, []).append(place)
-        return list(sets.values())
 
 
 def normalization(setting: str | Mapping[str, Any] | Normalization) -> Normalization:
@@ -186,39 +183,16 @@ def dimensions(groups: Iterable[Group]) -> list[str]:
     return sorted(found)
 
 
-def _entries(credits: Sequence[Credit | None]) -> Iterable[tuple[Place, Any]]:
-    import numpy as np
-
-    for g, credit in enumerate(credits):
-        for i, own in enumerate(() if credit is None else credit.advantages):
-            for k, value in enumerate(own):
-                yield (g, i, k), np.asarray(value, np.float64)
-
-
-def _moments(entries: Sequence[tuple[Place, Any]]) -> tuple[float, float]:
+def _moments(places: Sequence[Place]) -> tuple[float, float]:
     """(mean, standard deviation) of advantages; rollouts count alike. The second is 1.0 where all are equal."""
     import numpy as np
 
-    values = [np.atleast_1d(value) for _, value in entries]
-    owners = np.repeat([hash(place[:2]) for place, _ in entries], [len(value) for value in values])
-    flat = np.concatenate(values) if values else np.zeros(1)
+    values = [np.atleast_1d(np.asarray(row[k], np.float64)) for row, k in places]
+    owners = np.repeat([id(row) for row, _ in places], list(map(len, values)))
+    flat = np.concatenate(values)
     _, index, counts = np.unique(owners, return_inverse=True, return_counts=True)
-    weights = 1.0 / (len(counts) * counts[index]) if len(flat) == len(owners) else np.ones(1)
+    weights = 1.0 / (len(counts) * counts[index])
     mean = float(weights @ flat)
     scale = float(np.sqrt(weights @ (flat - mean) ** 2))
     rounding = SMALLEST_SPREAD * max(float(np.abs(flat).max(initial=0.0)), 1e-300)
     return mean if abs(mean) > rounding else 0.0, scale if scale > rounding else 1.0
-
-
-def _replaced(credits: Sequence[Credit | None], found: Mapping[Place, Any]) -> list[Credit | None]:
-    result: list[Credit | None] = []
-    for g, credit in enumerate(credits):
-        if credit is not None:
-            rows = [[_plain(found[g, i, k]) for k in range(len(own))] for i, own in enumerate(credit.advantages)]
-            credit = replace(credit, advantages=rows)
-        result.append(credit)
-    return result
-
-
-def _plain(value: Any) -> Any:
-    return value if value.shape else cast("float", value.item())

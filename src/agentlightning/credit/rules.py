@@ -22,6 +22,7 @@ from agentlightning.credit.base import (
     Group,
     MemoryTable,
     OutcomeRule,
+    discounted,
     final_rewards,
     memory_key,
     plain_reward,
@@ -67,10 +68,8 @@ class GroupRelativeCredit(OutcomeRule):
     """Divide by the group's standard deviation."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        for trajectory in group:
-            self.check(trajectory)
         found = standardised(final_rewards(group), divide=self.normalize_std)
-        if len(group) < self.min_group or found is None:
+        if found is None:
             return None
         return [(advantage,) * len(each.transitions) for advantage, each in zip(found, group, strict=True)]
 
@@ -92,10 +91,8 @@ class LeaveOneOutCredit(OutcomeRule):
     aliases: ClassVar[tuple[str, ...]] = ("rloo", "loop")
 
     def advantages(self, group: Group) -> Advantages | None:
-        for trajectory in group:
-            self.check(trajectory)
         rewards = final_rewards(group)
-        if len(rewards) < self.min_group or spread(rewards) <= SMALLEST_SPREAD:
+        if spread(rewards) <= SMALLEST_SPREAD:
             return None
         total, others = sum(rewards), len(rewards) - 1
         gains = [reward - (total - reward) / others for reward in rewards]
@@ -117,8 +114,6 @@ class ReinforceCredit(OutcomeRule):
     """A reward that is neither good nor bad."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        for trajectory in group:
-            self.check(trajectory)
         gains = [reward - self.baseline for reward in final_rewards(group)]
         return [(gain,) * len(t.transitions) for gain, t in zip(gains, group, strict=True)]
 
@@ -147,7 +142,7 @@ class DiscountedCredit(CreditRule):
     def advantages(self, group: Group) -> Advantages | None:
         returns = [returns_to_go(trajectory, self.gamma) for trajectory in group]
         found = standardised([value for own in returns for value in own], divide=self.normalize_std)
-        if len(group) < self.min_group or found is None:
+        if found is None:
             return None
         every = iter(found)
         return [tuple(next(every) for _ in own) for own in returns]
@@ -184,7 +179,7 @@ class GroupStepCredit(CreditRule):
         episodes = standardised([_return(returns_to_go(each)) for each in group], divide=self.normalize_std)
         returns = [returns_to_go(each, self.gamma) for each in group]
         steps = within_states(state_keys(group, self.similarity), returns, divide=self.normalize_std)
-        if len(group) < self.min_group or (episodes is None and not any(map(any, steps))):
+        if episodes is None and not any(map(any, steps)):
             return None
         outcomes = episodes or [0.0] * len(group)
         return [
@@ -253,13 +248,11 @@ class GraphCredit(OutcomeRule):
     """Divide by the standard deviation within a state."""
 
     def advantages(self, group: Group) -> Advantages | None:
-        for trajectory in group:
-            self.check(trajectory)
         keys = state_keys(group, self.similarity)
         ends = [GOAL if success else FAILURE for success in self._successes(group)]
         after = [[*own[1:], end] for own, end in zip(keys, ends, strict=True)]
         distance = distances(keys, after)
-        if len(group) < self.min_group or GOAL not in ends:
+        if GOAL not in ends:
             return None
         worth = [[self._worth(distance.get(state)) for state in own] for own in after]
         found = within_states(keys, worth, divide=self.normalize_std)
@@ -318,19 +311,15 @@ class IntermediateCredit(CreditRule):
         rewards = [step_reward(call) for each in group for call in each.transitions if call.reward is not None]
         steps = standardised(rewards, divide=self.normalize_std)
         final = standardised(final_rewards(group), divide=self.normalize_std)
-        if len(group) < self.min_group or (steps is None and final is None):
+        if steps is None and final is None:
             return None
         every = iter(steps or [0.0] * len(rewards))
         gains = [[next(every) if has else 0.0 for has in own] for own in given]
         outcomes = final or [0.0] * len(group)
-        return [self._to_go(own, outcome) for own, outcome in zip(gains, outcomes, strict=True)]
-
-    def _to_go(self, gains: list[float], outcome: float) -> tuple[float, ...]:
-        following, found = outcome, list[float]()
-        for gain in reversed(gains):
-            following += self.weight * gain
-            found.append(following)
-        return tuple(found[::-1])
+        return [
+            tuple(discounted([self.weight * gain for gain in own], 1.0, outcome))
+            for own, outcome in zip(gains, outcomes, strict=True)
+        ]
 
 
 logger = logging.getLogger(__name__)
@@ -502,7 +491,7 @@ class InformationGainCredit(OutcomeRule):
         if found is None:
             return None
         every = iter(found)
-        return Credit([_to_go([next(every) for _ in own], self.gamma) for own in gains])
+        return Credit([discounted([next(every) for _ in own], self.gamma) for own in gains])
 
     def _gains(self, trajectory: Trajectory, context: CreditContext) -> list[float]:
         columns = [context.of_call(ANSWER_LOGPROBS, call) for call in trajectory.transitions]
@@ -513,14 +502,6 @@ class InformationGainCredit(OutcomeRule):
             gains.append(0.0 if chance is None else chance - before)
             before = before if chance is None else chance
         return [*gains, plain_reward(trajectory)] if chances else []
-
-
-def _to_go(numbers: list[float], gamma: float) -> list[float]:
-    found, following = list[float](), 0.0
-    for number in reversed(numbers):
-        following = number + gamma * following
-        found.append(following)
-    return found[::-1]
 
 
 VALUES = "values"
@@ -742,25 +723,15 @@ class ValueCredit(CreditRule):
         return [(advantage, advantage + own) for advantage, own in zip(tokens, values, strict=True)]
 
     def _calls(self, trajectory: Trajectory, states: list[float]) -> list[float]:
-        following, later = plain_reward(trajectory), 0.0
-        found: list[float] = []
-        for place, call in reversed(list(enumerate(trajectory.transitions))):
-            discount = self.gamma if place + 1 < len(states) else 1.0
-            later = step_reward(call) + discount * following - states[place] + self.gamma * self.lam * later
-            found.append(later)
-            following = states[place]
-        return found[::-1]
+        rewards = [step_reward(call) for call in trajectory.transitions]
+        following = [*(self.gamma * state for state in states[1:]), plain_reward(trajectory)]
+        gains = [a + b - c for a, b, c in zip(rewards, following, states, strict=False)]
+        return discounted(gains, self.gamma * self.lam)
 
     def _tokens(self, values: Any, end: float) -> Any:
         import numpy as np
 
-        found = np.zeros(len(values))
-        following, later = end, 0.0
-        for place in range(len(values) - 1, -1, -1):
-            later = following - values[place] + self.token_lam * later
-            found[place] = later
-            following = values[place]
-        return found
+        return np.array(discounted(np.append(values[1:], end)[: len(values)] - values, self.token_lam))
 
 
 Choice = Literal["state_value", "value", "uniform"]

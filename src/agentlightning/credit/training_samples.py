@@ -10,16 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from agentlightning.assemble import shared_calls, token_tree
-from agentlightning.credit.agent_rewards import AgentRewards
-from agentlightning.credit.assignment import Assignment, EqualGroups
+from agentlightning.credit.assignment import Assignment
 from agentlightning.credit.base import Credit, CreditContext, CreditRule
-from agentlightning.credit.normalization import Aggregate, Normalization, Totals, normalizer, sample_share, token_share
+from agentlightning.credit.columns import by_node
+from agentlightning.credit.normalization import Aggregate, Totals, normalizer, sample_share, token_share
 from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.errors import RewardError, UnfaithfulSampleError
-from agentlightning.trajectory import Node, TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import TokenTree, TrainingSample, Trajectory, Transition
 
 UNRECORDED: Final = (
     ". With top_p and top_k a call can be trained if the tokens kept at each position were recorded: the policy's own "
@@ -58,14 +58,14 @@ class CreditReport:
         return own | {f"credit_{name}": float(count) for name, count in self.rule.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class CreditedCall:
+class CreditedCall(NamedTuple):
     """The credit of one call: numbers, or arrays with one for each token."""
 
     advantage: Any
     weight: Any
-    returns: Any = None
+    returns: Any
     """What a value head learns; None: nothing."""
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class CreditedGroup:
     """A group that teaches something."""
 
     tree: TokenTree
-    calls: dict[tuple[str, str], CreditedCall]
+    calls: dict[tuple[str, str], CreditedCall] = field(default_factory=dict[tuple[str, str], CreditedCall])
     """By (rollout_id, span_id), those that are trained."""
-    tokens: dict[str, int]
+    tokens: Counter[str] = field(default_factory=Counter[str])
     """Trained tokens by rollout_id."""
 
     @property
     def totals(self) -> Totals:
-        return Totals(len(self.tokens), sum(self.tokens.values()))
+        return Totals(len(self.tokens), self.tokens.total())
 
 
 def group_trajectories(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
@@ -96,14 +96,12 @@ def rejections(
     rule: str | Mapping[str, Any] | CreditRule | Assignment = "group_relative",
     *,
     target_agent: str | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-    normalization: str | Mapping[str, Any] | Normalization = "rule",
-    agent_rewards: AgentRewards = "shared",
+    **settings: Any,
 ) -> list[Rejection]:
     """The rollouts that `training_samples` would exclude or raise for, whatever their group: without a reward, with one
     that the rule cannot use, that is not finite or has no weight, or sampled from a distribution that no loss corrects
-    for."""
-    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights)
+    for. `settings` are those of `Assignment.of`."""
+    assignment = Assignment.of(rule, **settings)
     found: list[Rejection] = []
     for trajectory in trajectories:
         try:
@@ -139,12 +137,9 @@ def training_samples(
     *,
     aggregate: Aggregate | Mapping[str, Any] = "rollout",
     target_agent: str | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-    normalization: str | Mapping[str, Any] | Normalization = "rule",
-    agent_rewards: AgentRewards = "shared",
     trains: Trains | None = None,
     context: CreditContext | None = None,
-    equal_groups: EqualGroups = "keep",
+    **settings: Any,
 ) -> tuple[list[TrainingSample], CreditReport]:
     """One training sample for each group, and a count of what became of them. With `trains`, one for each adapter that
     the calls of a group train, each normalised as a batch of its own.
@@ -153,12 +148,13 @@ def training_samples(
     group; groups too small for the rule are skipped. Groups whose rewards are all equal have advantages of 0 and their
     share of the loss, or are skipped with `equal_groups="filter"`. With `target_agent`, a regular expression for
     the whole name of an agent, tokens of other agents have weight 0. `context` is what the rule remembers of earlier
-    batches, and the columns it needs.
+    batches, and the columns it needs. `settings` are those of `Assignment.of`: `reward_weights`, `normalization`,
+    `agent_rewards` and `equal_groups`.
 
     Raises RewardError where a reward cannot be used and UnfaithfulSampleError where calls were sampled with top_p or
     top_k and no record of what these kept, temperature 0 or anything else that reshapes the distribution.
     """
-    assignment = Assignment.of(rule, normalization, agent_rewards, reward_weights, equal_groups)
+    assignment = Assignment.of(rule, **settings)
     aggregate, context = normalizer(aggregate), context or CreditContext()
     counts: Counter[str] = Counter()
     by_rule: Counter[str] = Counter()
@@ -176,7 +172,8 @@ def training_samples(
         counts["groups_trained" if outcome else "groups_without_tokens"] += 1
         counts["rollouts_trained"] += len({rollout for each in outcome.values() for rollout in each.tokens})
         counts["tokens_trained"] += sum(each.totals.tokens for each in outcome.values())
-    batches = {name: _totals([each[name] for each in credited if name in each]) for name in _names(credited)}
+    names = dict.fromkeys(name for each in credited for name in each)
+    batches = {name: _totals([each[name] for each in credited if name in each]) for name in names}
     counts |= {
         "groups": len(groups),
         "rollouts": sum(map(len, groups)),
@@ -187,10 +184,6 @@ def training_samples(
         _sample(each, aggregate, batches[name], name, values) for group in credited for name, each in group.items()
     ]
     return samples, CreditReport(**counts, rule=dict(by_rule))
-
-
-def _names(credited: Iterable[Mapping[str, CreditedGroup]]) -> Iterable[str]:
-    return dict.fromkeys(name for group in credited for name in group)
 
 
 def _totals(groups: Sequence[CreditedGroup]) -> Totals:
@@ -204,23 +197,19 @@ def _credit_group(
     found: dict[str, CreditedGroup] = {}
     shared = shared_calls(group)
     repeated: dict[tuple[str, str], list[CreditedCall]] = {}
-    weights = credit.weights or [[1.0] * len(trajectory.transitions) for trajectory in group]
-    returns = credit.returns or [[None] * len(trajectory.transitions) for trajectory in group]
-    for trajectory, *rows in zip(group, credit.advantages, weights, returns, strict=True):
-        for call, *numbers in zip(trajectory.transitions, *rows, strict=True):
-            name = OWN if trains is None else trains(call)
-            if name is None or not is_target(call.agent, target_agent):
-                continue
-            _refuse_unfaithful(call)
-            if (first := shared.get((call.rollout_id, call.span_id))) is not None:
-                repeated.setdefault(first, []).append(CreditedCall(*numbers))
-                continue
-            if name not in found:
-                tree = next(iter(found.values())).tree if found else token_tree(group)
-                found[name] = CreditedGroup(tree, {}, {})
-            tokens = found[name].tokens
-            found[name].calls[call.rollout_id, call.span_id] = CreditedCall(*numbers)
-            tokens[call.rollout_id] = tokens.get(call.rollout_id, 0) + len(call.response_token_ids)
+    for call, *numbers in credit.of_calls(group):
+        name = OWN if trains is None else trains(call)
+        if name is None or not is_target(call.agent, target_agent):
+            continue
+        _refuse_unfaithful(call)
+        key, own = (call.rollout_id, call.span_id), CreditedCall(*numbers, tokens=len(call.response_token_ids))
+        if key in shared:
+            repeated.setdefault(shared[key], []).append(own)
+            continue
+        if name not in found:
+            found[name] = CreditedGroup(next(iter(found.values())).tree if found else token_tree(group))
+        found[name].calls[key] = own
+        found[name].tokens[call.rollout_id] += own.tokens
     for each in found.values():
         each.calls.update({first: _mean(each.calls[first], repeated[first]) for first in repeated.keys() & each.calls})
     return found
@@ -232,7 +221,7 @@ def _mean(first: CreditedCall, others: Sequence[CreditedCall]) -> CreditedCall:
     number = len(others) + 1
     advantage = sum((each.advantage for each in others), first.advantage) / number
     returns = None if first.returns is None else sum((each.returns for each in others), first.returns) / number
-    return CreditedCall(advantage, first.weight, returns)
+    return first._replace(advantage=advantage, returns=returns)
 
 
 def _refuse_unfaithful(call: Transition) -> None:
@@ -257,34 +246,17 @@ def _sample(
 ) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 
-    learns_values = values is not None and all(call.returns is not None for call in group.calls.values())
-    columns: dict[str, list[Any]] = {
-        column: [] for column in ("advantages", "weights", *((VALUES, RETURNS) * learns_values))
-    }
-    done: dict[tuple[str, str], int] = {}
-    for node in group.tree.nodes:
-        length = len(node.token_ids) if node.sampled else 0
-        own = {column: np.zeros(length, np.float32) for column in columns}
-        if (credited := group.calls.get(_call(node))) is not None:
-            start = done.get(_call(node), 0)
-            done[_call(node)] = start + length
-            share = token_share(aggregate, batch, group.tokens[str(node.rollout_id)])
-            own["advantages"][:] = _of_tokens(credited.advantage, start, length)
-            own["weights"][:] = _of_tokens(credited.weight, start, length)
-            own["weights"] *= share
-            if learns_values and values is not None:
-                own[VALUES][:] = _of_tokens(values[_call(node)], start, length)
-                own[RETURNS][:] = _of_tokens(credited.returns, start, length)
-        for column, numbers in columns.items():
-            numbers.append(own[column])
+    def column(number: Callable[[tuple[str, str], CreditedCall], Any]) -> list[Any]:
+        calls = {key: call for key, call in group.calls.items() if call.tokens}
+        own = {key: np.full(call.tokens, number(key, call), np.float32) for key, call in calls.items()}
+        return by_node(group.tree, own)
+
+    def weight(key: tuple[str, str], call: CreditedCall) -> Any:
+        return np.asarray(call.weight, np.float32) * token_share(aggregate, batch, group.tokens[key[0]])
+
+    columns = {"advantages": column(lambda _, call: call.advantage), "weights": column(weight)}
+    if values is not None and all(call.returns is not None for call in group.calls.values()):
+        columns[VALUES] = column(lambda key, _: values[key])
+        columns[RETURNS] = column(lambda _, call: call.returns)
     share = sample_share(aggregate, batch, group.totals)
     return TrainingSample(group.tree, columns=columns, adapter=name or None, share=share)
-
-
-def _of_tokens(value: Any, start: int, length: int) -> Any:
-    """The part of a call's numbers that belongs to one of its nodes; nodes are in the order of the call's tokens."""
-    return value if isinstance(value, int | float) or not value.shape else value[start : start + length]
-
-
-def _call(node: Node) -> tuple[str, str]:
-    return node.rollout_id or "", node.call or ""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -379,12 +379,10 @@ def _assign(rule: CreditRule, groups: Groups, chosen: Sequence[int]) -> Iterable
 def _set_factors(
     factors: FloatMatrix, credit: Credit, group: Sequence[Trajectory], features: ScoreFeatures, number: int
 ) -> None:
-    for place, trajectory in enumerate(group):
-        for index, call in enumerate(trajectory.transitions):
-            tokens = features.calls.get((number, call.rollout_id, call.span_id))
-            if tokens is not None:
-                weight = 1.0 if credit.weights is None else credit.weights[place][index]
-                factors[tokens] = credit.advantages[place][index] * weight
+    for call, advantage, weight, _ in credit.of_calls(group):
+        tokens = features.calls.get((number, call.rollout_id, call.span_id))
+        if tokens is not None:
+            factors[tokens] = advantage * weight
 
 
 def _signal(name: str, own: _Halves, reference: _Halves, sampler: _Sampler, features: ScoreFeatures) -> RuleSignal:
@@ -424,12 +422,5 @@ def _signal_json(signal: RuleSignal) -> dict[str, Any]:
     def finite(number: float) -> float | None:
         return number if math.isfinite(number) else None
 
-    return {
-        "rule": signal.rule,
-        "snr": signal.snr,
-        "interval": list(signal.interval),
-        "rollouts": finite(signal.rollouts),
-        "rollouts_interval": [finite(each) for each in signal.rollouts_interval],
-        "agreement": signal.agreement,
-        "groups_used": signal.groups_used,
-    }
+    intervals = {"interval": list(signal.interval), "rollouts_interval": list(map(finite, signal.rollouts_interval))}
+    return asdict(signal) | {"rollouts": finite(signal.rollouts), **intervals}

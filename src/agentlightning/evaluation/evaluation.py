@@ -82,37 +82,6 @@ class EvaluationRecord(BaseModel):
     bounds: tuple[float, float] | None = None
 
 
-def write_record(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write an evaluation's fields, whole or not at all. Raises ConfigError where nothing can be written."""
-    record = {"agentlightning_evaluation": VERSION, **fields}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_bytes(dumps(record) + b"\n")
-        unfinished.replace(path)
-    except OSError as error:
-        raise ConfigError(f"the evaluation cannot be written to {path}: {error}") from error
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The fields of an evaluation in a file. Raises ConfigError where there is none."""
-    try:
-        record = EvaluationRecord.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"no evaluation can be read from {path}: {error}; write one with --out or save()") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "content"
-        raise ConfigError(
-            f"{path} holds no evaluation ({where}: {first['msg']}); give a file of `agl eval --out` or Evaluation.save"
-        ) from error
-    if record.agentlightning_evaluation != VERSION:
-        raise ConfigError(f"{path} has format {record.agentlightning_evaluation}; this version reads {VERSION}")
-    fields = record.model_dump()
-    del fields["agentlightning_evaluation"]
-    return fields
-
-
 WITHOUT_REWARD = (
     "return a number from the agent, call agl.emit_reward, or give a reward function (reward=..., --reward)"
 )
@@ -273,17 +242,38 @@ class Evaluation:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file, for `load` and `agl.evaluate(compare=path)`."""
-        record = {
-            name: getattr(self, name)
-            for name in ("seconds", "reasons", "failed_as", "tasks", "members", "cached", "bounds")
-        }
-        write_record(Path(path), {"rollouts": self._rollouts, **record})
+        """Write it to a JSON file, whole or not at all, for `load` and `agl.evaluate(compare=path)`. Raises ConfigError
+        where nothing can be written."""
+        names = ("seconds", "reasons", "failed_as", "tasks", "members", "cached", "bounds")
+        record = {"agentlightning_evaluation": VERSION, "rollouts": self._rollouts}
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            unfinished.write_bytes(dumps(record | {name: getattr(self, name) for name in names}) + b"\n")
+            unfinished.replace(target)
+        except OSError as error:
+            raise ConfigError(f"the evaluation cannot be written to {path}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:
         """The evaluation in a file of `save`. Raises ConfigError where there is none."""
-        return cls.of_rollouts(**read_record(Path(path)))
+        try:
+            record = EvaluationRecord.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"no evaluation can be read from {path}: {error}; write one with --out or save()"
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "content"
+            raise ConfigError(
+                f"{path} holds no evaluation ({where}: {first['msg']}); give a file of `agl eval --out` or"
+                " Evaluation.save"
+            ) from error
+        if record.agentlightning_evaluation != VERSION:
+            raise ConfigError(f"{path} has format {record.agentlightning_evaluation}; this version reads {VERSION}")
+        return cls.of_rollouts(**record.model_dump(exclude={"agentlightning_evaluation"}))
 
     # -- as a number -------------------------------------------------------------------------------------------------
 

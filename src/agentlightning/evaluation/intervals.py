@@ -24,9 +24,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from operator import add
-from statistics import NormalDist
 
 from agentlightning.errors import ConfigError, RewardError
 
@@ -301,23 +301,14 @@ def _center_and_half(padded: Sequence[float], count: int, confidence: float) -> 
     return center, half
 
 
+@cache
 def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t. Up to 30 degrees of freedom from the distribution itself (Abramowitz and Stegun 26.7.3
-    and 26.7.4), above by their expansion 26.7.5, which is then exact to seven digits."""
-    if degrees <= 30:
-        low, high = 0.0, math.pi / 2
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if _student_share(middle, degrees) < abs(2 * probability - 1) else (low, middle)
-        return math.copysign(math.tan(low) * math.sqrt(degrees), probability - 0.5)
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
+    """Quantile of Student's t, from the distribution itself (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_share(middle, degrees) < abs(2 * probability - 1) else (low, middle)
+    return math.copysign(math.tan(low) * math.sqrt(degrees), probability - 0.5)
 
 
 def _student_share(angle: float, degrees: int) -> float:

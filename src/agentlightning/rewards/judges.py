@@ -6,9 +6,9 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, MissingRewardError, RewardError, RewardServiceError
 from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least, check_url, post_json
@@ -17,6 +17,7 @@ from agentlightning.rewards.base import SHOWN, PerLoop, Portable, check_at_least
 
 # Asks a model behind any OpenAI-compatible endpoint, and finds the JSON object in its answer.
 
+T = TypeVar("T")
 MOST_CHARACTERS: Final = 24_000
 """Characters of a task, an output or a transcript that a judge is shown: the first and the last half of them."""
 
@@ -82,8 +83,14 @@ class ChatJudge(Portable):
                 f"the judge {self.model} at {self.base_url} answered no chat completion: {str(found)[:SHOWN]!r}"
             ) from None
 
-    def _unreadable(self, what: str, answer: str) -> MissingRewardError:
-        return MissingRewardError(
+    async def _read(self, system: str, user: str, read: Callable[[str], T | None], what: str) -> T:
+        """What is read in the first answer that can be. Raises MissingRewardError where none can, else as `_ask`."""
+        answer = ""
+        for _ in range(self.retries + 1):
+            answer = await self._ask(system, user)
+            if (found := read(answer)) is not None:
+                return found
+        raise MissingRewardError(
             f"the judge {self.model} gave no {what} in {self.retries + 1} answers; the last one: {answer[-SHOWN:]!r}"
         )
 
@@ -169,13 +176,7 @@ class LLMJudge(ChatJudge):
     async def __call__(self, task: Any, output: Any) -> float:
         system = _SYSTEM.format(rubric=self.rubric, low=self.low, high=self.high)
         user = f"{fenced('task', task)}\n\n{fenced('answer', output, ('task',))}"
-        answer = ""
-        for _ in range(self.retries + 1):
-            answer = await self._ask(system, user)
-            score = self._score(answer)
-            if score is not None:
-                return score
-        raise self._unreadable(f"score from {self.low:g} to {self.high:g}", answer)
+        return await self._read(system, user, self._score, f"score from {self.low:g} to {self.high:g}")
 
     def _score(self, answer: str) -> float | None:
         found = last_object(answer, "score")
@@ -260,15 +261,10 @@ class RankingJudge(ChatJudge):
             for name, index in zip(names, order, strict=True)
         ]
         user = "\n\n".join([fenced("task", rollouts[0].task), *attempts])
-        answer = ""
-        for _ in range(self.retries + 1):
-            answer = await self._ask(_RANKING_SYSTEM.format(rubric=self.rubric), user)
-            ranking = read_ranking(answer, names)
-            if ranking is not None:
-                scores = scores_of(ranking)
-                by_index = {index: scores[name] for name, index in zip(names, order, strict=True)}
-                return [by_index[index] for index in range(len(rollouts))]
-        raise self._unreadable(f"ranking of all of {', '.join(names)}", answer)
+        system, what = _RANKING_SYSTEM.format(rubric=self.rubric), f"ranking of all of {', '.join(names)}"
+        scores = scores_of(await self._read(system, user, lambda answer: read_ranking(answer, names), what))
+        by_index = {index: scores[name] for name, index in zip(names, order, strict=True)}
+        return [by_index[index] for index in range(len(rollouts))]
 
     def _attempt(self, rollout: JudgedRollout) -> Any:
         return (

@@ -33,7 +33,7 @@ class _Queue:
 
     waiting: list[Waiting] = field(default_factory=list[Waiting])
     timer: asyncio.TimerHandle | None = None
-    sending: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
+    sending: set[asyncio.Task[list[Any]]] = field(default_factory=set["asyncio.Task[list[Any]]"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,33 +107,25 @@ class RemoteReward(Portable):
         batch = [(item, answer) for item, answer in queue.waiting if not answer.done()]
         queue.waiting.clear()
         if batch:
-            sending = asyncio.get_running_loop().create_task(self._post(batch))
+            sending = asyncio.get_running_loop().create_task(self._rewards([item for item, _ in batch]))
             queue.sending.add(sending)
 
-            def finish(task: asyncio.Task[None]) -> None:
+            def finish(task: asyncio.Task[list[Any]]) -> None:
                 """Whatever ended the request, nobody waits for it any longer."""
                 queue.sending.discard(task)
-                reason = "it was cancelled" if task.cancelled() else repr(task.exception())
-                for _, answer in batch:
-                    if not answer.done():
-                        failure = RewardServiceError(
-                            f"the request to the reward service at {self.url} failed: {reason}"
-                        )
-                        answer.set_exception(failure)
+                error = None if task.cancelled() else task.exception()
+                if task.cancelled() or not isinstance(error, MissingRewardError | RewardServiceError | None):
+                    reason = "it was cancelled" if error is None else repr(error)
+                    error = RewardServiceError(f"the request to the reward service at {self.url} failed: {reason}")
+                for place, (_, answer) in enumerate(batch):
+                    if answer.done():
+                        continue
+                    if error is None:
+                        answer.set_result(task.result()[place])
+                    else:
+                        answer.set_exception(type(error)(str(error)))
 
             sending.add_done_callback(finish)
-
-    async def _post(self, batch: list[Waiting]) -> None:
-        try:
-            rewards = await self._rewards([item for item, _ in batch])
-        except (MissingRewardError, RewardServiceError) as error:
-            for _, answer in batch:
-                if not answer.done():
-                    answer.set_exception(type(error)(str(error)))
-            return
-        for (_, answer), reward in zip(batch, rewards, strict=True):
-            if not answer.done():
-                answer.set_result(reward)
 
     async def _rewards(self, items: list[dict[str, Any]]) -> list[Any]:
         body = loads(dumps({"items": items}, default=repr, option=_ANY))

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from agentlightning.algorithms.apo.config import APOConfig, PromptModel, Spending
-from agentlightning.algorithms.apo.models import Completion, Writer
-from agentlightning.algorithms.apo.search import SearchContext
-from agentlightning.algorithms.apo.text import Candidate
-from agentlightning.algorithms.apo.trials import Outcome, Trial
+from agentlightning.algorithms.apo.models import Completion
+from agentlightning.algorithms.apo.search import Outcome, SearchContext, Trial, Writer
+from agentlightning.algorithms.apo.text import Texts
 from agentlightning.resources import PromptTemplate
 from agentlightning.testing.prompt_world import START, PromptWorld, grade, report_tasks
 
@@ -24,11 +23,10 @@ class Follower:
         self.splits = {"train": report_tasks(100), "validation": report_tasks(60, 1000)}
         self.asked: list[tuple[str, Trial]] = []
 
-    async def evaluate(self, candidate: Candidate, trials: Sequence[Trial]) -> list[Outcome]:
-        self.asked += [(candidate.texts["prompt"], trial) for trial in trials]
+    async def evaluate(self, texts: Texts, trials: Sequence[Trial]) -> list[Outcome]:
+        self.asked += [(texts["prompt"], trial) for trial in trials]
         answers = [
-            self.world.answer(candidate.texts["prompt"].format(**self.splits[trial.split][trial.task]))
-            for trial in trials
+            self.world.answer(texts["prompt"].format(**self.splits[trial.split][trial.task])) for trial in trials
         ]
         return [Outcome(trial.task, grade(answer), answer) for trial, answer in zip(trials, answers, strict=True)]
 

@@ -13,7 +13,7 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
     detectable_gain,
 )
-from agentlightning.algorithms.apo.trials import usage
+from agentlightning.algorithms.apo.search import usage
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
 

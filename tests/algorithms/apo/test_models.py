@@ -11,15 +11,8 @@ import pytest
 
 from agentlightning.algorithms.apo import models
 from agentlightning.algorithms.apo.config import PromptModel, SearchBudget, Spending
-from agentlightning.algorithms.apo.models import (
-    MAX_CRITIQUE_CHARS,
-    MAX_SKIPS,
-    ModelError,
-    Writer,
-    open_model,
-)
-from agentlightning.algorithms.apo.text import Candidate, Playbook
-from agentlightning.algorithms.apo.trials import Outcome
+from agentlightning.algorithms.apo.models import ModelError, open_model
+from agentlightning.algorithms.apo.search import MAX_CRITIQUE_CHARS, MAX_SKIPS, Outcome, Writer
 from agentlightning.errors import ConfigError, TrainingStopped
 from agentlightning.testing.prompt_world import START, PromptWorld
 from agentlightning.testing.provider import Reply, ScriptedProvider, Seen
@@ -101,12 +94,12 @@ async def test_a_useful_reply_starts_the_count_again(model):
 async def test_useless_edits_end_the_search_although_the_critic_is_of_use(model, context, reply):
     search = context(PromptWorld())
     search.writer.critic, search.writer.editor = model(lambda _: ADVICE), model(lambda _: reply)
-    parent = Candidate({"prompt": START})
+    parent = {"prompt": START}
 
     async def go_on() -> None:
         for _ in range(57):
             await search.writer.critique(TEXTS, FAILED)
-            await search.propose(parent, "be clear", (), Playbook())
+            await search.propose(parent, "be clear")
 
     with pytest.raises(TrainingStopped, match=rf"{MAX_SKIPS} replies of the editor in a row.*the editor said") as ended:
         await go_on()

@@ -12,23 +12,23 @@ from tests.support.interacting_world import InteractingWorld
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.gepa import GepaSearch
 from agentlightning.algorithms.apo.reflective import Finals, ReflectiveSearch
-from agentlightning.algorithms.apo.text import Candidate
-from agentlightning.algorithms.apo.trials import Trial
+from agentlightning.algorithms.apo.search import Trial
+from agentlightning.algorithms.apo.text import Texts
 from agentlightning.testing.prompt_world import ADVICE, HEAD, START, TAIL, PromptWorld
 
 
-def prompt(*lines: str) -> Candidate:
-    return Candidate({"prompt": "\n".join([HEAD, *(f"- {line}" for line in lines), TAIL])})
+def prompt(*lines: str) -> Texts:
+    return {"prompt": "\n".join([HEAD, *(f"- {line}" for line in lines), TAIL])}
 
 
-async def run(search) -> Candidate:
+async def run(search) -> Texts:
     while search.ended is None:
         await search.step()
     return search.favourite
 
 
-def quality(world: PromptWorld, candidate: Candidate) -> float:
-    return world.quality(candidate.texts["prompt"]) / world.optimum
+def quality(world: PromptWorld, candidate: Texts) -> float:
+    return world.quality(candidate["prompt"]) / world.optimum
 
 
 @pytest.mark.parametrize(("kind", "calls"), [(PromptWorld, 420), (InteractingWorld, 1100)])
@@ -104,7 +104,7 @@ async def test_a_line_that_is_not_needed_is_taken_back(context):
     world = PromptWorld(0, follow=1.0, luck=0.0)
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
     node = search.pool[0]
-    node.candidate = prompt(ADVICE[0], *world.instructions)
+    node.texts = prompt(ADVICE[0], *world.instructions)
     for line in [ADVICE[0], *world.instructions[:3]]:
         needing = (
             [i for i in range(100) if world.instructions.index(line) in world.needs(f"{i:04d}")]
@@ -114,7 +114,7 @@ async def test_a_line_that_is_not_needed_is_taken_back(context):
         search.credits["prompt", f"- {line}"] = needing[:1]
     while search.prunable:
         await search.step()
-    text = search.favourite.texts["prompt"]
+    text = search.favourite["prompt"]
     assert ADVICE[0] not in text
     assert world.given(text) == set(range(12))
 
@@ -124,11 +124,11 @@ async def test_a_child_that_loses_a_line_is_tried_on_what_that_line_turned(conte
     search = ReflectiveSearch(context(world, budget={"calls": 2000}))
     kept, lost = world.instructions[:2]
     parent = search.pool[0]
-    parent.candidate = prompt(kept, lost)
+    parent.texts = prompt(kept, lost)
     child = parent.child(prompt(kept), 1)
     needing = [i for i in range(100) if world.needs(f"{i:04d}") == (1,)]
     search.credits["prompt", f"- {lost}"] = needing[:1]
-    [outcome] = await search.context.evaluate(parent.candidate, [Trial(needing[0])])
+    [outcome] = await search.context.evaluate(parent.texts, [Trial(needing[0])])
     parent.add(outcome)
     assert not await search.guards(child, parent)
 
@@ -142,7 +142,7 @@ async def test_beam_scores_on_validation_and_improves(context):
     search = BeamSearch(context(world, search="beam", beam=beam, budget={"calls": 600}))
     best = await run(search)
     assert search.round == 4
-    assert quality(world, best) > quality(world, Candidate({"prompt": START}))
+    assert quality(world, best) > quality(world, {"prompt": START})
     assert len(search.beam) <= 2
 
 
@@ -157,7 +157,7 @@ async def test_gepa_searches_with_this_run_and_stops_at_its_budget(context, mode
     assert search.ended_for_budget
     assert made.spending.calls < 300 + 20
     assert made.counts["accepted"] > 0, "every mutation was skipped"
-    assert quality(world, best) > quality(world, Candidate({"prompt": START}))
+    assert quality(world, best) > quality(world, {"prompt": START})
 
 
 async def test_a_gepa_search_goes_on_from_its_own_files_with_a_larger_budget(context, model, tmp_path):
@@ -187,7 +187,7 @@ async def test_a_gepa_candidate_that_breaks_its_template_is_not_run(context, mod
     made.writer.critic = model(lambda _: "```\nWrite something.\n```")
     made.directory = tmp_path
     search = GepaSearch(made)
-    assert (await run(search)).texts == {"prompt": START}
+    assert (await run(search)) == {"prompt": START}
     assert made.counts["schema_violations"] > 0
     assert {text for text, _ in made.evaluator.asked} == {START}
 
@@ -207,7 +207,11 @@ async def test_the_finals_find_the_better_of_two_early_and_buy_each_result_once(
     assert duel.pairs < 40
     assert duel.p_value <= 0.05
     assert max(Counter(made.evaluator.asked).values()) == 1
-    assert Finals.from_state(json.loads(json.dumps(finals.state_dict()))).best == good
+    search = ReflectiveSearch(made)
+    search.finals = finals
+    again = ReflectiveSearch(made)
+    again.load_state_dict(json.loads(json.dumps(search.state_dict())))
+    assert again.favourite == good
 
 
 async def test_finals_without_the_budget_keep_the_favourite(context):

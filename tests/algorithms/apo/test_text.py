@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from agentlightning.algorithms.apo.text import (
     PRUNE_MARGIN,
-    Candidate,
     Edit,
     Playbook,
     ReplyError,
+    Texts,
     apply_edits,
+    digest,
     numbered,
     placeholders,
     read_edits,
@@ -24,11 +25,11 @@ from agentlightning.algorithms.apo.text import (
 )
 from agentlightning.resources import PromptTemplate
 
-TWO = Candidate({"prompt": "one\ntwo\nthree"})
+TWO = {"prompt": "one\ntwo\nthree"}
 
 
-def edited(*edits: dict[str, Any], candidate: Candidate = TWO) -> str:
-    return apply_edits(candidate, [Edit.model_validate(each) for each in edits]).texts["prompt"]
+def edited(*edits: dict[str, Any], candidate: Texts = TWO) -> str:
+    return apply_edits(candidate, [Edit.model_validate(each) for each in edits])["prompt"]
 
 
 def test_lines_are_added_deleted_and_replaced_by_their_numbers_before_any_edit():
@@ -64,11 +65,11 @@ def test_a_text_that_does_not_exist_is_refused_by_name():
 
 @given(st.lists(st.text("ab ", min_size=1), min_size=1, max_size=6), st.data())
 def test_an_edit_changes_one_line_and_no_other(lines, data):
-    candidate = Candidate({"prompt": "\n".join(lines)})
+    candidate = {"prompt": "\n".join(lines)}
     line = data.draw(st.integers(1, len(lines)))
     for edit in ({"op": "delete", "line": line}, {"op": "replace", "line": line, "text": "new"}):
         after = edited(edit, candidate=candidate)
-        old, new = (Counter(text.splitlines()) for text in (candidate.texts["prompt"], after))
+        old, new = (Counter(text.splitlines()) for text in (candidate["prompt"], after))
         assert max((old - new).total(), (new - old).total()) == 1
 
 
@@ -106,8 +107,8 @@ def test_the_editor_sees_numbered_lines():
 
 
 def test_a_candidate_is_known_by_its_texts():
-    assert Candidate({"a": "1", "b": "2"}).digest == Candidate({"b": "2", "a": "1"}).digest
-    assert Candidate({"a": "1"}).digest != Candidate({"a": "2"}).digest
+    assert digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
+    assert digest({"a": "1"}) != digest({"a": "2"})
 
 
 @pytest.mark.parametrize(
@@ -134,18 +135,17 @@ def test_a_placeholder_is_known_by_its_name_alone():
 
 def test_a_playbook_counts_its_items_and_drops_those_that_harm():
     playbook = Playbook(["book"])
-    candidate = Candidate({"book": "- Keep.\n- Drop.", "prompt": "- Drop."})
+    candidate = {"book": "- Keep.\n- Drop.", "prompt": "- Drop."}
     playbook.count(candidate, helpful=[1], harmful=[2])
     assert "[1] helped 1 and harmed 0" in playbook.notes(candidate)["book"]
     assert playbook.pruned(candidate) == candidate
     for _ in range(PRUNE_MARGIN - 1):
         playbook.count(candidate, helpful=[], harmful=[2, 99])
-    assert playbook.pruned(candidate).texts == {"book": "- Keep.", "prompt": "- Drop."}
+    assert playbook.pruned(candidate) == {"book": "- Keep.", "prompt": "- Drop."}
 
 
 def test_an_item_keeps_its_counts_wherever_it_stands():
     playbook = Playbook(["book"])
-    playbook.count(Candidate({"book": "- Check units."}), [1], [])
-    copy = Playbook(["book"])
-    copy.load_state_dict(playbook.state_dict())
-    assert "[2] helped 1" in copy.notes(Candidate({"book": "new\n* check  UNITS."}))["book"]
+    playbook.count({"book": "- Check units."}, [1], [])
+    copy = Playbook(["book"], playbook.counts)
+    assert "[2] helped 1" in copy.notes({"book": "new\n* check  UNITS."})["book"]

@@ -8,7 +8,7 @@ from tests.chat.sentencepiece import KINDS, TEMPLATES, own_tokens, sentencepiece
 from tests.support.tokenizer import CHATML, tiny_tokenizer
 
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
-from agentlightning.algorithms.recorded.sessions import to_trajectories
+from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.algorithms.sft import SFTAlgorithm
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import DatasetError
@@ -40,7 +40,7 @@ def called(arguments='{"x": 1}', **fields):
 def trained(template, messages, tools=None, **options):
     """(prompts, answers, notes) of a conversation."""
     chat, notes = HFChatFormat(tiny_tokenizer(template), **options), Counter()
-    (found,) = to_trajectories([{"messages": messages, "tools": tools}], chat, 10_000, notes)
+    (found,) = Tokenizer(chat, 10_000, counts=notes).trajectories([{"messages": messages, "tools": tools}])
     calls = found.transitions
     prompts, answers = [[chat.decode(getattr(call, name)) for call in calls] for name in FIELDS]
     return prompts, answers, dict(notes)
@@ -161,7 +161,7 @@ def test_history_that_begins_otherwise_is_refused_with_a_remedy():
 def test_sentencepiece_answers_have_the_tokens_of_the_templates_own_text(kind, template):
     tokenizer, notes = sentencepiece(kind, template), Counter()
     messages = [user(), answer(content="Paris"), user("what is it?"), answer(content="The capital of France")]
-    (found,) = to_trajectories([messages], HFChatFormat(tokenizer), 10_000, notes)
+    (found,) = Tokenizer(HFChatFormat(tokenizer), 10_000, counts=notes).trajectories([messages])
     own = own_tokens(tokenizer, messages)
     for call in found.transitions:
         tokens = [*call.prompt_token_ids, *call.response_token_ids]
@@ -232,7 +232,7 @@ def test_preferences_read_the_same_forms():
         "tools": json.dumps(TOOLS),
     }
     chat, notes = HFChatFormat(tiny_tokenizer(PLAIN)), Counter()
-    chosen, rejected = to_preferences(load_preferences([pair]), chat, 10_000, None, notes)[0]
+    chosen, rejected = to_preferences(load_preferences([pair]), Tokenizer(chat, 10_000, counts=notes))[0]
     texts = [chat.decode(each.transitions[0].response_token_ids) for each in (chosen, rejected)]
     assert texts[0] == "[assistant]good<|endoftext|>"
     assert '{"name": "f", "arguments": {"x": 1}}' in texts[1]

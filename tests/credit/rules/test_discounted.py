@@ -41,7 +41,7 @@ def test_without_discount_and_intermediate_rewards_it_is_group_relative() -> Non
 
 
 def test_one_rollout_alone_and_rollouts_without_calls_teach_nothing() -> None:
-    assert DiscountedCredit().advantages([rollout("a", 1.0, 0.5, None)]) is None
+    assert DiscountedCredit().assign([[rollout("a", 1.0, 0.5, None)]], CreditContext()) == [None]
     assert DiscountedCredit().advantages([rollout("a", 1.0), rollout("b", 0.0)]) is None
 
 

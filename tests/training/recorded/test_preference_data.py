@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import agentlightning as agl
 from agentlightning.algorithms.recorded.preference_records import load_preferences, to_preferences
+from agentlightning.algorithms.recorded.sessions import Tokenizer
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.cli.main import build
 from agentlightning.errors import ConfigError, DatasetError
@@ -57,7 +58,7 @@ def test_messages_texts_and_whole_conversations_are_the_same_pair(
 def test_only_the_turns_after_the_prompt_are_compared(chat: HFChatFormat) -> None:
     prompt = [*QUESTION, *NO, {"role": "user", "content": "sure?"}]
     pair = {"prompt": prompt, "chosen": [*YES, *QUESTION, *YES], "rejected": NO}
-    trajectories, rejected = to_preferences(load_preferences([pair]), chat, 4096, None)
+    trajectories, rejected = to_preferences(load_preferences([pair]), Tokenizer(chat, 4096))
     assert ([len(each.transitions) for each in trajectories], rejected) == ([2, 1], [])
     assert [each.reward for each in trajectories] == [1.0, 0.0]
     assert chat.decode(trajectories[1].transitions[0].response_token_ids).startswith("no")

@@ -22,16 +22,15 @@ from agentlightning.algorithms.apo.config import (
     check_budget,
 )
 from agentlightning.algorithms.apo.gepa import GepaSearch
-from agentlightning.algorithms.apo.models import Writer, open_model
+from agentlightning.algorithms.apo.models import open_model
 from agentlightning.algorithms.apo.reflective import ReflectiveSearch
-from agentlightning.algorithms.apo.search import Search, SearchContext
+from agentlightning.algorithms.apo.search import RunEvaluator, Search, SearchContext, Writer, templates
 from agentlightning.algorithms.apo.text import placeholders
-from agentlightning.algorithms.apo.trials import RunEvaluator, templates
 from agentlightning.algorithms.base import Algorithm, register
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, prompts_in
-from agentlightning.util.settings import SettingsSignature, settings_from
+from agentlightning.util.settings import SettingsSignature
 
 SEARCHES: Mapping[str, type[Search]] = {"reflective": ReflectiveSearch, "gepa": GepaSearch, "beam": BeamSearch}
 BEAM = tuple(BeamSearchConfig.model_fields)
@@ -87,7 +86,7 @@ class APO(Algorithm[APOConfig]):
         beam = {name: given.pop(name) for name in BEAM if name in given}
         if beam:
             given = {"search": "beam", **given, "beam": {**dict(given.get("beam") or {}), **beam}}
-        self.config = settings_from(APOConfig, given, base=config, source="from the arguments of APO")
+        super().__init__(config, **given)
         self.client = async_openai_client
         self._search: Search | None = None
         self._learned: Mapping[str, Any] = {}
@@ -212,7 +211,7 @@ class APO(Algorithm[APOConfig]):
         )
         on_favourite = self.on_favourite
         if on_favourite is not None:
-            context.on_favourite = lambda candidate: on_favourite(dict(candidate.texts), spending.calls)
+            context.on_favourite = lambda texts: on_favourite(dict(texts), spending.calls)
         return SEARCHES[config.search](context)
 
     def _restore(self, search: Search) -> None:

@@ -11,20 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
-from agentlightning.algorithms.apo.search import Search, SearchContext, score_of
-from agentlightning.algorithms.apo.text import Candidate
-from agentlightning.algorithms.apo.trials import Outcome, Split, Trial
+from agentlightning.algorithms.apo.search import Outcome, Search, SearchContext, Split, Trial, score_of
+from agentlightning.algorithms.apo.text import Texts
 
 
 class BeamSearch(Search):
     """See the module."""
 
+    learned: ClassVar[Mapping[str, Any]] = {
+        "beam": list[dict[str, str]],
+        "best": dict[str, str],
+        "best_score": float | None,
+        "round": int,
+        "runs": int,
+    }
+
     def __init__(self, context: SearchContext) -> None:
         super().__init__(context)
         self.settings = context.config.beam
-        self.beam = [context.seed]
+        self.beam: list[Texts] = [context.seed]
         self.best_score: float | None = None
         self.round = 0
         self.runs = 0
@@ -58,12 +65,13 @@ class BeamSearch(Search):
                     children.append(child)
         everything = range(context.validation_tasks)
         tasks = sorted(self.random.sample(everything, min(self.settings.val_batch_size, len(everything))))
-        scores: dict[Candidate, float] = {}
+        scores: list[tuple[float, Texts]] = []
         for each in children:
             if context.spending.left() < len(tasks):
                 break
-            scores[each] = await self._score(each, tasks)
-        self.beam = sorted(scores, key=lambda each: -scores[each])[: self.settings.beam_width] or self.beam
+            scores.append((await self._score(each, tasks), each))
+        scores.sort(key=lambda scored: -scored[0])
+        self.beam = [each for _, each in scores[: self.settings.beam_width]] or self.beam
         first = self.beam[0]
         if not scores or first == self.best or context.spending.left() < len(everything):
             return
@@ -73,33 +81,20 @@ class BeamSearch(Search):
             context.counts["accepted"] += 1
             context.on_favourite(first)
 
-    async def _child(self, parent: Candidate) -> Candidate | None:
+    async def _child(self, parent: Texts) -> Texts | None:
         context = self.context
         count = min(self.settings.gradient_batch_size, context.train_tasks, context.spending.left())
         if count == 0:
             return None
-        found = await self.write(parent, await self._run(parent, self.random.sample(range(context.train_tasks), count)))
+        found = await context.write(
+            parent, await self._run(parent, self.random.sample(range(context.train_tasks), count))
+        )
         context.counts["proposed"] += found is not None
         return None if found is None else found[0]
 
-    async def _score(self, candidate: Candidate, tasks: Sequence[int]) -> float:
+    async def _score(self, candidate: Texts, tasks: Sequence[int]) -> float:
         return fmean(map(score_of, await self._run(candidate, tasks, "validation")))
 
-    async def _run(self, candidate: Candidate, tasks: Sequence[int], split: Split = "train") -> list[Outcome]:
+    async def _run(self, candidate: Texts, tasks: Sequence[int], split: Split = "train") -> list[Outcome]:
         self.runs += 1
         return await self.context.evaluate(candidate, [Trial(task, self.runs, split) for task in tasks])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "beam": [dict(each.texts) for each in self.beam],
-            "best": dict(self.best.texts),
-            "best_score": self.best_score,
-            "round": self.round,
-            "runs": self.runs,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.beam, self.best = [Candidate(texts) for texts in state["beam"]], Candidate(state["best"])
-        self.best_score, self.round, self.runs = state["best_score"], state["round"], state["runs"]

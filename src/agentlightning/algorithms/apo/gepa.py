@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from agentlightning.algorithms.apo.search import BudgetSpentError, Search, SearchContext, score_of
-from agentlightning.algorithms.apo.text import Candidate, ReplyError
-from agentlightning.algorithms.apo.trials import Outcome, Trial
+from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, SearchContext, Trial, score_of
+from agentlightning.algorithms.apo.text import ReplyError, Texts
 from agentlightning.errors import MissingExtraError, TrainingStopped
 
 T = TypeVar("T")
@@ -24,6 +23,7 @@ ROLE = "You improve the texts that steer an AI agent. Keep all placeholders in b
 class GepaSearch(Search):
     """See the module. It is the `gepa.GEPAAdapter` of its own search, whose calls come from gepa's thread."""
 
+    learned: ClassVar[Mapping[str, Any]] = {"best": dict[str, str], "runs": int}
     propose_new_texts = None
     """gepa asks for it, and skips every mutation without a word where the attribute is missing."""
 
@@ -63,7 +63,7 @@ class GepaSearch(Search):
         if result is None:
             spent = f"what is left of its budget of {spending.budget.calls} evaluations is too little"
         else:
-            self.best = Candidate(dict(result.best_candidate))
+            self.best = dict(result.best_candidate)
         self.end(spent or "gepa found nothing more to try", budget=spent is not None)
         return None
 
@@ -74,7 +74,7 @@ class GepaSearch(Search):
         optimize: Any = vars(gepa)["optimize"]
         with suppress(BudgetSpentError):
             return optimize(
-                dict(context.seed.texts),
+                dict(context.seed),
                 [Trial(task) for task in range(context.train_tasks)],
                 [Trial(task, split="validation") for task in range(self.validation)],
                 adapter=self,
@@ -95,24 +95,18 @@ class GepaSearch(Search):
         scores = [fmean(each.values()) if each else 0.0 for each in state.prog_candidate_val_subscores]
         self.context.counts["accepted"] = max(0, len(scores) - 1)
         if scores:
-            best = Candidate(dict(state.program_candidates[scores.index(max(scores))]))
+            best = dict(state.program_candidates[scores.index(max(scores))])
             if best != self.best:
                 self.best = best
                 self.context.on_favourite(best)
         return self.stopping or self.failure is not None or self.context.spending.exhausted() is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": dict(self.best.texts), "runs": self.runs}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.runs = Candidate(state["best"]), state["runs"]
 
     # -- what gepa calls -----------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Sequence[Trial], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         from gepa.core.adapter import EvaluationBatch  # pyright: ignore[reportMissingImports]
 
-        outcomes = self._call(self._evaluate(batch, Candidate(dict(candidate))))
+        outcomes = self._call(self._evaluate(batch, dict(candidate)))
         make: Any = EvaluationBatch
         return make(
             outputs=[each.transcript for each in outcomes],
@@ -120,7 +114,7 @@ class GepaSearch(Search):
             trajectories=list(outcomes) if capture_traces else None,
         )
 
-    async def _evaluate(self, batch: Sequence[Trial], candidate: Candidate) -> list[Outcome]:
+    async def _evaluate(self, batch: Sequence[Trial], candidate: Texts) -> list[Outcome]:
         try:
             self.context.check(candidate)
         except ReplyError as error:

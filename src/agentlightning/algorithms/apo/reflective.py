@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
-from agentlightning.algorithms.apo.search import BudgetSpentError, Search, SearchContext, score_of
-from agentlightning.algorithms.apo.text import Candidate
-from agentlightning.algorithms.apo.trials import Outcome, Trial
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from agentlightning.algorithms.apo.search import BudgetSpentError, Outcome, Search, SearchContext, Trial, score_of
+from agentlightning.algorithms.apo.text import Texts, digest
 from agentlightning.evaluation.sequential import PairedSequentialTest, fewest_pairs
 
 Line = tuple[str, str]
@@ -40,38 +41,44 @@ WAVE: Final = 5
 """Pairs of finalists' rollouts that run at the same time."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Node:
     """A candidate, and the outcomes that are known of it."""
 
-    candidate: Candidate
+    texts: dict[str, str]
     number: int = 0
     """Its place in the order of proposals."""
-    outcomes: dict[int, list[Outcome]] = field(default_factory=dict[int, list[Outcome]])
-    """Its own, by task."""
-    inherited: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
-    """Those of its ancestors on tasks that it did not run."""
-    reflections: Counter[int] = field(default_factory=Counter[int])
+    outcomes: list[Outcome] = Field(default_factory=list[Outcome])
+    """Its own, in order."""
+    inherited: list[Outcome] = Field(default_factory=list[Outcome])
+    """The last ones of its ancestors, one for each task."""
+    reflections: dict[int, int] = Field(default_factory=dict[int, int])
     """How often the critic has read the last failure of a task."""
-    rejected: list[str] = field(default_factory=list[str])
+    rejected: list[str] = Field(default_factory=list[str])
     """Edits of it that did not help."""
     prior: float = 0.0
     """What was expected of it before it ran on tasks that were not chosen for it."""
-    drawn: list[float] = field(default_factory=list[float])
+    drawn: list[float] = Field(default_factory=list[float])
     """Its scores on such tasks."""
 
     def add(self, outcome: Outcome) -> None:
-        self.outcomes.setdefault(outcome.task, []).append(outcome)
-        self.inherited.pop(outcome.task, None)
+        self.outcomes.append(outcome)
         self.reflections.pop(outcome.task, None)
 
+    def own(self, task: int) -> list[Outcome]:
+        """Its own outcomes on a task."""
+        return [each for each in self.outcomes if each.task == task]
+
+    def known(self, task: int) -> list[Outcome]:
+        """What is known of a task: its own outcomes, else the inherited one."""
+        return self.own(task) or [each for each in self.inherited if each.task == task]
+
     def score(self, task: int) -> float:
-        """What is known of a task: the mean of its own outcomes, else the inherited one."""
-        return fmean(map(score_of, self.outcomes.get(task) or [self.inherited[task]]))
+        return fmean(map(score_of, self.known(task)))
 
     @property
     def tasks(self) -> set[int]:
-        return self.outcomes.keys() | self.inherited.keys()
+        return {each.task for each in (*self.outcomes, *self.inherited)}
 
     @property
     def estimate(self) -> float:
@@ -79,48 +86,118 @@ class Node:
         some of them were bad luck, and turn by themselves."""
         return (PRIOR_STRENGTH * self.prior + sum(self.drawn)) / (PRIOR_STRENGTH + len(self.drawn))
 
-    def last(self, task: int) -> Outcome:
-        return (self.outcomes.get(task) or [self.inherited[task]])[-1]
+    @property
+    def last(self) -> dict[int, Outcome]:
+        """By task, the last outcome that is known."""
+        return {each.task: each for each in (*self.inherited, *self.outcomes)}
 
     def failures(self, success: float) -> list[Outcome]:
         """Recorded failures that the critic may still read: its own first, the least read first."""
-        found = [self.last(task) for task in self.tasks if self.reflections[task] < MAX_REFLECTIONS]
-        failed = [each for each in found if score_of(each) < success]
-        return sorted(failed, key=lambda each: (self.reflections[each.task], each.task in self.inherited, each.task))
+        read, own = self.reflections, {each.task for each in self.outcomes}
+        failed = [each for each in self.last.values() if score_of(each) < success]
+        unread = [each for each in failed if read.get(each.task, 0) < MAX_REFLECTIONS]
+        return sorted(unread, key=lambda each: (read.get(each.task, 0), each.task not in own, each.task))
 
-    def child(self, candidate: Candidate, number: int) -> Node:
-        known = {task: self.last(task) for task in self.tasks}
+    def child(self, texts: Texts, number: int) -> Node:
         prior = self.estimate + EXPECTED_GAIN * max(0.0, 1 - self.estimate)
-        return Node(candidate, number, inherited=known, prior=prior)
+        return Node(dict(texts), number, inherited=list(self.last.values()), prior=prior)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "texts": dict(self.candidate.texts),
-            "number": self.number,
-            "outcomes": [each.as_json() for own in self.outcomes.values() for each in own],
-            "inherited": [each.as_json() for each in self.inherited.values()],
-            "reflections": {str(task): count for task, count in self.reflections.items()},
-            "rejected": self.rejected,
-            "prior": self.prior,
-            "drawn": self.drawn,
-        }
 
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Node:
-        node = cls(Candidate(state["texts"]), state["number"], rejected=list(state["rejected"]), prior=state["prior"])
-        for each in state["outcomes"]:
-            node.add(Outcome(*each))
-        node.inherited, node.drawn = {each[0]: Outcome(*each) for each in state["inherited"]}, list(state["drawn"])
-        node.reflections = Counter({int(task): count for task, count in state["reflections"].items()})
-        return node
+# -- finals ----------------------------------------------------------------------------------------------------------
+
+# The best candidates meet on the validation tasks, which the search has not used before.
+#
+# The favourite meets one challenger after the other, task by task. A sequential test looks at the differences as they
+# come and stops as soon as it can tell the two apart; where it cannot, the higher mean decides. Results of the
+# favourite are bought once for all challengers.
+
+
+class Duel(NamedTuple):
+    """What a comparison of two finalists found."""
+
+    verdict: str
+    """better or worse: the challenger is; exhausted: no difference could be shown; budget: it was not finished."""
+    pairs: int
+    difference: float
+    """Mean of challenger - favourite."""
+    p_value: float
+
+
+@dataclass
+class Finals:
+    """Chooses among the finalists."""
+
+    finalists: list[dict[str, str]]
+    """The favourite of the search first."""
+    why: str = ""
+    """Why the search ended."""
+    for_budget: bool = False
+    span: float = 1.0
+    """The largest difference of two rewards; a larger one counts as this."""
+    scores: dict[str, dict[int, float]] = Field(default_factory=dict[str, dict[int, float]])
+    """Digest -> validation task -> score."""
+    duels: list[Duel] = Field(default_factory=list[Duel])
+    winner: dict[str, str] | None = None
+
+    @property
+    def best(self) -> Texts:
+        return self.winner or self.finalists[0]
+
+    async def decide(self, context: SearchContext) -> None:
+        """Spend the validation tasks, and choose."""
+        best: Texts = self.finalists[0]
+        for challenger in self.finalists[1:] if context.validation_tasks else ():
+            duel = await self._duel(context, best, challenger)
+            self.duels.append(duel)
+            if duel.verdict == "better" or (duel.verdict in ("exhausted", "budget") and duel.difference > 0):
+                best = challenger
+        self.winner = dict(best)
+
+    async def _duel(self, context: SearchContext, best: Texts, challenger: Texts) -> Duel:
+        tasks, alpha = range(context.validation_tasks), context.config.alpha
+        test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
+        differences: list[float] = []
+        verdict = "continue"
+        for start in range(0, len(tasks), WAVE):
+            wave = tasks[start : start + WAVE]
+            if context.spending.left() < 2 * len(wave) or context.spending.exhausted() is not None:
+                verdict = "budget"
+                break
+            theirs, ours = await self._scores(context, best, wave), await self._scores(context, challenger, wave)
+            for mine, other in zip(ours, theirs, strict=True):
+                differences.append(mine - other)
+                verdict = test.update(max(-self.span, min(self.span, mine - other)))
+                if verdict != "continue":
+                    break
+            if verdict != "continue":
+                break
+        mean = fmean(differences) if differences else 0.0
+        return Duel("exhausted" if verdict == "continue" else verdict, len(differences), mean, test.p_value)
+
+    async def _scores(self, context: SearchContext, candidate: Texts, tasks: Sequence[int]) -> list[float]:
+        known = self.scores.setdefault(digest(candidate), {})
+        missing = [Trial(task, split="validation") for task in tasks if task not in known]
+        known |= {outcome.task: score_of(outcome) for outcome in await context.evaluate(candidate, missing)}
+        return [known[task] for task in tasks]
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
 
 
 class ReflectiveSearch(Search):
     """See the module."""
 
+    learned: ClassVar[Mapping[str, Any]] = {
+        "pool": list[Node],
+        "children": dict[str, Node],
+        "number": int,
+        "fruitless": int,
+        "finals": Finals | None,
+    }
+
     def __init__(self, context: SearchContext) -> None:
         super().__init__(context)
-        self.pool = [Node(context.seed)]
+        self.pool = [Node(dict(context.seed))]
         """The candidates to go on from; the best come first."""
         self.credits: dict[Line, list[int]] = {}
         """Added line -> the tasks whose failures it turned. A child that loses a line is tried on just these."""
@@ -136,8 +213,8 @@ class ReflectiveSearch(Search):
         self.random.shuffle(self.order)
 
     @property
-    def favourite(self) -> Candidate:
-        return self.pool[0].candidate if self.finals is None else self.finals.best
+    def favourite(self) -> Texts:
+        return self.pool[0].texts if self.finals is None else self.finals.best
 
     @property
     def reserved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -172,8 +249,8 @@ class ReflectiveSearch(Search):
 
     def end_search(self, why: str, *, budget: bool) -> None:
         """Go on with the finals."""
-        finalists = [node.candidate for node in self.pool[: self.context.config.finalists]]
-        known = [score_of(node.last(task)) for node in self.pool for task in node.tasks]
+        finalists = [node.texts for node in self.pool[: self.context.config.finalists]]
+        known = [score_of(each) for node in self.pool for each in node.last.values()]
         self.finals = Finals(finalists, why, budget, span=max([*known, 1.0]) - min([*known, 0.0]))
 
     def reopen(self) -> None:
@@ -198,16 +275,17 @@ class ReflectiveSearch(Search):
         if not failures:
             context.counts["without_failures"] += 1
             return False
-        parent.reflections.update(failure.task for failure in failures)
-        proposed = await self.write(parent.candidate, failures, parent.rejected[-8:])
+        for failure in failures:
+            parent.reflections[failure.task] = parent.reflections.get(failure.task, 0) + 1
+        proposed = await context.write(parent.texts, failures, parent.rejected[-8:])
         if proposed is None:
             return False
-        candidate, words = proposed
-        if any(node.candidate == candidate for node in self.pool):
+        texts, words = proposed
+        if any(node.texts == texts for node in self.pool):
             context.counts["unchanged"] += 1
             return False
-        key = f"{parent.candidate.digest}-{candidate.digest}"
-        child = self.children.pop(key, None) or parent.child(candidate, self.number)
+        key = f"{digest(parent.texts)}-{digest(texts)}"
+        child = self.children.pop(key, None) or parent.child(texts, self.number)
         lost = await self._lost(child, parent, failures)
         context.counts["proposed"] += 1
         context.counts[f"rejected_{lost}" if lost else "accepted"] += 1
@@ -225,7 +303,8 @@ class ReflectiveSearch(Search):
         config, spending = self.context.config, self.context.spending
         found, rounds = node.failures(config.success), 0
         while len(found) < (config.reflection_size if rounds == 0 else 1) and rounds < 4:
-            ranked = sorted(self.order, key=lambda task: (task in node.tasks, len(node.outcomes.get(task, ()))))
+            known, runs = node.tasks, Counter(each.task for each in node.outcomes)
+            ranked = sorted(self.order, key=lambda task: (task in known, runs[task]))
             fresh = ranked[: min(config.reflection_size, spending.left(self.reserved))]
             if not fresh:
                 break
@@ -235,8 +314,8 @@ class ReflectiveSearch(Search):
         return found[: config.reflection_size]
 
     async def _run(self, node: Node, tasks: Sequence[int]) -> list[Outcome]:
-        trials = [Trial(task, repeat=len(node.outcomes.get(task, ()))) for task in tasks]
-        outcomes = await self.context.evaluate(node.candidate, trials)
+        trials = [Trial(task, repeat=len(node.own(task))) for task in tasks]
+        outcomes = await self.context.evaluate(node.texts, trials)
         for outcome in outcomes:
             node.add(outcome)
         return outcomes
@@ -244,7 +323,7 @@ class ReflectiveSearch(Search):
     async def _lost(self, child: Node, parent: Node, failures: Sequence[Outcome]) -> str | None:
         """The stage that a child does not pass; None if it passes all."""
         before = {each.task: score_of(each) for each in failures}
-        screened = await self._run(child, [each.task for each in failures if each.task not in child.outcomes])
+        screened = await self._run(child, [each.task for each in failures if not child.own(each.task)])
         flips = [each.task for each in screened if score_of(each) > before[each.task]]
         if not flips:
             return "screen"
@@ -253,7 +332,7 @@ class ReflectiveSearch(Search):
             return "confirm"
         if not await self.guards(child, parent, before):
             return "guard"
-        for line in added_lines(parent.candidate, child.candidate):
+        for line in added_lines(parent.texts, child.texts):
             self.credits[line] = sorted({*self.credits.get(line, ()), *flips})
         return None
 
@@ -262,7 +341,7 @@ class ReflectiveSearch(Search):
         which it no longer has. Fewer are tried where the parent seldom succeeds: its successes are then mostly luck."""
         config = self.context.config
         solved = {task for task in parent.tasks if parent.score(task) >= config.success} - set(screened)
-        missing = added_lines(child.candidate, parent.candidate)
+        missing = added_lines(child.texts, parent.texts)
         endangered = sorted(solved & {task for line in missing for task in self.credits.get(line, ())})
         others = sorted(solved - set(endangered))
         self.random.shuffle(others)
@@ -280,7 +359,7 @@ class ReflectiveSearch(Search):
     def prunable(self) -> Line | None:
         """An added line of the favourite to try to do without: the oldest that was not examined since three others were
         added."""
-        added = [line for line in lines_of(self.pool[0].candidate) if line in self.credits]
+        added = [line for line in lines_of(self.pool[0].texts) if line in self.credits]
         waiting = [line for line in added if line not in self.examined]
         return waiting[0] if len(waiting) > 3 else None
 
@@ -289,9 +368,9 @@ class ReflectiveSearch(Search):
         name, text = line
         node = self.pool[0]
         self.examined.add(line)
-        lines = node.candidate.texts[name].splitlines()
+        lines = node.texts[name].splitlines()
         lines.remove(text)
-        shorter = node.child(node.candidate.changed(**{name: "\n".join(lines)}), self.number)
+        shorter = node.child({**node.texts, name: "\n".join(lines)}, self.number)
         for task in (self.credits[line][:2] * 2)[:2]:
             [outcome] = await self._run(shorter, [task])
             if score_of(outcome) < self.context.config.success:
@@ -302,138 +381,19 @@ class ReflectiveSearch(Search):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "pool": [node.as_json() for node in self.pool],
-            "children": {key: node.as_json() for key, node in self.children.items()},
-            "credits": {
-                "credits": [[*line, tasks] for line, tasks in self.credits.items()],
-                "examined": sorted(map(list, self.examined)),
-            },
-            "number": self.number,
-            "fruitless": self.fruitless,
-            "finals": None if self.finals is None else self.finals.state_dict(),
-        }
+        credits = [[*line, tasks] for line, tasks in self.credits.items()]
+        return {**super().state_dict(), "credits": {"credits": credits, "examined": sorted(map(list, self.examined))}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.pool = [Node.from_json(each) for each in state["pool"]]
-        self.children = {key: Node.from_json(each) for key, each in state["children"].items()}
         self.credits = {(name, text): list(tasks) for name, text, tasks in state["credits"]["credits"]}
         self.examined = {(name, text) for name, text in state["credits"]["examined"]}
-        self.number, self.fruitless = state["number"], state["fruitless"]
-        self.finals = None if state["finals"] is None else Finals.from_state(state["finals"])
 
 
-def lines_of(candidate: Candidate) -> list[Line]:
-    return [(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
+def lines_of(texts: Texts) -> list[Line]:
+    return [(name, line) for name, text in texts.items() for line in text.splitlines()]
 
 
-def added_lines(before: Candidate, after: Candidate) -> list[Line]:
+def added_lines(before: Texts, after: Texts) -> list[Line]:
     known = set(lines_of(before))
     return [line for line in lines_of(after) if line not in known and line[1].strip()]
-
-
-# -- finals ----------------------------------------------------------------------------------------------------------
-
-# The best candidates meet on the validation tasks, which the search has not used before.
-#
-# The favourite meets one challenger after the other, task by task. A sequential test looks at the differences as they
-# come and stops as soon as it can tell the two apart; where it cannot, the higher mean decides. Results of the
-# favourite are bought once for all challengers.
-
-
-@dataclass(slots=True)
-class Duel:
-    """What a comparison of two finalists found."""
-
-    verdict: str
-    """better or worse: the challenger is; exhausted: no difference could be shown; budget: it was not finished."""
-    pairs: int
-    difference: float
-    """Mean of challenger - favourite."""
-    p_value: float
-
-
-@dataclass(slots=True)
-class Finals:
-    """Chooses among the finalists."""
-
-    finalists: list[Candidate]
-    """The favourite of the search first."""
-    why: str = ""
-    """Why the search ended."""
-    for_budget: bool = False
-    span: float = 1.0
-    """The largest difference of two rewards; a larger one counts as this."""
-    scores: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
-    """Digest -> validation task -> score."""
-    duels: list[Duel] = field(default_factory=list[Duel])
-    winner: Candidate | None = None
-
-    @property
-    def best(self) -> Candidate:
-        return self.winner or self.finalists[0]
-
-    async def decide(self, context: SearchContext) -> None:
-        """Spend the validation tasks, and choose."""
-        best = self.finalists[0]
-        for challenger in self.finalists[1:] if context.validation_tasks else ():
-            duel = await self._duel(context, best, challenger)
-            self.duels.append(duel)
-            if duel.verdict == "better" or (duel.verdict in ("exhausted", "budget") and duel.difference > 0):
-                best = challenger
-        self.winner = best
-
-    async def _duel(self, context: SearchContext, best: Candidate, challenger: Candidate) -> Duel:
-        tasks, alpha = range(context.validation_tasks), context.config.alpha
-        test = PairedSequentialTest(alpha, (-self.span, self.span), max_pairs=max(len(tasks), fewest_pairs(alpha)))
-        differences: list[float] = []
-        verdict = "continue"
-        for start in range(0, len(tasks), WAVE):
-            wave = tasks[start : start + WAVE]
-            if context.spending.left() < 2 * len(wave) or context.spending.exhausted() is not None:
-                verdict = "budget"
-                break
-            theirs, ours = await self._scores(context, best, wave), await self._scores(context, challenger, wave)
-            for mine, other in zip(ours, theirs, strict=True):
-                differences.append(mine - other)
-                verdict = test.update(max(-self.span, min(self.span, mine - other)))
-                if verdict != "continue":
-                    break
-            if verdict != "continue":
-                break
-        mean = fmean(differences) if differences else 0.0
-        return Duel("exhausted" if verdict == "continue" else verdict, len(differences), mean, test.p_value)
-
-    async def _scores(self, context: SearchContext, candidate: Candidate, tasks: Sequence[int]) -> list[float]:
-        known = self.scores.setdefault(candidate.digest, {})
-        missing = [Trial(task, split="validation") for task in tasks if task not in known]
-        known |= {outcome.task: score_of(outcome) for outcome in await context.evaluate(candidate, missing)}
-        return [known[task] for task in tasks]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "finalists": [dict(each.texts) for each in self.finalists],
-            "why": self.why,
-            "for_budget": self.for_budget,
-            "span": self.span,
-            "scores": {
-                digest: {str(task): value for task, value in known.items()} for digest, known in self.scores.items()
-            },
-            "duels": [list(astuple(each)) for each in self.duels],
-            "winner": None if self.winner is None else dict(self.winner.texts),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Finals:
-        winner = state["winner"]
-        return cls(
-            [Candidate(texts) for texts in state["finalists"]],
-            state["why"],
-            state["for_budget"],
-            state["span"],
-            {digest: {int(task): value for task, value in known.items()} for digest, known in state["scores"].items()},
-            [Duel(*each) for each in state["duels"]],
-            None if winner is None else Candidate(winner),
-        )

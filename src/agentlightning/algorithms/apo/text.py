@@ -5,45 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.resources import PromptTemplate, f_string_fields
 
-# -- candidate -------------------------------------------------------------------------------------------------------
+Texts: TypeAlias = Mapping[str, str]
+"""A candidate: one text for each resource that is optimised, by the name of the resource."""
 
-# A candidate: one text for each resource that is optimised, and how it differs from another.
 
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """Texts by the name of their resource.
-
-    >>> Candidate({"prompt": "Say {word}."}).changed(prompt="Please say {word}.").texts["prompt"]
-    'Please say {word}.'
-    """
-
-    texts: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        """The same for the same texts, in every process."""
-        return hashlib.blake2b(orjson.dumps(dict(self.texts), option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
-
-    def changed(self, **texts: str) -> Candidate:
-        """The candidate with other texts for some resources."""
-        return Candidate({**self.texts, **texts})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Candidate) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
+def digest(texts: Texts) -> str:
+    """The same for the same texts, in every process."""
+    return hashlib.blake2b(orjson.dumps(dict(texts), option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 
 # -- placeholders ----------------------------------------------------------------------------------------------------
@@ -161,10 +139,10 @@ def read_edits(reply: str, max_edits: int, max_chars: int) -> tuple[list[Edit], 
     return edits[:max_edits], max(0, len(edits) - max_edits)
 
 
-def apply_edits(candidate: Candidate, edits: Sequence[Edit]) -> Candidate:
-    """The candidate with these edits. A line that is there already is not added again. Raises ReplyError for a resource
-    or a line that does not exist."""
-    texts = dict(candidate.texts)
+def apply_edits(texts: Texts, edits: Sequence[Edit]) -> dict[str, str]:
+    """The texts with these edits. A line that is there already is not added again. Raises ReplyError for a resource or
+    a line that does not exist."""
+    found = dict(texts)
     only = next(iter(texts)) if len(texts) == 1 else ""
     by_resource = dict[str, list[Edit]]()  # All of a text at once: they name its lines as they were.
     for edit in edits:
@@ -172,8 +150,8 @@ def apply_edits(candidate: Candidate, edits: Sequence[Edit]) -> Candidate:
     for name, own in by_resource.items():
         if name not in texts:
             raise ReplyError("edit_unknown_resource", f"an edit changes {name!r}; there are {', '.join(texts)}")
-        texts[name] = _edited(texts[name], own)
-    return Candidate(texts)
+        found[name] = _edited(texts[name], own)
+    return found
 
 
 def _edited(text: str, edits: Iterable[Edit]) -> str:
@@ -227,42 +205,36 @@ class Playbook:
     counts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """Item -> times it helped, times it harmed."""
 
-    def count(self, candidate: Candidate, helpful: Sequence[int], harmful: Sequence[int]) -> None:
-        """Count items by their line numbers in the playbooks of a candidate. Numbers of no item are ignored."""
-        for name in self._own(candidate):
-            lines = candidate.texts[name].splitlines()
+    def count(self, texts: Texts, helpful: Sequence[int], harmful: Sequence[int]) -> None:
+        """Count items by their line numbers in the playbooks among the texts. Numbers of no item are ignored."""
+        for _, lines in self._own(texts):
             for place, numbers in enumerate((helpful, harmful)):
                 for number in numbers:
                     if 1 <= number <= len(lines) and (item := _item(lines[number - 1])):
                         self.counts.setdefault(item, [0, 0])[place] += 1
 
-    def notes(self, candidate: Candidate) -> dict[str, str]:
-        """What the editor is told of the items of a candidate's playbooks."""
-        return {name: "\n".join(self._counted(candidate.texts[name])) for name in self._own(candidate)}
+    def notes(self, texts: Texts) -> dict[str, str]:
+        """What the editor is told of the items of the playbooks."""
+        found: dict[str, str] = {}
+        for name, lines in self._own(texts):
+            counts = [(number, *self._count(line)) for number, line in enumerate(lines, 1)]
+            told = [f"Item [{n}] helped {good} and harmed {bad} times." for n, good, bad in counts if good or bad]
+            found[name] = "\n".join(told)
+        return found
 
-    def pruned(self, candidate: Candidate) -> Candidate:
-        """The candidate without items that harm more than they help."""
-        return candidate.changed(**{name: self._pruned(candidate.texts[name]) for name in self._own(candidate)})
+    def pruned(self, texts: Texts) -> dict[str, str]:
+        """The texts without items that harm more than they help."""
+        found = dict(texts)
+        for name, lines in self._own(texts):
+            counts = [(line, *self._count(line)) for line in lines]
+            found[name] = joined([line for line, good, bad in counts if bad - good < PRUNE_MARGIN], texts[name])
+        return found
 
-    def _own(self, candidate: Candidate) -> list[str]:
-        return [name for name in self.names if name in candidate.texts]
+    def _own(self, texts: Texts) -> list[tuple[str, list[str]]]:
+        return [(name, texts[name].splitlines()) for name in self.names if name in texts]
 
-    def _counted(self, text: str) -> Iterator[str]:
-        for number, line in enumerate(text.splitlines(), 1):
-            helped, harmed = self.counts.get(_item(line), (0, 0))
-            if helped or harmed:
-                yield f"Item [{number}] helped {helped} and harmed {harmed} times."
-
-    def _pruned(self, text: str) -> str:
-        counts = {line: self.counts.get(_item(line), (0, 0)) for line in text.splitlines()}
-        kept = [line for line in text.splitlines() if counts[line][1] - counts[line][0] < PRUNE_MARGIN]
-        return joined(kept, text)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": self.counts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts = {item: list(counts) for item, counts in state.get("counts", {}).items()}
+    def _count(self, line: str) -> Sequence[int]:
+        return self.counts.get(_item(line), (0, 0))
 
 
 def _item(line: str) -> str:

@@ -19,12 +19,9 @@ from agentlightning.algorithms.recorded.sessions import (
     RecordedCall,
     Session,
     Tokenizer,
-    missing_reward,
     read_sessions,
-    to_trajectories,
 )
-from agentlightning.chat.base import ChatFormat
-from agentlightning.credit.rejection import Rejection
+from agentlightning.credit.rejection import MISSING_REWARD, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset
@@ -81,11 +78,12 @@ def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[s
 
 
 def _rewarded(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[str]) -> list[Session]:
-    rewards = [session.reward(query.reward_weights) for session in group]
-    counts.update(found.reason for each in group if (found := missing_reward(each, query.reward_weights)))
-    counts["below_threshold"] += sum(reward is not None and reward < query.threshold for reward in rewards)
-    pairs = zip(group, rewards, strict=True)
-    return [session for session, reward in pairs if reward is not None and reward >= query.threshold]
+    scores = [session.score(query.reward_weights) for session in group]
+    counts.update(each.reason for each in scores if isinstance(each, Rejection))
+    scored = [(each, score) for each, score in zip(group, scores, strict=True) if not isinstance(score, Rejection)]
+    kept = [each for each, score in scored if score >= query.threshold]
+    counts["below_threshold"] += len(scored) - len(kept)
+    return kept
 
 
 def _agreeing(group: Sequence[Session]) -> list[Session]:
@@ -126,9 +124,10 @@ def _none(sessions: Sequence[Session], query: TrajectoryQuery, left_out: dict[st
     if query.self_verified:
         advice = f"record at least {MIN_VOTES} sessions of each task"
     else:
-        rewards = [reward for session in sessions if (reward := session.reward(query.reward_weights)) is not None]
+        scores = [session.score(query.reward_weights) for session in sessions]
+        rewards = [score for score in scores if not isinstance(score, Rejection)]
         spans = f"rewards are from {min(rewards):g} to {max(rewards):g}: " if rewards else "there are no rewards: "
-        unusable = (found for each in sessions if (found := each.unusable_reward(query.reward_weights)))
+        unusable = (each for each in scores if isinstance(each, Rejection) and each.reason != MISSING_REWARD)
         if not rewards and (first := next(unusable, None)):
             return f"none of {len(sessions)} sessions is a demonstration ({shown}); of the first: {first.message}"
         advice = f"{spans}lower threshold={query.threshold:g}, or emit rewards with agl.emit_reward"
@@ -183,15 +182,12 @@ async def _records(dataset: Any) -> tuple[Sequence[Any], dict[str, int]]:
     return found, {**rejected, **counts, **measured}
 
 
-def to_examples(
-    records: Sequence[Any], *, target: str | None, chat: ChatFormat, context_length: int, notes: Counter[str]
-) -> tuple[list[Trajectory], dict[str, int]]:
+def to_examples(records: Sequence[Any], tokenizer: Tokenizer) -> tuple[list[Trajectory], dict[str, int]]:
     """The records as trajectories whose sampled tokens are to be imitated, and sessions that cannot be, by reason.
-    `notes` gets what deviates from the chat template (`conversations.NOTES`). Raises DatasetError where none can."""
-    own = [each for each in records if not isinstance(each, Session)]
+    Raises DatasetError where none can."""
     rejected: list[Rejection] = []
-    found = to_trajectories(own, chat, context_length, notes, rejected)
-    tokenizer = Tokenizer(chat, context_length, None, target, notes)
+    found = tokenizer.trajectories([each for each in records if not isinstance(each, Session)], rejected)
+    target = tokenizer.target
     for session in (each for each in records if isinstance(each, Session)):
         made = tokenizer(session)
         if isinstance(made, Rejection):

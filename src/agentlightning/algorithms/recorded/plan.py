@@ -32,7 +32,6 @@ from agentlightning.algorithms.recorded.sessions import (
     TokenizedSession,
     Tokenizer,
     describe_notes,
-    missing_reward,
     without_probabilities,
 )
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm
@@ -169,7 +168,8 @@ def prepare(
     for session in (part for each in sessions for part in divided(each, form, tokenizer.target)):
         made = tokenizer(session)
         if not isinstance(made, Rejection):
-            made = missing_reward(session, weights) or _in_form(made, form)
+            score = session.score(weights)
+            made = score if isinstance(score, Rejection) else _in_form(made, form)
         (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
     return found, rejected
 
@@ -241,8 +241,8 @@ def _by_prompt(whole: Trajectory) -> Trajectory:
 
 
 def _pairs(algorithm: DPO, tokenizer: Tokenizer) -> Plan:
-    records, chat, counts = load_preferences(algorithm.data), tokenizer.chat, tokenizer.counts
-    found, rejected = to_preferences(records, chat, tokenizer.context_length, tokenizer.target, counts)
+    records = load_preferences(algorithm.data)
+    found, rejected = to_preferences(records, tokenizer)
     if not found:
         raise DatasetError(
             f"none of {len(records)} preference pairs can be learned from"
@@ -250,7 +250,7 @@ def _pairs(algorithm: DPO, tokenizer: Tokenizer) -> Plan:
             f" {rejected[0].message}"
         )
     pairs = len(found) // 2
-    notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(counts))
+    notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(tokenizer.counts))
     return Plan(algorithm, [TokenizedSession(each) for each in found], rejected, notes, pairs)
 
 

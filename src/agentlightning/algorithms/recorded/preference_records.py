@@ -8,7 +8,6 @@ assistant's in an answer. Without a prompt, what both conversations begin with i
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from statistics import fmean
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from agentlightning.algorithms.agents import of_target
-from agentlightning.algorithms.recorded.sessions import NO_TARGET_CALLS, AnswerRenderer, renamed, too_long
-from agentlightning.chat.base import ChatFormat, Message
+from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed
+from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message, read_tools
 from agentlightning.credit import is_target
-from agentlightning.credit.rejection import Rejection
+from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import DatasetError
 from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import Trajectory, Transition
@@ -216,35 +215,27 @@ def _shown(value: Any) -> str:
 
 
 def to_preferences(
-    records: Sequence[PreferenceRecord],
-    chat: ChatFormat,
-    context_length: int,
-    target: str | None,
-    counts: Counter[str] | None = None,
+    records: Sequence[PreferenceRecord], tokenizer: Tokenizer
 ) -> tuple[list[Trajectory], list[Rejection]]:
     """Two trajectories for each pair, a group of their own with the rewards 1 and 0, and the pairs that the model
-    cannot hold or that have no answer of the agents to train. `counts` gets what deviates from the chat template
-    (`conversations.NOTES`)."""
-    renderer = AnswerRenderer(chat, Counter() if counts is None else counts)
+    cannot hold or that have no answer of the agents to train."""
     found: list[Trajectory] = []
     rejected: list[Rejection] = []
     for record in records:
-        pair = [_trajectory(record, name, renderer) for name in ("chosen", "rejected")]
+        pair = [_trajectory(record, name, tokenizer) for name in ("chosen", "rejected")]
         calls = [call for each in pair for call in each.transitions]
-        longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in calls)
-        if longest > context_length:
-            rejected.append(too_long(record.where, longest, context_length))
-        elif not any(is_target(call.agent, target) for call in calls):
-            rejected.append(Rejection(record.where, NO_TARGET_CALLS, f"no answer is of an agent {target!r}"))
+        if (too_long := tokenizer.too_long(record.where, calls)) is not None:
+            rejected.append(too_long)
+        elif not any(is_target(call.agent, tokenizer.target) for call in calls):
+            rejected.append(Rejection(record.where, NO_TARGET_CALLS, f"no answer is of an agent {tokenizer.target!r}"))
         else:
             found += pair
     return found, rejected
 
 
-def _trajectory(record: PreferenceRecord, name: str, renderer: AnswerRenderer) -> Trajectory:
+def _trajectory(record: PreferenceRecord, name: str, tokenizer: Tokenizer) -> Trajectory:
     answer = record.chosen if name == "chosen" else record.rejected
     rollout_id = f"{record.where} {name}"
-    messages = [*record.prompt, *answer]
-    calls = renderer.transitions(messages, list(record.tools) or None, f"{record.where}: {name}")
+    calls = tokenizer.answers([*record.prompt, *answer], list(record.tools) or None, f"{record.where}: {name}")
     own = tuple(renamed(call, rollout_id) for call in calls if call.sequence_id > len(record.prompt))
     return Trajectory(rollout_id, "", own, PREFERRED if name == "chosen" else 0.0, group=record.where)

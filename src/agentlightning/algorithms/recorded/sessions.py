@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
@@ -24,7 +24,7 @@ from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.credit import is_target
 from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.rejection import MISSING_REWARD, REJECTING, UNREADABLE, Rejection, rejection
+from agentlightning.credit.rejection import MISSING_REWARD, NO_TARGET_CALLS, REJECTING, UNREADABLE, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import Span
@@ -42,7 +42,6 @@ PART: Final = " part "
 """Between the id of a rollout and the number of its part."""
 NO_CALLS: Final = "no_calls"
 NO_MESSAGES: Final = "no_messages"
-NO_TARGET_CALLS: Final = "no_target_calls"
 NO_LOGPROBS: Final = "no_logprobs"
 
 
@@ -83,21 +82,21 @@ class Session:
     def agents(self) -> set[str | None]:
         return {call.agent for call in self.calls}
 
-    def reward(self, weights: Any = None) -> float | None:
-        """Its reward as one number; None where it has none that is finite."""
+    def score(self, weights: Any = None) -> float | Rejection:
+        """Its reward as one number, or why it has none that is finite: dimensions without weights, say."""
         try:
             found = team_score(self.trajectory, weights)
-        except RewardError:
-            return None
-        return found if found is not None and math.isfinite(found) else None
-
-    def unusable_reward(self, weights: Any = None) -> Rejection | None:
-        """What is wrong with the reward it has: dimensions without weights, say."""
-        try:
-            team_score(self.trajectory, weights)
         except RewardError as error:
             return rejection(self.rollout.rollout_id, error)
-        return None
+        if found is not None and math.isfinite(found):
+            return found
+        way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
+        return Rejection(self.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
+
+    def reward(self, weights: Any = None) -> float | None:
+        """Its reward as one number; None where it has none that is finite."""
+        found = self.score(weights)
+        return None if isinstance(found, Rejection) else found
 
     def parts(self) -> list[Session]:
         """The session; where it holds several rewards, one for each: a reward belongs to the calls between it and the
@@ -252,9 +251,74 @@ class TokenizedSession:
     """Among those, calls with tokens of another tokenizer."""
 
 
+def without_probabilities(trajectory: Trajectory) -> Trajectory:
+    """The trajectory for losses that imitate: nothing in it says how its tokens were sampled."""
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "reshaped": (), "kept_sets": None, "versions": ()}
+    calls = (replace(call, **plain, policy_version=None) for call in trajectory.transitions)
+    return replace(trajectory, transitions=tuple(calls))
+
+
+def _texts(answer: Message) -> list[str]:
+    found = [str(answer.get("content") or "")]
+    found += [str(call["function"]["name"]) for call in answer.get("tool_calls", ())]
+    return [text for text in found if text]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+# Conversations as trajectories: what an assistant wrote becomes sampled tokens.
+#
+# A conversation is rendered by the model's own chat template, turn by turn, into the same tokens that the gateway would
+# have built while an agent had it: the tokens of an answer are those that the template's text has after its prompt.
+# Where a template rewrites earlier turns, each answer follows the prompt it would really have; a thought that the
+# template strips is written as the model would. What deviates from the template's text is counted, by the names below.
+
+TOO_LONG: Final = "too_long"
+NOTES: Final = {
+    "end_of_turn_added": "answers whose end the chat template does not mark end with the end-of-sequence token",
+    "thoughts_added": "answers whose thoughts the chat template strips have them as the model writes them",
+    "thoughts_left_out": "answers have a thought that the chat template has no place for; it is not trained",
+    "empty_thoughts": "answers without a thought, after prompts that begin one, end it at once",
+    "tools_in_messages": "answers were given with tools, calls or results in the text of messages, in Hermes' format",
+    "drift": "answers have tokens that the chat template's own text would not have, as a token spans their beginning",
+}
+"""What is counted of answers, and what it means."""
+_logger: Final = logging.getLogger(__name__)
+
+
+def describe_notes(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """A sentence for each kind that was counted."""
+    return tuple(f"{count} {NOTES[name]}" for name, count in sorted(counts.items()) if count)
+
+
+def renamed(call: Transition, name: str) -> Transition:
+    """The same call under this name, without how it was sampled: a rollout that is in a dataset twice is trained
+    twice."""
+    tokens = call.response_token_ids
+    place = name, "", f"{name}/{call.sequence_id}", call.sequence_id
+    return Transition(*place, call.prompt_token_ids, tokens, (0.0,) * len(tokens), agent=call.agent)
+
+
+def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    tools: Any = None
+    messages: Any = record
+    if isinstance(record, Mapping):
+        fields = cast("Mapping[str, Any]", record)
+        messages, tools = fields.get("messages"), fields.get("tools")
+    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
+    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        shown = repr(record)[:80]
+        raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    return read_conversation(turns, tools, f"{name}: ")
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Puts sessions into tokens of one model."""
+    """Puts sessions and conversations into tokens of one model, and counts what deviates from its chat template."""
 
     chat: ChatFormat
     context_length: int
@@ -263,7 +327,7 @@ class Tokenizer:
     target: str | None = None
     """Only agents whose whole name matches must have usable calls."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """What deviates from the chat template in rendered calls (`conversations.NOTES`)."""
+    """What deviates from the chat template, by the names of `NOTES`."""
 
     def __call__(self, session: Session) -> TokenizedSession | Rejection:
         """The session's calls as transitions. Calls of other agents that cannot be put into tokens are left out; where
@@ -305,7 +369,7 @@ class Tokenizer:
             message = f"of call {call.span_id} neither tokens of this model nor prompt and answer were recorded"
             return Rejection(rollout_id, NO_MESSAGES, message)
         try:
-            prompt, answer = AnswerRenderer(self.chat, self.counts).turn(call.messages, call.answer, call.tools)
+            prompt, answer = self.turn(call.messages, call.answer, call.tools)
         except (ConfigError, DatasetError) as error:
             return Rejection(rollout_id, NO_MESSAGES, f"call {call.span_id}: {error}")
         if (length := len(prompt) + len(answer)) > self.context_length:
@@ -323,127 +387,34 @@ class Tokenizer:
             reward=call.reward,
         )
 
+    def trajectories(self, records: Sequence[Any], rejected: list[Rejection] | None = None) -> list[Trajectory]:
+        """Each record as a trajectory whose sampled tokens are the assistant's, without those that the model cannot
+        hold, which are added to `rejected`. A DatasetError counts records from 1."""
+        found: list[Trajectory] = []
+        for number, record in enumerate(records, 1):
+            name = f"conversation {number}"
+            calls = (
+                record.transitions
+                if isinstance(record, Trajectory)
+                else self.answers(*_conversation(record, name), name)
+            )
+            own = tuple(renamed(call, name) for call in calls)
+            if not any(call.prompt_token_ids or call.response_token_ids for call in own):
+                raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
+            if (too_long := self.too_long(name, own)) is None:
+                found.append(Trajectory(name, "", own))
+            elif rejected is not None:
+                rejected.append(too_long)
+        return found
 
-def without_probabilities(trajectory: Trajectory) -> Trajectory:
-    """The trajectory for losses that imitate: nothing in it says how its tokens were sampled."""
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "reshaped": (), "kept_sets": None, "versions": ()}
-    calls = (replace(call, **plain, policy_version=None) for call in trajectory.transitions)
-    return replace(trajectory, transitions=tuple(calls))
+    def too_long(self, name: str, calls: Iterable[Transition]) -> Rejection | None:
+        """Rejects a conversation that the model cannot hold."""
+        tokens = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in calls)
+        if tokens <= self.context_length:
+            return None
+        return Rejection(name, TOO_LONG, f"{name} has {tokens} tokens, the model holds {self.context_length}")
 
-
-def missing_reward(session: Session, weights: Any = None) -> Rejection | None:
-    """Why a session has no reward that is a finite number; None where it has."""
-    if session.reward(weights) is not None:
-        return None
-    way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"
-    unscored = Rejection(session.rollout.rollout_id, MISSING_REWARD, f"it has no reward; {way_out}")
-    return session.unusable_reward(weights) or unscored
-
-
-def _texts(answer: Message) -> list[str]:
-    found = [str(answer.get("content") or "")]
-    found += [str(call["function"]["name"]) for call in answer.get("tool_calls", ())]
-    return [text for text in found if text]
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-# -- conversations ---------------------------------------------------------------------------------------------------
-
-# Conversations as trajectories: what an assistant wrote becomes sampled tokens.
-#
-# A conversation is rendered by the model's own chat template, turn by turn, into the same tokens that the gateway would
-# have built while an agent had it: the tokens of an answer are those that the template's text has after its prompt.
-# Where a template rewrites earlier turns, each answer follows the prompt it would really have; a thought that the
-# template strips is written as the model would. What deviates from the template's text is counted, by the names below.
-
-TOO_LONG: Final = "too_long"
-NOTES: Final = {
-    "end_of_turn_added": "answers whose end the chat template does not mark end with the end-of-sequence token",
-    "thoughts_added": "answers whose thoughts the chat template strips have them as the model writes them",
-    "thoughts_left_out": "answers have a thought that the chat template has no place for; it is not trained",
-    "empty_thoughts": "answers without a thought, after prompts that begin one, end it at once",
-    "tools_in_messages": "answers were given with tools, calls or results in the text of messages, in Hermes' format",
-    "drift": "answers have tokens that the chat template's own text would not have, as a token spans their beginning",
-}
-"""What is counted of answers, and what it means."""
-_logger: Final = logging.getLogger(__name__)
-
-
-def describe_notes(counts: Mapping[str, int]) -> tuple[str, ...]:
-    """A sentence for each kind that was counted."""
-    return tuple(f"{count} {NOTES[name]}" for name, count in sorted(counts.items()) if count)
-
-
-def to_trajectories(
-    records: Sequence[Any],
-    chat: ChatFormat,
-    context_length: int,
-    counts: Counter[str] | None = None,
-    rejected: list[Rejection] | None = None,
-) -> list[Trajectory]:
-    """Each record as a trajectory whose sampled tokens are the assistant's, without those that the model cannot hold,
-    which are added to `rejected`. A DatasetError counts records from 1; `counts` gets the deviations from the template
-    (`NOTES`)."""
-    renderer = AnswerRenderer(chat, Counter() if counts is None else counts)
-    found: list[Trajectory] = []
-    for number, record in enumerate(records, 1):
-        made = _trajectory(record, f"conversation {number}", renderer)
-        longest = max(len(call.prompt_token_ids) + len(call.response_token_ids) for call in made.transitions)
-        if longest <= context_length:
-            found.append(made)
-        elif rejected is not None:
-            rejected.append(too_long(made.rollout_id, longest, context_length))
-    return found
-
-
-def too_long(name: str, tokens: int, context_length: int) -> Rejection:
-    """A conversation that is dropped and counted."""
-    return Rejection(name, TOO_LONG, f"{name} has {tokens} tokens, the model holds {context_length}")
-
-
-def _trajectory(record: Any, name: str, renderer: AnswerRenderer) -> Trajectory:
-    if isinstance(record, Trajectory):
-        transitions = record.transitions
-    else:
-        messages, tools = _conversation(record, name)
-        transitions = tuple(renderer.transitions(messages, tools, name))
-    if not any(call.prompt_token_ids or call.response_token_ids for call in transitions):
-        raise DatasetError(f"{name} has no assistant turn to learn from; remove it from the dataset")
-    return Trajectory(rollout_id=name, attempt_id="", transitions=tuple(renamed(call, name) for call in transitions))
-
-
-def renamed(call: Transition, name: str) -> Transition:
-    """The same call under this name, without how it was sampled: a rollout that is in a dataset twice is trained
-    twice."""
-    tokens = call.response_token_ids
-    place = name, "", f"{name}/{call.sequence_id}", call.sequence_id
-    return Transition(*place, call.prompt_token_ids, tokens, (0.0,) * len(tokens), agent=call.agent)
-
-
-def _conversation(record: Any, name: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    tools: Any = None
-    messages: Any = record
-    if isinstance(record, Mapping):
-        fields = cast("Mapping[str, Any]", record)
-        messages, tools = fields.get("messages"), fields.get("tools")
-    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
-    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        shown = repr(record)[:80]
-        raise DatasetError(f'{name} is {shown}; give {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return read_conversation(turns, tools, f"{name}: ")
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRenderer:
-    """Puts the answers of conversations into tokens, and counts what deviates from the template."""
-
-    chat: ChatFormat
-    counts: Counter[str] = field(default_factory=Counter[str])
-
-    def transitions(
+    def answers(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, name: str
     ) -> Iterator[Transition]:
         """One transition for each assistant turn: the tokens before it as the prompt, its own as the response; its
