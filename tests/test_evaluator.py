@@ -83,7 +83,9 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments, complaint):
 def test_an_evaluation_without_any_reward_is_an_error_that_says_why():
     with pytest.raises(RewardError, match=r"none of 2 tasks has a reward \(2 missing reward\).*emit_reward"):
         agl.evaluate(lambda task: None, [{"n": 0}, {"n": 1}])
-    with pytest.raises(RewardError, match=r"none of 1 tasks .*agl eval ... --reward-weights '{\"a\": 1.0}'"):
+    with pytest.raises(
+        RewardError, match=r"none of 1 tasks .*agl eval\|sft\|dpo\|export ... --reward-weights '{\"a\": 1.0}'"
+    ):
         agl.evaluate(lambda task: {"a": 1.0}, [{"n": 0}])
     assert agl.evaluate(lambda task: {"a": 1.0}, [{"n": 0}], reward_weights={"a": 0.5}) == 0.5
 
