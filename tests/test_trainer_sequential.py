@@ -570,7 +570,7 @@ def test_recorded_sessions_are_learned_from_by_one_algorithm(tmp_path: Path) -> 
 
 async def test_a_task_in_two_splits_is_refused_where_a_stage_selects_its_result(run: Run) -> None:
     shared = {**TASKS, "held_out_dataset": [{"n": 100}]}
-    with pytest.raises(agl.DatasetError, match="held_out row 1 is validation row 1"):
+    with pytest.raises(agl.DatasetError, match="1 held_out tasks are validation tasks, too: rows 1"):
         await run.trainer(agl.Sequential([run.apo(), learn(1)])).fit_async(**shared)
 
 
