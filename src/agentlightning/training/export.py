@@ -25,7 +25,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.persistence.run_dir import holds_run, read_state, write_atomically
+from agentlightning.training.persistence.run_dir import check_run, read_state, write_atomically
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -78,15 +78,10 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
 
 def checkpoint_of(run_dir: Path) -> Path:
     """The result of a finished run. Raises ConfigError where there is none."""
-    _check_run(run_dir)
+    check_run(run_dir)
     if not (checkpoint := run_dir / "checkpoint").is_dir():
         raise ConfigError(f"{run_dir} is not finished, so that there is no {checkpoint}; finish it with --resume")
     return checkpoint
-
-
-def _check_run(run_dir: Path) -> None:
-    if not holds_run(run_dir):
-        raise ConfigError(f"{run_dir} holds no run: there is no state.json in it; give the directory of a run")
 
 
 def holds_weights(checkpoint: Path) -> bool:
@@ -177,7 +172,7 @@ async def export_dataset(
 
     Raises ConfigError where there is no run or its rollouts are elsewhere, and DatasetError where nothing is left.
     """
-    _check_run(run_dir)
+    check_run(run_dir)
     run_id, own_store = read_state(run_dir).run_id, run_dir / "store.db"
     if store is None and not own_store.exists():
         raise ConfigError(

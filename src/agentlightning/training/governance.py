@@ -58,13 +58,12 @@ from agentlightning.task import load_dataset, task_key
 from agentlightning.training.account import RunAccount
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.batch import score_of
-from agentlightning.training.health.examination import check_run
 from agentlightning.training.health.signs import STEPS_BEFORE, beyond_limits, discordance, distance, signs_of
 from agentlightning.training.health.step_record import DIMENSION, VALIDATION, StepRecord
 from agentlightning.training.measurements import Measurements
 from agentlightning.training.persistence.checkpoints import Checkpoints
 from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import KeptCheckpoint
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, check_run, whole_lines
 from agentlightning.trajectory import Reward, Trajectory
 
 # -- health ----------------------------------------------------------------------------------------------------------
@@ -423,10 +422,8 @@ def read_audit(run_dir: str | Path) -> list[AuditRecord]:
     """
     check_run(Path(run_dir))
     path = Path(run_dir) / AUDIT_FILE
-    if not path.exists():
-        return []
     found: dict[tuple[int, str], AuditRecord] = {}
-    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
+    for number, line in enumerate(whole_lines(path), 1):
         try:
             record = msgspec.json.decode(line, type=AuditRecord)
         except msgspec.MsgspecError as error:

@@ -14,11 +14,11 @@ import orjson
 from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentLightningError
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, read_audit
-from agentlightning.training.health.examination import check_run, read_records, status_of
+from agentlightning.training.health.examination import read_records, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.run_changes import settings_of_run
-from agentlightning.training.persistence.run_dir import RunState, read_state
+from agentlightning.training.persistence.run_dir import RunState, check_run, read_state, whole_lines
 
 T = TypeVar("T")
 Signature = tuple[int, int] | None
@@ -145,10 +145,8 @@ def _learned(line: bytes) -> AuditRecord | None:
 
 def _json_lines(path: Path) -> list[Any]:
     """The lines that can be read; one without an end is being written."""
-    if not path.exists():
-        return []
     found: list[Any] = []
-    for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+    for line in whole_lines(path):
         try:
             found.append(orjson.loads(line))
         except orjson.JSONDecodeError:  # `damaged_lines` of the examination names it

@@ -20,7 +20,7 @@ from agentlightning.store import LightningStore
 from agentlightning.task import Overlap
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_dir import RunState, holds_run, is_locked, read_state
+from agentlightning.training.persistence.run_dir import RunState, check_run, is_locked, read_state, whole_lines
 from agentlightning.training.sources.collector import describe_failure
 
 # -- milestones ------------------------------------------------------------------------------------------------------
@@ -129,12 +129,6 @@ class Examination:
         return not (self.signs or self.warnings or self.damaged_lines or failed_before_a_step)
 
 
-def check_run(path: Path) -> None:
-    """Raises ConfigError where a directory holds no run."""
-    if not holds_run(path):
-        raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
-
-
 def examine(run_dir: Path) -> Examination:
     """Raises ConfigError for a directory that holds no run, ResumeError for a state that cannot be read."""
     if not run_dir.is_dir():
@@ -178,8 +172,7 @@ def read_records(path: Path) -> tuple[list[StepRecord], tuple[int, ...]]:
     being written."""
     records: list[StepRecord] = []
     damaged: list[int] = []
-    lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(whole_lines(path), 1):
         try:
             found: Any = orjson.loads(line)
             records.append(StepRecord.read(found | {"step": int(found["step"])}))

@@ -285,6 +285,12 @@ def holds_run(run_dir: Path) -> bool:
     return (run_dir / "state.json").exists()
 
 
+def check_run(path: Path) -> None:
+    """Raises ConfigError where a directory holds no run."""
+    if not holds_run(path):
+        raise ConfigError(f"{path} holds no run: there is no state.json in it; give the directory of a run")
+
+
 def is_locked(run_dir: Path) -> bool:
     """Whether a process has the run open."""
     try:
