@@ -223,7 +223,7 @@ async def test_what_need_not_be_kept_is_forgotten_again_and_again(caplog):
     ids = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(i) for i in range(5)])]
     for rollout_id in ids:
         await store.cancel_rollout(rollout_id)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="agentlightning.cli.serve"):
         work = asyncio.create_task(prune_regularly(Busy(), Retention(max_rollouts=2), every_seconds=0.01))  # type: ignore[arg-type]
         await asyncio.wait_for(done.wait(), 20)
         work.cancel()
