@@ -31,7 +31,6 @@ def blocks(page: Path) -> list[Block]:
 
 
 LONG = {
-    "concepts/updates",
     "get-started/first-training",
     "get-started/the-run",
     "guides/evaluation",

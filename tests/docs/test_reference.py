@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tools.reference import command_line, python_names, settings, spans
+from tools.reference import command_line, python_names, settings, signs, spans
 from tools.reference.__main__ import pages
 
 import agentlightning as agl
@@ -79,6 +79,14 @@ def test_every_name_and_attribute_of_spans_is_explained() -> None:
     written = {*re.findall(r"\"(agentlightning\.[a-z_.]+)\"", (SOURCE / "span.py").read_text())}
     assert written <= {*spans.attributes(), *spans.names()}
     assert not [name for name, text in {**spans.attributes(), **spans.names()}.items() if not text]
+
+
+def test_every_sign_of_trouble_says_what_is_wrong_and_what_to_try() -> None:
+    named = set(re.findall(r"Sign\(\s*\"(\w+)\"", (SOURCE / "training" / "health" / "signs.py").read_text()))
+    made = signs.texts()
+    assert named - {"truncated"} <= made.keys()  # that one is in a docstring
+    assert {"echo_trap", "large_updates", "rewards_without_spread"} <= made.keys()
+    assert not [name for name, said in made.items() if any(text.strip("… ") == "" for text in said)]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from agentlightning.store.http.openapi import table
-from tools.reference import command_line, python_names, settings, spans
+from tools.reference import command_line, python_names, settings, signs, spans
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "reference"
@@ -28,6 +28,7 @@ def pages() -> dict[Path, str]:
     made |= {FOLDER / "settings" / name: text for name, text in settings.pages().items()}
     made |= {
         FOLDER / "command-line.md": command_line.page(),
+        FOLDER / "signs.md": signs.page(),
         FOLDER / "spans.md": spans.page(),
         FOLDER / "requests.md": REQUESTS + table(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -35,8 +36,15 @@ def prepare(to: Path) -> None:
 def build(to: Path, zensical: str) -> int:
     """Build the site in `to`/html. Returns the number of pages; exits where zensical warns or a link leads nowhere."""
     prepare(to)
-    command = [zensical, "build", "--clean"]
-    done = subprocess.run(command, cwd=to, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        [zensical, "build", "--clean"],
+        cwd=to,
+        env={**os.environ, "NO_COLOR": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     sys.stdout.write(done.stdout)
     write_lists(navigation(to / "pages"), to / "pages", to / "html")
     count = write_twins(to / "pages", to / "html")
