@@ -28,7 +28,7 @@ has no null: where the default is `None`, the text `"none"` stands for it.
 | section | |
 | --- | --- |
 """
-TABLE = "| setting | type | default | meaning |\n| --- | --- | --- | --- |"
+TABLE = "| setting | type, default | meaning |\n| --- | --- | --- |"
 FAMILIES = {
     "credit": ("Credit rules", "algorithm.credit", RULES, "../../concepts/credit.md"),
     "losses": ("Losses", "algorithm.loss", LOSSES, "../../concepts/losses.md"),
@@ -96,7 +96,8 @@ def _index(found: dict[str, _Page]) -> str:
 
 def _rows(kind: type[BaseModel]) -> Iterator[str]:
     for name, annotation, default, text in field_rows(kind):
-        yield f"| `{name}` | {code(annotation)} | {code(default)} | {cell(text)} |"
+        kind_and_default = "<br>".join(filter(None, [code(annotation), code(default)]))
+        yield f"| `{name}` | {kind_and_default} | {cell(text)} |"
 
 
 def _family(title: str, setting: str, kinds: Any, explained: str) -> Iterator[str]:

@@ -15,8 +15,9 @@ import pytest
 
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
+from agentlightning.store.http.encoding import BASE_PATH
 from agentlightning.store.http.openapi import document, table
-from agentlightning.store.http.operations import BASE_PATH, OPERATIONS
+from agentlightning.store.http.operations import OPERATIONS
 
 
 @pytest.fixture(scope="module")
