@@ -87,11 +87,11 @@ examples:  ## Make the environments of the examples for make test-slow (.peers/e
 docs: $(STAMP)  ## Run every code block of the documentation
 	$(BIN)/pytest tests/docs
 
-reference: $(STAMP)  ## Write the pages of docs/reference that are made from the code
+reference: $(STAMP)  ## Write the pages of docs/reference that are made from the code, and not in git
 	$(BIN)/python -m tools.reference
 
 SITE := .peers/site
-site: $(STAMP)  ## Build the documentation site in build/site/html
+site: $(STAMP)  ## Build the documentation site in build/site/html; fails on a warning or a dead link
 	test -x $(SITE)/bin/zensical || $(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/pip install --quiet --disable-pip-version-check zensical==0.0.73
 	$(BIN)/python -m tools.site --zensical $(CURDIR)/$(SITE)/bin/zensical

@@ -1,5 +1,5 @@
 """Runs the suites of public clients against our gateway, with a scripted model behind it, and makes the list of
-docs/guides/operations/gateway.md.
+benchmarks/README.md.
 
     python -m tests.clients.run [NAME...] [--write]
 
@@ -31,7 +31,7 @@ from agentlightning.store import InMemoryLightningStore
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = Path(__file__).parent / "suites"
 ENVIRONMENTS = Path(os.environ.get("AGL_CLIENTS", ROOT / ".peers" / "clients"))
-PAGE = ROOT / "docs" / "guides" / "operations" / "gateway.md"
+PAGE = ROOT / "benchmarks" / "README.md"
 MARKS = "<!-- clients -->\n", "<!-- end -->"
 SECRET, SECONDS = "a-secret-nobody-prints", 600
 
@@ -198,7 +198,7 @@ def write(made: dict[str, str]) -> None:
 async def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the suites of public clients against our gateway.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(client.name for client in CLIENTS))
-    parser.add_argument("--write", action="store_true", help="write the table into docs/guides/operations/gateway.md")
+    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--only", default="", help="pytest's -k")
     parser.add_argument("--verbose", action="store_true", help="also print why tests failed")
     given = parser.parse_args()

@@ -95,11 +95,6 @@ def a_group(window: Window) -> str:
     return next(group["worst"] for group in groups(window, GRPO, 9) if group["tool_errors"])
 
 
-def best_of(window: Window, run: str, step: int) -> str:
-    """The best rollout of the group with the largest spread."""
-    return groups(window, run, step)[0]["best"]
-
-
 def pages(window: Window) -> list[str]:
     rollout, run = a_group(window), f"/runs/{GRPO}"
     return [

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import pytest
+from tests.docs.test_links import generated
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - generated().keys())]
+"""Those written by hand; of the generated ones, tests/test_public_face.py runs the examples."""
 FENCE = re.compile(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHOWN_ONLY = {"", "text", "toml", "py", "pycon"}
 """Blocks that are no program: drawings, commands that the tests of the README run, signatures, and examples of
@@ -29,7 +31,6 @@ def blocks(page: Path) -> list[Block]:
 
 
 LONG = {
-    "concepts/updates",
     "get-started/first-training",
     "get-started/the-run",
     "guides/evaluation",

@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.docs.test_links import dead_links
+from tests.docs.test_links import dead_links, generated
+from tools.site import check
 from tools.site.__main__ import ROOT, build, prepare
 from tools.site.llms import write_lists, write_twins
 from tools.site.navigation import navigation
@@ -26,10 +27,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_of_the_documentation_is_in_the_navigation_once(made: Path) -> None:
     entries = [page.path for entry in navigation(made / "pages") for page in entry.pages]
-    documentation = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {*(ROOT / "docs").rglob("*.md"), *generated()}
+    documentation = {path.relative_to(ROOT / "docs").as_posix() for path in pages}
     assert len(entries) == len(set(entries))
     assert documentation <= set(entries)
-    assert {"recipes/rag.md", "recipes/spider.md"} <= set(entries)
+    assert {"recipes/rag.md", "recipes/spider.md", "reference/settings/policy.md"} <= set(entries)
 
 
 def test_the_navigation_is_in_the_settings(made: Path) -> None:
@@ -68,6 +70,14 @@ def test_coding_agents_get_each_page_a_list_and_all_in_one(made: Path, tmp_path:
     assert all((tmp_path / path).is_file() for path in listed)
     full = (tmp_path / "llms-full.txt").read_text()
     assert all(f"<!-- {path} -->" in full for path in listed)
+
+
+def test_a_dead_anchor_of_a_built_page_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.html").write_text('<h1 id="title">There</h1>')
+    links = ["there.html#title", "there.html#gone", "gone.html", "#here", "#nowhere", "https://example.org"]
+    (tmp_path / "page.html").write_text('<p id="here">' + "".join(f'<a href="{link}">x</a>' for link in links))
+    dead = [line.rpartition(" ")[2] for line in check.dead_links(tmp_path)]
+    assert dead == ["there.html#gone", "gone.html", "#nowhere"]
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Writes the pages of the reference from the code: `python -m tools.reference` (`make reference`)."""
+"""Makes the pages of the reference from the code: for the site, the tests, and `make reference`."""

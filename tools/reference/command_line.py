@@ -14,7 +14,7 @@ from tools.reference.python_names import MADE
 START = f"""# The command line
 
 {MADE}
-`agl VERB --help` says the same. Settings of a run (`section.key=value`) are on [their page](settings.md).
+`agl VERB --help` says the same. Settings of a run (`section.key=value`) are on [their page](settings/index.md).
 """
 
 

@@ -32,7 +32,13 @@ PAGES = {
 }
 TITLES = {"Settings": "Classes of settings", "The store": "Stores", "Recording": "Recording sessions"}
 """Where the heading alone would be taken for another page."""
-MADE = "<!-- made by `make reference` from the code: change its docstrings -->\n"
+SPLIT = {
+    "LightningRL": "Algorithms",
+    "Algorithm": "Algorithms of your own",
+    "evaluate": "Evaluation",
+}
+"""Names of the group Training at which a page of its own begins, with its title."""
+MADE = "<!-- made from the code (tools/reference): change its docstrings -->\n"
 
 
 def groups() -> dict[str, list[str]]:
@@ -45,14 +51,27 @@ def groups() -> dict[str, list[str]]:
         names = [word for word in dict.fromkeys(words) if word in agl.__all__ and word not in seen]
         seen.update(names)
         if heading in PAGES:
-            found[heading] = names
+            found |= _split(heading, names)
     return found
+
+
+def _split(heading: str, names: list[str]) -> dict[str, list[str]]:
+    """A group in parts, each from the name of a page of its own on."""
+    parts: dict[str, list[str]] = {heading: []}
+    for name in names:
+        heading = SPLIT.get(name, heading)
+        parts.setdefault(heading, []).append(name)
+    return parts
 
 
 def pages() -> dict[str, str]:
     """File name -> text, with an index of all names."""
-    made = {f"{PAGES[heading]}.md": _page(heading, names) for heading, names in groups().items()}
+    made = {_file(heading): _page(heading, names) for heading, names in groups().items()}
     return {"index.md": _index(), **made}
+
+
+def _file(heading: str) -> str:
+    return f"{PAGES.get(heading) or heading.lower().replace(' ', '-')}.md"
 
 
 def _index() -> str:
@@ -64,7 +83,7 @@ def _index() -> str:
         "",
     ]
     for heading, names in groups().items():
-        page = f"{PAGES[heading]}.md"
+        page = _file(heading)
         lines += [f"## {_title(heading)}", "", "| name | |", "| --- | --- |"]
         lines += [f"| [`{name}`]({page}#{name.lower()}) | {cell(summary(name))} |" for name in names]
         lines.append("")
@@ -110,7 +129,7 @@ def _class(kind: type, name: str) -> Iterator[str]:
         return
     fields = list(field_rows(kind))
     if issubclass(kind, Section) and kind.__name__.endswith("Config"):
-        yield "Its fields are the [settings](../settings.md) of its section.\n"
+        yield "Its fields are the [settings](../settings/index.md) of its section.\n"
     elif fields:
         yield "| field | type | default | |\n| --- | --- | --- | --- |"
         yield "\n".join(f"| `{row[0]}` | {code(row[1])} | {code(row[2])} | {cell(row[3])} |" for row in fields) + "\n"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+from tools.reference.__main__ import pages as generated
+from tools.site.check import dead_links
 from tools.site.llms import write_lists, write_twins
 from tools.site.navigation import as_toml, navigation
 from tools.site.pages import Pages
@@ -20,7 +25,7 @@ def prepare(to: Path) -> None:
     shutil.rmtree(to, ignore_errors=True)
     pages = to / "pages"
     pages.mkdir(parents=True)
-    Pages(ROOT).write(pages)
+    Pages(ROOT, generated()).write(pages)
     shutil.copy(HERE / "site.css", pages)
     shutil.copytree(HERE / "theme", to / "theme")
     settings = (HERE / "settings.toml").read_text()
@@ -29,11 +34,25 @@ def prepare(to: Path) -> None:
 
 
 def build(to: Path, zensical: str) -> int:
-    """Build the site in `to`/html. Returns the number of pages."""
+    """Build the site in `to`/html. Returns the number of pages; exits where zensical warns or a link leads nowhere."""
     prepare(to)
-    subprocess.run([zensical, "build", "--clean"], cwd=to, check=True)
+    done = subprocess.run(
+        [zensical, "build", "--clean"],
+        cwd=to,
+        env={**os.environ, "NO_COLOR": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    sys.stdout.write(done.stdout)
     write_lists(navigation(to / "pages"), to / "pages", to / "html")
-    return write_twins(to / "pages", to / "html")
+    count = write_twins(to / "pages", to / "html")
+    wrong = [line for line in done.stdout.splitlines() if re.search(r"warning|error", line, re.IGNORECASE)]
+    wrong += dead_links(to / "html")
+    if wrong or done.returncode:
+        sys.exit("\n".join(["error: the site has faults:", *wrong]))
+    return count
 
 
 def main() -> None:

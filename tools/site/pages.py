@@ -1,4 +1,4 @@
-"""The pages of the site: docs/, and what its pages link to elsewhere in the repository.
+"""The pages of the site: docs/, the reference made from the code, and what they link to elsewhere in the repository.
 
 A README, CHANGELOG.md or CONTRIBUTING.md that a page links to becomes a page under `repository/`, and so does each file
 of code, in a code block; a link to a folder leads to its README. So every link works in the site too, offline.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +23,10 @@ LANGUAGES = {".py": "python", ".mjs": "javascript", ".sh": "bash", ".toml": "tom
 
 @dataclass
 class Pages:
-    """The pages of one site. `placed` maps a file of the repository to its path in the site."""
+    """The pages of one site. `generated` are those that are no files; `placed` maps a file to its path in the site."""
 
     root: Path
+    generated: Mapping[Path, str] = field(default_factory=dict[Path, str])
     placed: dict[Path, str] = field(default_factory=dict[Path, str])
     waiting: list[Path] = field(default_factory=list[Path])
 
@@ -33,7 +34,7 @@ class Pages:
         """The path of a file in the site; what is new is written later. None: the file cannot be shown."""
         if file.is_dir():
             file = file / "README.md"
-        if not file.is_file() or not file.is_relative_to(self.root):
+        if not (file in self.generated or file.is_file()) or not file.is_relative_to(self.root):
             return None
         if file not in self.placed:
             self.placed[file] = self._path_of(file)
@@ -51,9 +52,9 @@ class Pages:
         return path if file.suffix in {".md", ".png", ".svg"} else f"{path}.md"
 
     def write(self, to: Path) -> None:
-        """Write docs/ and, in turn, everything that is linked to."""
-        for file in sorted((self.root / "docs").rglob("*")):
-            if file.is_file():
+        """Write docs/, the generated pages and, in turn, everything that is linked to."""
+        for file in sorted({*(self.root / "docs").rglob("*"), *self.generated}):
+            if file in self.generated or file.is_file():
                 self.place(file)
         while self.waiting:
             file = self.waiting.pop()
@@ -67,7 +68,7 @@ class Pages:
                 shutil.copy(file, target)
 
     def _page(self, file: Path) -> str:
-        text = file.read_text()
+        text = self.generated.get(file) or file.read_text()
         made = "".join(part if code else _bars(self._relinked(part, file)) for part, code in _parts(text))
         return FILE_OF_BLOCK.sub(r'```\1 title="\2"', made)
 
