@@ -9,15 +9,13 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 import msgspec
-from msgspec import Struct
 
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import BASE_PATH, version
+from agentlightning.store.http.encoding import BASE_PATH, Resources, version
 from agentlightning.store.http.errors import Refusal
 from agentlightning.store.http.operations import OPERATIONS, Operation
-from agentlightning.store.http.shapes import Resources
 
 _REF: Final = "#/components/schemas/{name}"
 _INTRODUCTION: Final = (
@@ -103,7 +101,7 @@ def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, An
         "summary": summary,
         "description": text,
         "tags": [operation.path.split("/")[1]],
-        "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
+        "parameters": _parameters(operation),
         "responses": {
             str(operation.status): _response("Done.", schemas[repr(operation.response)]),
             "4XX": _response("Refused: nothing was done.", {"$ref": _REF.format(name="Refusal")}),
@@ -133,24 +131,19 @@ def describe(method: str) -> tuple[str, str]:
     return flat.split(". ")[0].rstrip(".") + ".", flat
 
 
-def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
-    schema = {"type": "string", "minLength": 1}
-    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in operation.path_names]
-
-
-def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    if operation.body is None:
-        return _parameters(operation.request)
-    return _parameters(operation.query_request) if operation.query_parameters else []
-
-
-def _parameters(request: type[Struct]) -> list[dict[str, Any]]:
-    (_,), components = msgspec.json.schema_components([request], schema_hook=_schema, ref_template=_REF)
-    properties = components[request.__name__]["properties"]
-    return [
-        {"name": field.encode_name, "in": "query", "required": field.required, "schema": properties[field.encode_name]}
-        for field in msgspec.structs.fields(request)
-    ]
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    text = {"type": "string", "minLength": 1}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in operation.path_names]
+    fields = msgspec.structs.fields(operation.request) if operation.in_query else ()
+    if fields:
+        (_,), components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
+        properties = components[operation.request.__name__]["properties"]
+        parameters += [
+            {"name": name, "in": "query", "required": field.required, "schema": properties[name]}
+            for field in fields
+            for name in [field.encode_name]
+        ]
+    return parameters
 
 
 def _response(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:

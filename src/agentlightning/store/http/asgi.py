@@ -1,4 +1,4 @@
-"""Request and response helpers for the store's endpoints: authorization, request bodies, JSON responses.
+"""What the endpoints of the store share: authorization, request bodies, JSON responses.
 
 Plain ASGI, because these few lines run for every request.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, StoreAuthError
 from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.errors import RequestError, error_response, status_of
+from agentlightning.store.http.errors import RequestError, error_of, error_response, status_of
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 
@@ -22,13 +22,32 @@ DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
 CHUNK_BYTES: Final = 64 * 1024
 """Size of the chunks in which a long response is sent."""
-MAX_WAIT_SECONDS: Final = 3600.0
-"""The longest time a request may wait for rollouts."""
 Headers = Iterable[tuple[bytes, bytes]]
+Handler = Callable[[Scope, Mapping[str, str], Receive, Send], Awaitable[None]]
+"""Handles a request, given its headers by name. What it raises becomes the response."""
 
 
 class ClientDisconnected(Exception):
     """The client has disconnected."""
+
+
+class Endpoint:
+    """An ASGI application: a handler behind the access token. Responses to what fails have these `headers` too."""
+
+    def __init__(self, handle: Handler, token: str | None = None, headers: Headers = ()) -> None:
+        self._handle = handle
+        self._token = token
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = headers_by_name(scope)
+            authorize(headers, self._token)
+            await self._handle(scope, headers, receive, send)
+        except ClientDisconnected:
+            return
+        except Exception as error:  # noqa: BLE001  the boundary: every failure gets a response
+            await respond_error(send, error_of(error), self._headers)
 
 
 def headers_by_name(scope: Scope) -> dict[str, str]:
@@ -115,15 +134,6 @@ async def respond_error(send: Send, error: AgentLightningError, headers: Headers
     if status == 503:
         more.append((b"retry-after", b"1"))
     await respond(send, status, encode(error_response(error)), more)
-
-
-async def refuse_unless_get(scope: Scope, send: Send) -> bool:
-    """Respond with 405 unless the request is a GET or HEAD. Returns whether it did."""
-    if scope["method"] in ("GET", "HEAD"):
-        return False
-    error = RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
-    await respond_error(send, error, [(b"allow", b"GET, HEAD")])
-    return True
 
 
 class ChunkedResponse:

@@ -558,9 +558,9 @@ async def test_a_key_makes_a_repeated_request_harmless(http: httpx.AsyncClient, 
 
 async def test_a_client_that_went_away_claims_nothing(store: Store) -> None:
     async with Server(store, secret="s") as server:
-        for path in ("queues/rollouts/dequeue", "waits/calls"):
+        for path in ("queues/rollouts/dequeue", "calls"):
             call = {"method": "dequeue_rollout", "arguments": {"timeout": 60}}
-            body = orjson.dumps({"calls": [call]} if path == "waits/calls" else {"timeout": 60})
+            body = orjson.dumps({"calls": [call]} if path == "calls" else {"timeout": 60})
             head = f"POST {BASE}/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             _, writer = await asyncio.open_connection(server.host, server.port)
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

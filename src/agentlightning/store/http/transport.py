@@ -8,14 +8,14 @@ deadline of its calls; every call may arrive twice without harm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
-import logging
 import math
 import os
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -32,11 +32,9 @@ from agentlightning.errors import (
     StoreClosedError,
     StoreServerError,
 )
-from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_VERSION, version
+from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, version
 from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
 from agentlightning.util.json_values import loads
-
-logger = logging.getLogger(__name__)
 
 MAX_CALLS_PER_REQUEST: Final = 256
 MAX_REQUEST_BYTES: Final = 1024 * 1024
@@ -95,7 +93,7 @@ class ClientSettings:
         if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
             raise ConfigError("the access token is empty or holds characters other than printable ASCII")
         for name, value in (("timeout", timeout), ("patience", retry_seconds)):
-            if not 0 <= value < float("inf") or (name == "timeout" and value == 0):
+            if not 0 <= value < math.inf or (name == "timeout" and value == 0):
                 raise ConfigError(f"{name}={value} is not a duration in seconds")
         return cls(url.rstrip("/").removesuffix(BASE_PATH), token, timeout, retry_seconds)
 
@@ -107,21 +105,19 @@ class ClientTransport:
         self.settings = settings
         self._loops: dict[asyncio.AbstractEventLoop, LoopTransport] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed: StoreClosedError | None = None
         self._process_id = os.getpid()
-
-    @property
-    def name(self) -> str:
-        return f"the store at {self.settings.url}"
 
     def for_running_loop(self) -> LoopTransport:
         """The transport of the running event loop. Raises StoreClosedError once closed, and in a forked process."""
         if self._process_id != os.getpid():
-            raise StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+            raise StoreClosedError(
+                f"the store at {self.settings.url} was opened by a parent process; open it again in this one"
+            )
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._closed:
-                raise StoreClosedError(f"{self.name} is closed; open it again with LightningStoreClient(...)")
+            if self._closed is not None:
+                raise self._closed
             transport = self._loops.get(loop)
             if transport is None:
                 self._loops = {loop: transport for loop, transport in self._loops.items() if not loop.is_closed()}
@@ -129,13 +125,13 @@ class ClientTransport:
             return transport
 
     async def close(self) -> None:
+        url = self.settings.url
+        error = StoreClosedError(f"the store at {url} is closed; open it again with LightningStoreClient(...)")
         with self._lock:
-            self._closed = True
-            transports, self._loops = list(self._loops.items()), {}
-        here = asyncio.get_running_loop()
-        error = StoreClosedError(f"{self.name} is closed; open it again with LightningStoreClient(...)")
-        for loop, transport in transports:
-            if loop is here:
+            self._closed = error
+            transports, self._loops = self._loops, {}
+        for loop, transport in transports.items():
+            if loop is asyncio.get_running_loop():
                 await transport.close(error)
             elif not loop.is_closed():
                 asyncio.run_coroutine_threadsafe(transport.close(error), loop)
@@ -152,7 +148,6 @@ class LoopTransport:
         self._flush_scheduled = False
         self._session: aiohttp.ClientSession | None = None
         self._session_closer: AsyncGenerator[None] | None = None
-        self._protocol_checked = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed: StoreClosedError | None = None
 
@@ -167,10 +162,10 @@ class LoopTransport:
             self._loop.call_soon(self._flush)
         return call.future
 
-    async def call_unbatched(self, body: bytes, seconds: float, path: str = "/calls") -> Raw:
+    async def call_unbatched(self, body: bytes, seconds: float) -> Raw:
         """Send a call in a request of its own, which may take `seconds` longer than others."""
         call = self._new_call(body)
-        sending = self.start(self._send([call], seconds, path))
+        sending = self._start(self._send([call], seconds))
         try:
             return await call.future
         finally:
@@ -178,7 +173,7 @@ class LoopTransport:
                 sending.cancel()
                 await asyncio.wait({sending})
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a background task, which is cancelled when the transport is closed."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -193,35 +188,30 @@ class LoopTransport:
     def _flush(self) -> None:
         self._flush_scheduled = False
         while self._queue and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
-            batch = self._next_batch()
-            if batch:
+            if batch := self._next_batch():
                 self._requests_in_flight += 1
-                self.start(self._send_counted(batch))
+                self._start(self._send(batch)).add_done_callback(self._on_sent)
+
+    def _on_sent(self, _: asyncio.Task[Any]) -> None:
+        self._requests_in_flight -= 1
+        self._flush()
 
     def _next_batch(self) -> list[PendingCall]:
         batch: list[PendingCall] = []
         size = 0
         while self._queue and len(batch) < MAX_CALLS_PER_REQUEST:
-            call = self._queue[0]
-            size += len(call.body)
+            size += len(self._queue[0].body)
             if batch and size > MAX_REQUEST_BYTES:
                 break
-            self._queue.popleft()
+            call = self._queue.popleft()
             if not call.future.done():  # its caller may have been cancelled
                 batch.append(call)
         return batch
 
-    async def _send_counted(self, batch: list[PendingCall]) -> None:
-        try:
-            await self._send(batch, 0.0, "/calls")
-        finally:
-            self._requests_in_flight -= 1
-            self._flush()
-
-    async def _send(self, batch: list[PendingCall], seconds: float, path: str) -> None:
+    async def _send(self, batch: list[PendingCall], seconds: float = 0.0) -> None:
         """Send a batch. Every call has a result or an error in the end, whatever happens."""
         try:
-            await self._send_with_retries(batch, seconds, path)
+            await self._send_with_retries(batch, seconds)
         except AgentLightningError as error:
             _fail(batch, error)
         except asyncio.CancelledError:
@@ -231,15 +221,13 @@ class LoopTransport:
             _fail(batch, StoreServerError(f"the request to {self._settings.url} failed: {error!r}"))
             raise
 
-    async def _send_with_retries(self, batch: list[PendingCall], seconds: float, path: str) -> None:
+    async def _send_with_retries(self, batch: list[PendingCall], seconds: float) -> None:
         delay = MIN_DELAY_SECONDS
         while batch:
             try:
-                await self._check_protocol()
-                batch = self._deliver(batch, await self._post_batch(batch, seconds, path))
+                batch = _deliver(batch, await self._post(batch, seconds))
                 reason = f"{self._settings.url} is closing"
             except _RetryableError as error:
-                self._protocol_checked = False
                 reason = str(error)
             batch = self._within_deadline(batch, reason)
             if batch:
@@ -248,65 +236,44 @@ class LoopTransport:
 
     def _within_deadline(self, batch: Sequence[PendingCall], reason: str) -> list[PendingCall]:
         """The calls that may still be retried; the others fail."""
-        now, url, retry_seconds = self._loop.time(), self._settings.url, self._settings.retry_seconds
+        now, seconds = self._loop.time(), self._settings.retry_seconds
         for call in (*batch, *self._queue):  # queued calls have no server either
-            call.retry_until = min(call.retry_until, now + retry_seconds)
-        expired = [call for call in batch if call.retry_until <= now]
-        _fail(
-            expired,
-            StoreServerError(
-                f"no store has answered at {url} for {retry_seconds:g} seconds ({reason}); "
-                f"start one with `agl serve`, or check the address"
-            ),
+            call.retry_until = min(call.retry_until, now + seconds)
+        error = StoreServerError(
+            f"no store has answered at {self._settings.url} for {seconds:g} seconds ({reason}); "
+            f"start one with `agl serve`, or check the address"
         )
-        return [call for call in batch if call.retry_until > now and not call.future.done()]
-
-    def _deliver(self, batch: Sequence[PendingCall], results: Sequence[_Result]) -> list[PendingCall]:
-        """Set the results of the calls. Returns the calls that a closing server rejected."""
-        rejected: list[PendingCall] = []
-        for call, result in zip(batch, results, strict=True):
-            if call.future.done():
-                continue
-            if result.error is None:
-                call.future.set_result(result.value)
-            elif result.error.type == StoreClosedError.__name__:
-                rejected.append(call)
-            else:
-                call.future.set_exception(error_from(result.error))
-        return rejected
+        _fail([call for call in batch if call.retry_until <= now], error)
+        return [call for call in batch if not call.future.done()]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _post_batch(self, batch: Sequence[PendingCall], seconds: float, path: str) -> list[_Result]:
+    async def _post(self, batch: Sequence[PendingCall], seconds: float) -> list[_Result]:
+        """The results of a batch. Raises the error of a store that rejected all of it, and _RetryableError."""
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
-        status, headers, content = await self._request("POST", path, body, self._settings.timeout + seconds)
-        if status == 200 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
+        status, headers, content = await self._request("POST", "/calls", body, self._settings.timeout + seconds)
+        if status == 200 and _is_ours(headers):
             results = _decode_results(content).results
             if len(results) == len(batch):
                 return results
-        self._raise_for_status(status, headers, content)
-        self._protocol_checked = False
-        await self._check_protocol()  # raises if it is not a store
-        raise StoreServerError(f"{self._settings.url} responded with status {status}: {_error_message(content)}")
+        message, url = _error_message(content), self._settings.url
+        if status == 401 and PROTOCOL_HEADER in headers:
+            raise StoreAuthError(f"{url}: {message}")
+        if 400 <= status < 500 and _is_ours(headers):
+            raise error_from(ErrorBody("", message), status)
+        await self._check_server()
+        raise StoreServerError(f"{url} responded with status {status}: {message}")
 
-    def _raise_for_status(self, status: int, headers: Any, content: bytes) -> None:
-        """Raise the error of a store that rejected the whole request."""
-        if "agl-protocol" not in headers:
-            return
-        if status == 401:
-            raise StoreAuthError(f"{self._settings.url}: {_error_message(content)}")
-        if 400 <= status < 500:
-            raise error_from(ErrorBody("", _error_message(content)), status)
-
-    async def _check_protocol(self) -> None:
-        """Check, again after each failure, that a store with our protocol version is there. Raises StoreServerError."""
-        if self._protocol_checked:
-            return
+    async def _check_server(self) -> None:
+        """Raise StoreServerError unless a store that has our protocol version is there."""
         status, headers, content = await self._request("GET", "/health", None, self._settings.timeout)
-        if status >= 500 and headers.get("agl-protocol") == str(PROTOCOL_VERSION):
-            return  # a store that is not healthy: the calls will say why
-        health = _parse_json(content) if status == 200 else None
+        if status >= 500 and _is_ours(headers):
+            return  # a store that is not healthy
         url = self._settings.url
+        health: Any = None
+        if status == 200:
+            with contextlib.suppress(orjson.JSONDecodeError):
+                health = loads(content)
         if not isinstance(health, dict) or "status" not in health:
             kind = headers.get("content-type", "no content type")
             raise StoreServerError(
@@ -321,25 +288,23 @@ class LoopTransport:
                 f"this client is {version()} (protocol {PROTOCOL_VERSION}); "
                 f"upgrade the {older}, or use the {newer} of the same version"
             )
-        self._protocol_checked = True
 
     async def _request(self, verb: str, path: str, body: bytes | None, seconds: float) -> tuple[int, Any, bytes]:
         """(status, headers, body). Raises _RetryableError if a retry may help."""
-        session = self._open_session()
+        url = self._settings.url
         try:
-            async with session.request(
+            async with self._open_session().request(
                 verb,
-                self._settings.url + BASE_PATH + path,
+                url + BASE_PATH + path,
                 data=io.BytesIO(body) if body and len(body) > MAX_REQUEST_BYTES else body,  # large ones in parts
-                headers=None if body is None else {"content-type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=seconds, connect=10.0),
                 allow_redirects=False,
             ) as response:
                 content = await response.read()
         except aiohttp.InvalidURL as error:
-            raise ConfigError(f"url={self._settings.url!r} is not valid: {error}") from None
+            raise ConfigError(f"url={url!r} is not valid: {error}") from None
         except aiohttp.ClientSSLError as error:
-            raise StoreServerError(f"the TLS certificate of {self._settings.url} is not trusted: {error}") from None
+            raise StoreServerError(f"the TLS certificate of {url} is not trusted: {error}") from None
         except TimeoutError:
             raise _RetryableError(f"no response within {seconds:g} seconds") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -350,16 +315,17 @@ class LoopTransport:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            token = self._settings.token
+            headers = {"content-type": "application/json", PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+            if self._settings.token:
+                headers["authorization"] = f"Bearer {self._settings.token}"
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-                headers={"authorization": f"Bearer {token}"} if token else None,
+                headers=headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=True,
             )
             # An event loop closes its asynchronous generators when it ends, and this one closes the session.
             self._session_closer = _close_at_exit(self._session)
-            self.start(_start(self._session_closer))
+            self._start(_advance(self._session_closer))
         return self._session
 
     async def close(self, error: StoreClosedError) -> None:
@@ -383,11 +349,26 @@ async def _close_at_exit(session: aiohttp.ClientSession) -> AsyncGenerator[None]
         await session.close()
 
 
-async def _start(generator: AsyncGenerator[None]) -> None:
+async def _advance(generator: AsyncGenerator[None]) -> None:
     await anext(generator)
 
 
-def _fail(calls: Any, error: AgentLightningError | None) -> None:
+def _deliver(batch: Sequence[PendingCall], results: Sequence[_Result]) -> list[PendingCall]:
+    """Set the results of the calls. Returns the calls that a closing server rejected."""
+    rejected: list[PendingCall] = []
+    for call, result in zip(batch, results, strict=True):
+        if call.future.done():
+            continue
+        if result.error is None:
+            call.future.set_result(result.value)
+        elif result.error.type == StoreClosedError.__name__:
+            rejected.append(call)
+        else:
+            call.future.set_exception(error_from(result.error))
+    return rejected
+
+
+def _fail(calls: Iterable[PendingCall], error: AgentLightningError | None) -> None:
     for call in calls:
         if call.future.done():
             continue
@@ -397,11 +378,8 @@ def _fail(calls: Any, error: AgentLightningError | None) -> None:
             call.future.set_exception(error)
 
 
-def _parse_json(content: bytes) -> Any:
-    try:
-        return loads(content)
-    except orjson.JSONDecodeError:
-        return None
+def _is_ours(headers: Any) -> bool:
+    return headers.get(PROTOCOL_HEADER) == str(PROTOCOL_VERSION)
 
 
 def _error_message(content: bytes) -> str:

@@ -1,0 +1,233 @@
+"""Executes calls of the store contract that arrive over HTTP, and serves `POST /v1/agl/calls`, many of them at once:
+
+    {"calls": [{"method": "add_span", "arguments": {...}, "key": "..."}, ...]}
+    {"results": [{"value": ...}, {"error": {"type": "NotFoundError", "message": "..."}}, ...]}
+
+The results are in the order of the calls, and each call succeeds or fails on its own. The calls run concurrently, so
+that the store commits them together. A call with a `key` is executed once, however often it arrives: the store
+remembers its result (store/idempotency.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, Final
+
+from msgspec import Raw, Struct
+from starlette.types import Receive, Scope, Send
+
+from agentlightning.errors import AgentLightningError, ConflictError
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http.asgi import ChunkedResponse, read_body, run_until_disconnect
+from agentlightning.store.http.encoding import (
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
+    arguments_of,
+    decoder,
+    encode,
+)
+from agentlightning.store.http.errors import RequestError, error_of, error_response
+from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call
+from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
+from agentlightning.store.instrumented import WAITING_CALLS
+from agentlightning.store.paging import PageSizer
+
+MAX_WAIT_SECONDS: Final = 3600.0
+"""The longest time a call may wait for rollouts."""
+MAX_CALLS: Final = 4096
+FIRST_LISTS: Final = 4
+"""Lists of one request that are read concurrently at first."""
+MAX_LISTS: Final = 256
+_PROTOCOL: Final = str(PROTOCOL_VERSION)
+PROTOCOL_HEADERS: Final = [(PROTOCOL_HEADER.encode(), _PROTOCOL.encode())]
+_LISTS: Final = frozenset({"query_spans", "query_rollouts", "query_attempts", "query_resources", "read_records"})
+_ADDING: Final = ("add_span", "add_many_spans")
+_READ_CURRENT: Final[Mapping[str, tuple[str, str]]] = {
+    "add_resources": ("get_resources_by_id", "resources_id"),
+    "cancel_rollout": ("get_rollout_by_id", "rollout_id"),
+    "requeue_rollout": ("get_rollout_by_id", "rollout_id"),
+    "update_attempt": ("get_attempt", "attempt_id"),
+    "update_resources": ("get_resources_by_id", "resources_id"),
+    "update_rollout": ("get_rollout_by_id", "rollout_id"),
+}
+"""What to return instead of a result that was too long to store: the method to read it with, and its argument."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a method of the contract."""
+
+    method: str
+    arguments: dict[str, Any]
+    encode: Callable[[Any], bytes]
+    """Encodes the result."""
+    key: str | None = None
+    """Its idempotency key."""
+    sent: bytes = b""
+    """The request as received: a key that comes with another one is a conflict."""
+    result: bytes | None = None
+    """In a batch: the encoded result or error, once there is one."""
+
+
+# -- one call --------------------------------------------------------------------------------------------------------
+
+
+async def execute(store: LightningStoreBase, call: Call) -> bytes:
+    """The encoded result. Raises what the method raises, and ConflictError if the key was used with another request."""
+    method = getattr(store, call.method)
+    if call.key is None or call.method not in ACCEPTS_KEY:
+        if call.key is not None and call.method in WAITING_CALLS and call.arguments.get("claim_id") is None:
+            digest = blake2b(call.key.encode("utf-8", "surrogatepass"), digest_size=12)
+            call.arguments["claim_id"] = f"cl-{digest.hexdigest()}"  # a repeated claim gets the same rollouts
+        return call.encode(await method(**call.arguments))
+    try:
+        with use_key(IdempotentCall.of(call.method, call.key, call.sent, call.encode)):
+            return call.encode(await method(**call.arguments))
+    except AlreadyAnsweredError as before:
+        if before.answer is not None:
+            return before.answer
+    reader, name = _READ_CURRENT.get(call.method, ("", ""))
+    known = call.arguments.get(name)
+    current = await getattr(store, reader)(known) if isinstance(known, str) else None
+    if current is None:
+        raise ConflictError(
+            f"{call.method} was already executed with this idempotency key; its result was too long to be stored"
+        )
+    return call.encode(current)
+
+
+def limit_wait(call: Call) -> bool:
+    """Limit how long a call waits for others. Returns whether it may have to wait."""
+    if call.method not in WAITING_CALLS:
+        return False
+    timeout = call.arguments.get("timeout")
+    if timeout is None:
+        timeout = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
+    call.arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
+    return timeout > 0
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+class _Batch(Struct):
+    calls: list[Raw]
+
+
+_decode_batch: Final = decoder(_Batch)
+
+
+class BatchHandler:
+    """Executes the calls of a request and responds with their results."""
+
+    def __init__(self, store: LightningStoreBase, max_body_bytes: int) -> None:
+        self._store = store
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
+        client = headers.get(PROTOCOL_HEADER, _PROTOCOL)
+        if client != _PROTOCOL:
+            raise RequestError(f"the client has protocol {client!r}, and this server {_PROTOCOL}; use the same version")
+        raw_calls: list[Raw] = _decode_batch(await read_body(headers, receive, self._max_body_bytes)).calls
+        if len(raw_calls) > MAX_CALLS:
+            raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
+        calls = [_decode(raw) for raw in raw_calls]
+        responding = self._respond(calls, send)
+        if any([limit_wait(call) for call in calls]):
+            await run_until_disconnect(receive, responding)
+        else:
+            await responding
+
+    async def _respond(self, calls: Sequence[Call], send: Send) -> None:
+        response, separator = ChunkedResponse(send, 200, PROTOCOL_HEADERS), b""
+        await response.write(b'{"results":[')
+        async for result in self._results(calls):
+            await response.write(separator + result)
+            separator = b","
+        await response.write(b"]}")
+        await response.close()
+
+    async def _results(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
+        """The results, in order. All lists may not fit in memory together: they are read a few at a time, the fewer the
+        larger they are, and sent at once. The other calls are executed first."""
+        lists = [call for call in calls if call.method in _LISTS]
+        first, later = lists[:FIRST_LISTS], iter(lists[FIRST_LISTS:])
+        sizer = PageSizer(max_items=MAX_LISTS, first=FIRST_LISTS)
+        await self._execute_all([call for call in calls if call.method not in _LISTS] + first)
+        sizer.record(len(first), sum(len(call.result or b"") for call in first))
+        for call in calls:
+            while call.result is None:
+                group = list(islice(later, sizer.items))
+                await self._execute_all(group)
+                sizer.record(len(group), sum(len(each.result or b"") for each in group))
+            result, call.result = call.result, b""
+            yield result
+
+    async def _execute_all(self, calls: Sequence[Call]) -> None:
+        adding = [call for call in calls if call.method in _ADDING and call.key is None]
+        if len(adding) < 2:
+            await asyncio.gather(*map(self._execute, calls))
+            return
+        others = [call for call in calls if call.method not in _ADDING or call.key is not None]
+        await asyncio.gather(self._add_spans(adding), *map(self._execute, others))
+
+    async def _add_spans(self, calls: Sequence[Call]) -> None:
+        """Add the spans of all calls in one call of the store, which is much faster. If that fails, each call is made
+        on its own, so that only those fail that have to."""
+        sent = [_spans_of(call) for call in calls]
+        try:
+            stored = iter(await self._store.add_many_spans([span for spans in sent for span in spans]))
+        except (AgentLightningError, OverflowError, UnicodeError):
+            await asyncio.gather(*map(self._execute, calls))
+            return
+        for call, spans in zip(calls, sent, strict=True):
+            added = list(islice(stored, len(spans)))
+            call.result = call.encode(added if "spans" in call.arguments else added[0])
+
+    async def _execute(self, call: Call) -> None:
+        if call.result is None:  # it could be decoded
+            try:
+                call.result = await execute(self._store, call)
+            except Exception as error:  # noqa: BLE001  the boundary: a call that fails does not fail the others
+                call.result = _encode_error(error)
+
+
+def _decode(raw: Raw) -> Call:
+    try:
+        decoded = decode_call(raw)
+    except RequestError as error:
+        return Call("", {}, encode, result=_encode_error(error))
+    method: str = type(decoded).__struct_config__.tag
+    arguments = arguments_of(decoded.arguments)
+    key = None if decoded.key is None else f"{method} {decoded.key}"
+    return Call(method, arguments, partial(_encode_result, arguments), key, b"" if key is None else bytes(raw))
+
+
+def _encode_error(error: Exception) -> bytes:
+    return b'{"error":' + encode(error_response(error_of(error)).error) + b"}"
+
+
+def _encode_result(arguments: Mapping[str, Any], result: Any) -> bytes:
+    """The result; of a span that was stored as sent, only its sequence_id."""
+    if "spans" in arguments:
+        result = [_span_result(*each) for each in zip(arguments["spans"], result, strict=True)]
+    elif "span" in arguments:
+        result = _span_result(arguments["span"], result)
+    return b'{"value":' + encode(result) + b"}"
+
+
+def _span_result(sent: Span, stored: Span) -> int | Span:
+    same = (
+        stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
+    )
+    return stored.sequence_id if same else stored
+
+
+def _spans_of(call: Call) -> Sequence[Span]:
+    return call.arguments["spans"] if "spans" in call.arguments else [call.arguments["span"]]
