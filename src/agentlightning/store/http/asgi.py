@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -23,31 +24,38 @@ DISCARDED_BYTES: Final = 256 * 1024 * 1024
 CHUNK_BYTES: Final = 64 * 1024
 """Size of the chunks in which a long response is sent."""
 Headers = Iterable[tuple[bytes, bytes]]
-Handler = Callable[[Scope, Mapping[str, str], Receive, Send], Awaitable[None]]
-"""Handles a request, given its headers by name. What it raises becomes the response."""
 
 
 class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-class Endpoint:
-    """An ASGI application: a handler behind the access token. Responses to what fails have these `headers` too."""
+@dataclass(slots=True)
+class Request:
+    scope: Scope
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    receive: Receive
+    send: Send
 
-    def __init__(self, handle: Handler, token: str | None = None, headers: Headers = ()) -> None:
-        self._handle = handle
-        self._token = token
-        self._headers = headers
+
+@dataclass
+class Endpoint:
+    """An ASGI application: a handler behind the access token. What the handler raises becomes the response."""
+
+    handle: Callable[[Request], Awaitable[None]]
+    token: str | None = None
+    error_headers: Headers = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = headers_by_name(scope)
-            authorize(headers, self._token)
-            await self._handle(scope, headers, receive, send)
+            authorize(headers, self.token)
+            await self.handle(Request(scope, headers, receive, send))
         except ClientDisconnected:
             return
         except Exception as error:  # noqa: BLE001  the boundary: every failure gets a response
-            await respond_error(send, error_of(error), self._headers)
+            await respond_error(send, error_of(error), self.error_headers)
 
 
 def headers_by_name(scope: Scope) -> dict[str, str]:
@@ -147,25 +155,20 @@ class ChunkedResponse:
         self._size = 0
         self._started = False
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Add to the response. `more` is False for the last part."""
         self._parts.append(data)
         self._size += len(data)
-        if self._size >= CHUNK_BYTES:
-            await self._flush(more=True)
-
-    async def close(self) -> None:
-        if self._started:
-            return await self._flush(more=False)
-        await respond(self._send, self._status, b"".join(self._parts), self._headers)
-
-    async def _flush(self, more: bool) -> None:
+        if more and self._size < CHUNK_BYTES:
+            return
+        body = b"".join(self._parts)
+        self._parts, self._size = [], 0
+        if not (more or self._started):
+            return await respond(self._send, self._status, body, self._headers)
         if not self._started:
             self._started = True
             headers = [(b"content-type", b"application/json"), *self._headers]
             await self._send({"type": "http.response.start", "status": self._status, "headers": headers})
-        body = b"".join(self._parts)
-        self._parts.clear()
-        self._size = 0
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 

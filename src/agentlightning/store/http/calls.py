@@ -14,17 +14,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from typing import Any, Final
 
 from msgspec import Raw, Struct
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from agentlightning.errors import AgentLightningError, ConflictError
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.asgi import ChunkedResponse, read_body, run_until_disconnect
+from agentlightning.store.http.asgi import ChunkedResponse, Request, read_body, run_until_disconnect
 from agentlightning.store.http.encoding import (
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
@@ -67,10 +66,8 @@ class Call:
     arguments: dict[str, Any]
     encode: Callable[[Any], bytes]
     """Encodes the result."""
-    key: str | None = None
-    """Its idempotency key."""
-    sent: bytes = b""
-    """The request as received: a key that comes with another one is a conflict."""
+    once: IdempotentCall | None = None
+    """Set if it has an idempotency key."""
     result: bytes | None = None
     """In a batch: the encoded result or error, once there is one."""
 
@@ -80,14 +77,13 @@ class Call:
 
 async def execute(store: LightningStoreBase, call: Call) -> bytes:
     """The encoded result. Raises what the method raises, and ConflictError if the key was used with another request."""
-    method = getattr(store, call.method)
-    if call.key is None or call.method not in ACCEPTS_KEY:
-        if call.key is not None and call.method in WAITING_CALLS and call.arguments.get("claim_id") is None:
-            digest = blake2b(call.key.encode("utf-8", "surrogatepass"), digest_size=12)
-            call.arguments["claim_id"] = f"cl-{digest.hexdigest()}"  # a repeated claim gets the same rollouts
+    method, once = getattr(store, call.method), call.once
+    if once is not None and call.method.startswith("dequeue_") and call.arguments.get("claim_id") is None:
+        call.arguments["claim_id"] = f"cl-{once.key[:24]}"  # a repeated claim gets the same rollouts
+    if once is None or call.method not in ACCEPTS_KEY:
         return call.encode(await method(**call.arguments))
     try:
-        with use_key(IdempotentCall.of(call.method, call.key, call.sent, call.encode)):
+        with use_key(once):
             return call.encode(await method(**call.arguments))
     except AlreadyAnsweredError as before:
         if before.answer is not None:
@@ -123,24 +119,25 @@ class _Batch(Struct):
 _decode_batch: Final = decoder(_Batch)
 
 
+@dataclass
 class BatchHandler:
     """Executes the calls of a request and responds with their results."""
 
-    def __init__(self, store: LightningStoreBase, max_body_bytes: int) -> None:
-        self._store = store
-        self._max_body_bytes = max_body_bytes
+    store: LightningStoreBase
+    max_body_bytes: int
 
-    async def __call__(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
-        client = headers.get(PROTOCOL_HEADER, _PROTOCOL)
+    async def handle(self, request: Request) -> None:
+        client = request.headers.get(PROTOCOL_HEADER, _PROTOCOL)
         if client != _PROTOCOL:
             raise RequestError(f"the client has protocol {client!r}, and this server {_PROTOCOL}; use the same version")
-        raw_calls: list[Raw] = _decode_batch(await read_body(headers, receive, self._max_body_bytes)).calls
+        body = await read_body(request.headers, request.receive, self.max_body_bytes)
+        raw_calls: list[Raw] = _decode_batch(body).calls
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        responding = self._respond(calls, send)
+        responding = self._respond(calls, request.send)
         if any([limit_wait(call) for call in calls]):
-            await run_until_disconnect(receive, responding)
+            await run_until_disconnect(request.receive, responding)
         else:
             await responding
 
@@ -150,8 +147,7 @@ class BatchHandler:
         async for result in self._results(calls):
             await response.write(separator + result)
             separator = b","
-        await response.write(b"]}")
-        await response.close()
+        await response.write(b"]}", more=False)
 
     async def _results(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
         """The results, in order. All lists may not fit in memory together: they are read a few at a time, the fewer the
@@ -170,11 +166,11 @@ class BatchHandler:
             yield result
 
     async def _execute_all(self, calls: Sequence[Call]) -> None:
-        adding = [call for call in calls if call.method in _ADDING and call.key is None]
+        adding = [call for call in calls if call.method in _ADDING and call.once is None]
         if len(adding) < 2:
             await asyncio.gather(*map(self._execute, calls))
             return
-        others = [call for call in calls if call.method not in _ADDING or call.key is not None]
+        others = [call for call in calls if call.method not in _ADDING or call.once is not None]
         await asyncio.gather(self._add_spans(adding), *map(self._execute, others))
 
     async def _add_spans(self, calls: Sequence[Call]) -> None:
@@ -182,7 +178,7 @@ class BatchHandler:
         on its own, so that only those fail that have to."""
         sent = [_spans_of(call) for call in calls]
         try:
-            stored = iter(await self._store.add_many_spans([span for spans in sent for span in spans]))
+            stored = iter(await self.store.add_many_spans([span for spans in sent for span in spans]))
         except (AgentLightningError, OverflowError, UnicodeError):
             await asyncio.gather(*map(self._execute, calls))
             return
@@ -193,7 +189,7 @@ class BatchHandler:
     async def _execute(self, call: Call) -> None:
         if call.result is None:  # it could be decoded
             try:
-                call.result = await execute(self._store, call)
+                call.result = await execute(self.store, call)
             except Exception as error:  # noqa: BLE001  the boundary: a call that fails does not fail the others
                 call.result = _encode_error(error)
 
@@ -205,8 +201,10 @@ def _decode(raw: Raw) -> Call:
         return Call("", {}, encode, result=_encode_error(error))
     method: str = type(decoded).__struct_config__.tag
     arguments = arguments_of(decoded.arguments)
-    key = None if decoded.key is None else f"{method} {decoded.key}"
-    return Call(method, arguments, partial(_encode_result, arguments), key, b"" if key is None else bytes(raw))
+    call = Call(method, arguments, partial(_encode_result, arguments))
+    if decoded.key is not None:
+        call.once = IdempotentCall.of(method, decoded.key, encode(decoded.arguments), call.encode)
+    return call
 
 
 def _encode_error(error: Exception) -> bytes:

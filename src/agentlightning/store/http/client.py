@@ -24,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter
 from agentlightning.attempt_variables import PATIENCE_SECONDS
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.resources import named_resources
-from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rollout
+from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, store_url
@@ -32,6 +32,7 @@ from agentlightning.store.http.encoding import check_resources, decode_unknown, 
 from agentlightning.store.http.operations import CURSORS, METHODS, SENDS_KEY, SLOW, hints_of, parameters_of
 from agentlightning.store.http.transport import ClientSettings, ClientTransport
 from agentlightning.store.ids import claimed_id, new_hex, new_id
+from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.store.types import UNSET
 
@@ -51,6 +52,8 @@ GENERATED_IDS: Final[Mapping[str, Mapping[str, str]]] = {
     "start_rollout": {"rollout_id": "ro", "claim_id": "cl"},
     "enqueue_rollout": {"rollout_id": "ro"},
     "start_attempt": {"claim_id": "cl"},
+    "dequeue_rollout": {"claim_id": "cl"},
+    "dequeue_many_rollouts": {"claim_id": "cl"},
     "add_resources": {"resources_id": "rs"},
 }
 """Ids that the client generates when the caller gives none, so that a repeated call has the same ones: their prefixes
@@ -65,20 +68,19 @@ _ANY_JSON: Final = frozenset({"input", "metadata", "stats", "attributes", "resou
 
 def to_wire(value: Any, name: str) -> Any:
     """Convert an argument to a value that `encode` takes. Raises ConfigError, naming it, if JSON cannot hold it."""
+    if value is None or isinstance(value, str | BaseModel):
+        return value
     if name in _ANY_JSON:
-        return None if value is None else Raw(validation.to_json(value, name).encode())
+        return Raw(validation.to_json(value, name).encode())
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} is {value}, which JSON cannot hold; use a finite number")
-    if isinstance(value, str | int | float | BaseModel) or value is None:
-        return value
     if isinstance(value, Mapping):
-        resources = named_resources.dump_python(check_resources(value), mode="json")
-        return Raw(validation.to_json(resources, name).encode())
-    if isinstance(value, Sequence):
+        value = named_resources.dump_python(check_resources(value), mode="json")
+    elif isinstance(value, Sequence):
         return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _given_fields(value)
-    raise ConfigError(f"{name} is of type {type(value).__name__}, which the store does not accept")
+    return Raw(validation.to_json(value, name).encode())
 
 
 def _given_fields(value: Any) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _forwarder(name: str) -> Callable[..., Any]:
     async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
         arguments = bind(*positional, **keywords).arguments
         arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
-        return await (self._read_list if name in CURSORS else self._call)(name, arguments)
+        return await self._forward(name, arguments)  # pyright: ignore[reportPrivateUsage]
 
     functools.update_wrapper(forward, getattr(LightningStoreBase, name), updated=())  # it must not be abstract
     return forward
@@ -200,6 +202,11 @@ class LightningStoreClient(LightningStoreBase):
             await asyncio.wait(releases, timeout=RELEASE_SECONDS)
         await self._transport.close()
 
+    async def _forward(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        if method in CURSORS:
+            return await self._read_list(method, arguments)
+        return await (self._wait if method in WAITING_CALLS else self._call)(method, arguments)
+
     async def _call(self, method: str, arguments: Mapping[str, Any], timeout: float = 0.0) -> Any:
         """The result of a call, which the server may hold for up to `timeout` seconds until there is one."""
         if timeout:
@@ -210,7 +217,7 @@ class LightningStoreClient(LightningStoreBase):
         transport, body = self._transport.for_running_loop(), _call_body(method, arguments)
         if method in SLOW:
             seconds = SLOW_CALL_SECONDS
-        return await (transport.call_unbatched(body, seconds) if seconds else transport.call(body))
+        return await transport.call(body, seconds)
 
     async def _read_list(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
         """Read a list in calls of limited size."""
@@ -226,7 +233,38 @@ class LightningStoreClient(LightningStoreBase):
 
         return [item async for items in read_pages(read, arguments, CURSORS[method], sizer) for item in items]
 
-    # -- rollouts ----------------------------------------------------------------------------------------------------
+    async def _wait(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Make a call that waits again and again, until it has its result or its time is over."""
+        timeout, clock = arguments.get("timeout"), asyncio.get_running_loop().time
+        if timeout is None:
+            timeout = math.inf if method == "wait_for_rollouts" else 0.0
+        deadline = clock() + timeout
+        # The first call does not wait, so that it can share a request with other calls.
+        first = asyncio.ensure_future(self._call(method, {**arguments, "timeout": 0.0}))
+        try:
+            result = await asyncio.shield(first)
+            while not _is_complete(result, arguments) and (left := deadline - clock()) > 0:
+                result = await self._call(method, arguments, min(left, WAIT_SECONDS))
+        except asyncio.CancelledError:
+            if "claim_id" in arguments:
+                release = asyncio.ensure_future(self._release_claim(first, **arguments))
+                self._releases.add(release)
+                release.add_done_callback(self._releases.discard)
+                await asyncio.wait({release}, timeout=RELEASE_SECONDS)  # its caller may end the event loop next
+            raise
+        return result
+
+    async def _release_claim(self, first: asyncio.Future[Any], claim_id: str, limit: int = 1, **_: Any) -> None:
+        """Requeue what was claimed for a caller that was cancelled."""
+        try:
+            await first
+            attempts = await asyncio.gather(*(self.get_attempt(claimed_id(claim_id, each)) for each in range(limit)))
+            unseen = [each.rollout_id for each in attempts if each is not None and each.status == "preparing"]
+            await asyncio.gather(*(self.requeue_rollout(each, "its claim was cancelled") for each in unseen))
+        except StoreError:
+            return  # the timeouts of the rollout, or of its worker, requeue it
+
+    # -- methods whose items have ids of their own --------------------------------------------------------------------
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         requests = [
@@ -234,68 +272,6 @@ class LightningStoreClient(LightningStoreBase):
             for request in rollouts
         ]
         return await self._call("enqueue_many_rollouts", {"rollouts": requests})
-
-    async def dequeue_rollout(
-        self,
-        worker_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        queues: Sequence[str] | None = None,
-        claim_id: str | None = None,
-    ) -> AttemptedRollout | None:
-        claimed = await self.dequeue_many_rollouts(1, worker_id, timeout, queues=queues, claim_id=claim_id)
-        return claimed[0] if claimed else None
-
-    async def dequeue_many_rollouts(
-        self,
-        limit: int = 1,
-        worker_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        queues: Sequence[str] | None = None,
-        claim_id: str | None = None,
-    ) -> list[AttemptedRollout]:
-        claim_id = new_id("cl") if claim_id is None else claim_id
-        arguments = {"limit": limit, "worker_id": worker_id, "queues": queues, "claim_id": claim_id}
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + (timeout or 0.0)
-        # The first call does not wait, so that it can share a request with other calls.
-        claiming = asyncio.ensure_future(self._call("dequeue_many_rollouts", arguments))
-        try:
-            claimed = await asyncio.shield(claiming)
-            while not claimed and (left := deadline - clock()) > 0:
-                claimed = await self._call("dequeue_many_rollouts", arguments, min(left, WAIT_SECONDS))
-        except asyncio.CancelledError:
-            release = asyncio.ensure_future(self._release_claim(claiming, claim_id, limit))
-            self._releases.add(release)
-            release.add_done_callback(self._releases.discard)
-            await asyncio.wait({release}, timeout=RELEASE_SECONDS)  # its caller may end the event loop next
-            raise
-        return claimed
-
-    async def _release_claim(self, claiming: asyncio.Future[Any], claim_id: str, limit: int) -> None:
-        """Requeue what was claimed for a caller that was cancelled."""
-        try:
-            await claiming
-            attempts = await asyncio.gather(*(self.get_attempt(claimed_id(claim_id, each)) for each in range(limit)))
-            unseen = [each.rollout_id for each in attempts if each is not None and each.status == "preparing"]
-            await asyncio.gather(*(self.requeue_rollout(each, "its claim was cancelled") for each in unseen))
-        except StoreError:
-            return  # the timeouts of the rollout, or of its worker, requeue it
-
-    async def wait_for_rollouts(
-        self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
-    ) -> list[Rollout]:
-        ids = list(dict.fromkeys(rollout_ids))
-        arguments = {"rollout_ids": ids, "minimum": minimum, "timeout": 0.0}
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + (math.inf if timeout is None else timeout)
-        finished: list[Rollout] = await self._call("wait_for_rollouts", arguments)
-        while len(finished) < (len(ids) if minimum is None else minimum) and (left := deadline - clock()) > 0:
-            finished = await self._call("wait_for_rollouts", arguments, min(left, WAIT_SECONDS))
-        return finished
-
-    # -- spans -------------------------------------------------------------------------------------------------------
 
     async def add_span(self, span: Span) -> Span:
         sent = _with_id(span)
@@ -313,6 +289,14 @@ class LightningStoreClient(LightningStoreBase):
             lists = await asyncio.gather(*(self.query_spans(each, "latest", tokens=tokens) for each in ids))
             for rollout_id, spans in zip(ids, lists, strict=True):
                 yield rollout_id, spans
+
+
+def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call that waits need not wait longer."""
+    if "rollout_ids" not in arguments:
+        return bool(result)  # a claim
+    minimum = arguments.get("minimum")
+    return len(result) >= (len(set(arguments["rollout_ids"])) if minimum is None else minimum)
 
 
 def _with_id(span: Span) -> Span:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
@@ -216,19 +216,25 @@ def record_body(record: RolloutRecord) -> RecordBody:
     return RecordBody(rollout=record.rollout, attempts=list(record.attempts), spans=[*map(span_body, record.spans)])
 
 
-BODIES: Final[dict[Any, tuple[Any, Callable[[Any], Any]]]] = {
-    Span: (SpanBody, span_body),
-    Worker: (WorkerBody, worker_body),
-    ResourcesUpdate: (ResourcesBody, resources_body),
-    RolloutRecord: (RecordBody, record_body),
+BODIES: Final[dict[Any, Any]] = {
+    Span: SpanBody,
+    Worker: WorkerBody,
+    ResourcesUpdate: ResourcesBody,
+    RolloutRecord: RecordBody,
 }
-"""Types of the contract that have another shape in the REST API: the shape and the function that makes it."""
+"""Types of the contract that have another shape in the REST API."""
 INPUTS: Final[dict[Any, Any]] = {
     NamedResources: Resources,
     EnqueueRolloutRequest: EnqueueBody,
     Retention: RetentionBody,
 }
 """Types of arguments that are decoded as another shape, in the REST API and in batches."""
+_TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
+    Span: span_body,
+    Worker: worker_body,
+    ResourcesUpdate: resources_body,
+    RolloutRecord: record_body,
+}
 _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
     SpanBody: span_of,
     RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
@@ -240,26 +246,27 @@ _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
 
 def to_rest(value: Any) -> Any:
     """Convert a result of the contract to its shape in the REST API."""
-    if isinstance(value, list):
-        return [to_rest(item) for item in cast("list[Any]", value)]
-    shape = BODIES.get(type(value))
-    return value if shape is None else shape[1](value)
+    return _convert(value, _TO_REST)
+
+
+def from_wire(value: Any) -> Any:
+    """Convert a decoded argument to the type that the contract takes."""
+    return _convert(value, _FROM_WIRE)
+
+
+def _convert(value: Any, conversions: Mapping[Any, Callable[[Any], Any]]) -> Any:
+    """Convert a value, or each item of a list, all of which have the same type."""
+    items = cast("list[Any]", value if isinstance(value, list) else [value])
+    convert = conversions.get(type(items[0])) if items else None
+    if convert is None:
+        return value
+    return [convert(item) for item in items] if items is value else convert(value)
 
 
 def arguments_of(request: Struct) -> dict[str, Any]:
     """The arguments of a method in a decoded request, without those that were not given."""
     values = {name: getattr(request, name) for name in request.__struct_fields__}
     return {name: from_wire(value) for name, value in values.items() if value is not UNSET}
-
-
-def from_wire(value: Any) -> Any:
-    """Convert a decoded argument to the type that the contract takes."""
-    if isinstance(value, list):
-        items = cast("list[Any]", value)
-        convert = _FROM_WIRE.get(type(items[0])) if items else None
-        return items if convert is None else [convert(item) for item in items]
-    convert = _FROM_WIRE.get(type(value))
-    return value if convert is None else convert(value)
 
 
 # -- decoding and encoding -------------------------------------------------------------------------------------------

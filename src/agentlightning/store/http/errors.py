@@ -86,13 +86,9 @@ def error_of(error: Exception) -> AgentLightningError:
     return StoreError(f"the server failed: {type(error).__name__}; see its log")
 
 
-def error_from(body: ErrorBody, status: int | None = None) -> AgentLightningError:
+def error_from(body: ErrorBody) -> AgentLightningError:
     """The exception for an error that a server responded with."""
-    kind = _TYPES.get(body.type)
-    if kind is None:
-        kind = next((kind for kind, known in _STATUS if known == status), None)
-    if kind is None:
-        kind = ConfigError if body.type == "RequestError" or 400 <= (status or 0) < 500 else StoreError
+    kind = _TYPES.get(body.type, ConfigError if body.type == RequestError.__name__ else StoreError)
     return kind(body.message)
 
 

@@ -40,7 +40,7 @@ def document(with_token: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Agent Lightning store", "version": version(), "description": _INTRODUCTION},
         "paths": paths,
-        "components": {"schemas": _sorted_schemas(components)},
+        "components": {"schemas": dict(sorted(components.items()))},
     }
     if with_token:
         result["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -73,11 +73,6 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
         return {key: inline(item) for key, item in fields.items() if key != "discriminator"}
 
     return inline(schema)
-
-
-def _sorted_schemas(schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas, sorted by name."""
-    return {name: schemas[name] for name in sorted(schemas)}
 
 
 def _health() -> dict[str, Any]:

@@ -112,24 +112,18 @@ class Operation:
         if self.with_attempts:
             result = list[RolloutBody] if self.cursor else RolloutBody
         if self.cursor:
-            return _page_type(result)
+            name = get_args(result)[0].__name__.removesuffix("Body")
+            return _struct(f"PageOf{name}", ("items", result), ("limit", int), ("offset", int), ("total", int | None))
         if self.result_field:
-            return _scalar_type(self.result_field, result)
+            return _struct(_camel(self.result_field), (self.result_field, result))
         if not self.none_is_result and get_origin(result) in (Union, types.UnionType):
             return _union([each for each in get_args(result) if each is not type(None)])
         return result
 
 
 @lru_cache
-def _page_type(items: Any) -> type[Struct]:
-    name = get_args(items)[0].__name__.removesuffix("Body")
-    fields: list[Any] = [("items", items), ("limit", int), ("offset", int), ("total", int | None)]
-    return msgspec.defstruct(f"PageOf{name}", fields, kw_only=True)
-
-
-@lru_cache
-def _scalar_type(name: str, kind: Any) -> type[Struct]:
-    return msgspec.defstruct(_camel(name), [(name, kind)], kw_only=True)
+def _struct(name: str, *fields: tuple[str, Any]) -> type[Struct]:
+    return msgspec.defstruct(name, fields, kw_only=True)
 
 
 def _camel(name: str) -> str:
@@ -173,7 +167,7 @@ def _shape(kind: Any, rest: bool) -> Any:
     if kind in INPUTS:
         return INPUTS[kind]
     if rest and kind in BODIES:
-        return BODIES[kind][0]
+        return BODIES[kind]
     if kind is int:
         return Integer
     origin, inner = get_origin(kind), get_args(kind)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
 import orjson
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, structs
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.rollouts import AttemptedRollout, Rollout
+from agentlightning.rollouts import Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.asgi import (
     ChunkedResponse,
     Endpoint,
-    Handler,
-    Headers,
+    Request,
     read_body,
     respond,
     respond_error,
@@ -34,6 +33,7 @@ from agentlightning.store.http.encoding import (
     BASE_PATH,
     MAX_BODY_BYTES,
     PROTOCOL_VERSION,
+    RolloutBody,
     arguments_of,
     decode_unknown,
     encode,
@@ -43,6 +43,7 @@ from agentlightning.store.http.encoding import (
 from agentlightning.store.http.errors import RequestError, decode_error
 from agentlightning.store.http.openapi import document
 from agentlightning.store.http.operations import CURSORS, OPERATIONS, Operation
+from agentlightning.store.idempotency import IdempotentCall
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.tracing import conventions
 from agentlightning.util.json_values import dumps, loads
@@ -65,78 +66,75 @@ def store_routes(
     bodies, as sent and as decompressed.
     """
 
-    def route(path: str, handle: Handler, *verbs: str, token: str | None = token, headers: Headers = ()) -> Route:
-        route = Route(path, Endpoint(handle, token, headers))
-        route.methods = set(verbs)  # Starlette would add HEAD to GET
-        return route
-
-    def health(**content: Any) -> Handler:
-        return partial(_respond_health, store, encode({"status": "ok", **content}))
-
+    rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
     versions = {"version": version(), "protocol": PROTOCOL_VERSION}
-    rest = RestApi(store, max_body_bytes)
-    batches = BatchHandler(store, max_body_bytes)
-    described = partial(_respond_document, token is not None)
+    with_token = partial(Endpoint, token=token)
+    health = partial(Endpoint, error_headers=PROTOCOL_HEADERS)
+    described = with_token(partial(_respond_document, with_token=token is not None))
     routes = [
-        route(f"{BASE_PATH}/calls", batches, "POST", headers=PROTOCOL_HEADERS),
-        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in OPERATIONS),
-        route(f"{BASE_PATH}/health", health(**versions), "GET", "HEAD", token=None, headers=PROTOCOL_HEADERS),
-        route(f"{BASE_PATH}/openapi.json", described, "GET", "HEAD"),
-        route("/health", health(), "GET", "HEAD", token=None, headers=PROTOCOL_HEADERS),
+        Route(f"{BASE_PATH}/calls", with_token(batches.handle, error_headers=PROTOCOL_HEADERS), methods=["POST"]),
+        *(_route(operation, with_token(partial(rest.handle, operation))) for operation in OPERATIONS),
+        Route(f"{BASE_PATH}/health", health(partial(rest.respond_health, **versions)), methods=["GET"]),
+        Route(f"{BASE_PATH}/openapi.json", described, methods=["GET"]),
+        Route("/health", health(rest.respond_health), methods=["GET"]),
     ]
-    others = partial(_refuse, routes)
-    return [*routes, route(BASE_PATH + "/{path:path}", others), route("/health", others, token=None)]
+    return [*routes, Route(BASE_PATH + "/{path:path}", with_token(partial(_refuse, routes)))]
 
 
-async def _respond_health(
-    store: LightningStoreBase, body: bytes, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send
-) -> None:
-    """Respond with a fixed body if the store works, else with its error."""
-    await store.check_health()
-    await respond(send, 200, body, PROTOCOL_HEADERS)
+def _route(operation: Operation, endpoint: Endpoint) -> Route:
+    route = Route(BASE_PATH + operation.path, endpoint)
+    route.methods = {operation.verb}  # Starlette would add HEAD to GET
+    return route
 
 
-async def _respond_document(
-    with_token: bool, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send
-) -> None:
-    await respond(send, 200, encode(document(with_token)))
+async def _respond_document(request: Request, with_token: bool) -> None:
+    await respond(request.send, 200, encode(document(with_token)))
 
 
-async def _refuse(routes: list[Route], scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
+async def _refuse(routes: list[Route], request: Request) -> None:
     """Refuse a path that is unknown, or has other methods."""
-    verbs = [verb for route in routes if route.matches(scope)[0] is Match.PARTIAL for verb in route.methods or ()]
-    if not verbs:
-        raise NotFoundError(f"there is nothing at {scope['path']!r}; {BASE_PATH}/openapi.json lists all paths")
-    error = RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
-    await respond_error(send, error, [(b"allow", ", ".join(sorted(set(verbs))).encode())])
+    verb, path = request.scope["method"], request.scope["path"]
+    near = [route.methods or () for route in routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    if not near:
+        raise NotFoundError(f"there is nothing at {path!r}; {BASE_PATH}/openapi.json lists all paths")
+    allowed = ", ".join(sorted(set().union(*near)))
+    await respond_error(
+        request.send, RequestError(f"{verb} is not allowed at {path}", 405), [(b"allow", allowed.encode())]
+    )
 
 
+@dataclass
 class RestApi:
     """Executes the operations of the table."""
 
-    def __init__(self, store: LightningStoreBase, max_body_bytes: int) -> None:
-        self._store = store
-        self._max_body_bytes = max_body_bytes
+    store: LightningStoreBase
+    max_body_bytes: int
 
-    async def handle(
-        self, operation: Operation, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send
-    ) -> None:
-        body = b"" if operation.body is None else await read_body(headers, receive, self._max_body_bytes)
+    async def respond_health(self, request: Request, **versions: Any) -> None:
+        """Respond OK if the store works."""
+        await self.store.check_health()
+        await respond(request.send, 200, encode({"status": "ok", **versions}), PROTOCOL_HEADERS)
+
+    async def handle(self, operation: Operation, request: Request) -> None:
+        body, scope = b"", request.scope
+        if operation.body is not None:
+            body = await read_body(request.headers, request.receive, self.max_body_bytes)
         arguments = _arguments(operation, scope, body)
         if operation.cursor:
-            return await self._respond_page(operation, arguments, send)
+            return await self._respond_page(operation, arguments, request.send)
         call = Call(operation.method, arguments, partial(_encode_result, operation, scope))
-        key = headers.get("idempotency-key")
+        key = request.headers.get("idempotency-key")
         if key is not None and operation.verb != "GET":
-            call.key, call.sent = f"{scope['path']} {key}", scope["query_string"] + b"\0" + body
+            sent = scope["query_string"] + b"\0" + body
+            call.once = IdempotentCall.of(operation.method, f"{scope['path']} {key}", sent, call.encode)
         if operation.with_attempts:
-            rollout = await self._store.get_rollout_by_id(**arguments)
+            rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         elif limit_wait(call):
-            result = await run_until_disconnect(receive, execute(self._store, call))
+            result = await run_until_disconnect(request.receive, execute(self.store, call))
         else:
-            result = await execute(self._store, call)
-        await respond(send, operation.status, result)
+            result = await execute(self.store, call)
+        await respond(request.send, operation.status, result)
 
     async def _respond_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
         """Read and send the list page by page, so that one of any length takes little memory."""
@@ -150,23 +148,18 @@ class RestApi:
             count += len(items)
             sizer.record(len(items), len(data))
         total = encode(await self._total(operation, arguments, count))
-        await response.write(b'],"limit":%d,"offset":%d,"total":%b}' % (arguments["limit"], arguments["offset"], total))
-        await response.close()
+        end = b'],"limit":%d,"offset":%d,"total":%b}' % (arguments["limit"], arguments["offset"], total)
+        await response.write(end, more=False)
 
     def _pages(self, operation: Operation, arguments: dict[str, Any], sizer: PageSizer) -> AsyncIterator[list[Any]]:
-        query = getattr(self._store, operation.method)
+        query = getattr(self.store, operation.method)
         return read_pages(query, arguments, CURSORS[operation.method], sizer)
 
-    async def _with_attempts(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def _with_attempts(self, rollouts: list[Rollout]) -> list[RolloutBody]:
         """Each with its latest attempt, if it has one."""
         ids = [rollout.rollout_id for rollout in rollouts]
-        latest = {attempt.rollout_id: attempt for attempt in await self._store.get_latest_attempts(ids)}
-        return [
-            AttemptedRollout(**structs.asdict(rollout), attempt=latest[rollout.rollout_id])
-            if rollout.rollout_id in latest
-            else rollout
-            for rollout in rollouts
-        ]
+        latest = {attempt.rollout_id: attempt for attempt in await self.store.get_latest_attempts(ids)}
+        return [RolloutBody(**structs.asdict(each), attempt=latest.get(each.rollout_id, UNSET)) for each in rollouts]
 
     async def _total(self, operation: Operation, arguments: dict[str, Any], count: int) -> int | None:
         """The number of items without limit and offset. What the store does not keep is counted for the first page
@@ -177,17 +170,14 @@ class RestApi:
         filters = {name: value for name, value in arguments.items() if name not in _POSITION and value is not None}
         method, by = operation.method, filters.keys() - _NO_FILTERS
         if method == "query_rollouts" and (not continues or by <= {"status_in", "queue_in"}):
-            return await self._store.count_rollouts(**filters)
-        if method == "query_attempts":
-            latest = await self._store.get_latest_attempt(**filters)
-            return 0 if latest is None else latest.sequence_id
+            return await self.store.count_rollouts(**filters)
         if method == "query_spans" and by <= {"rollout_id", "attempt_id"}:
-            rollout_id, ids = filters["rollout_id"], [filters.get("attempt_id")]
-            if ids == [None]:
-                ids = [attempt.attempt_id for attempt in await self._store.query_attempts(rollout_id)]
-            return sum([await self._store.count_spans(rollout_id, attempt_id) for attempt_id in ids])
+            rollout_id = filters["rollout_id"]
+            attempts = await self.store.query_attempts(rollout_id) if "attempt_id" not in filters else []
+            ids = [filters["attempt_id"]] if "attempt_id" in filters else [each.attempt_id for each in attempts]
+            return sum([await self.store.count_spans(rollout_id, attempt_id) for attempt_id in ids])
         if not by:
-            return (await self._store.statistics())[method.removeprefix("query_")]
+            return (await self.store.statistics())[method.removeprefix("query_")]
         if continues:
             return None
         lean = {"tokens": False} if method == "query_spans" else {}
@@ -197,7 +187,9 @@ class RestApi:
 
 def _arguments(operation: Operation, scope: Scope, body: bytes) -> dict[str, Any]:
     """The arguments of the method in a request."""
-    arguments = arguments_of(_decode_query(scope, operation.request)) if operation.in_query else {}
+    arguments: dict[str, Any] = {}
+    if operation.in_query:
+        arguments = arguments_of(_decode_query(scope, operation.request))
     if operation.body is not None:
         arguments |= operation.decode_body(body)
     arguments |= {name: scope["path_params"][name] for name in operation.path_names}
@@ -258,7 +250,7 @@ def _encode_result(operation: Operation, scope: Scope, value: Any) -> bytes:
     if value is None and not operation.none_is_result:
         name = operation.path_names[-1]
         raise NotFoundError(f"no {name} {scope['path_params'][name]!r} in this store")
-    content = _with_totals(value) if operation.method == "statistics" else to_rest(value)
+    content: Any = _with_totals(cast("Any", value)) if operation.method == "statistics" else to_rest(value)
     return encode({operation.result_field: content} if operation.result_field else content)
 
 

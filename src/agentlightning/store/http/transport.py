@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import math
 import os
 import random
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import orjson
 from msgspec import Raw, Struct
@@ -28,12 +26,13 @@ from msgspec import Raw, Struct
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
-    StoreAuthError,
     StoreClosedError,
     StoreServerError,
 )
 from agentlightning.store.http.encoding import BASE_PATH, PROTOCOL_HEADER, PROTOCOL_VERSION, version
 from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
+from agentlightning.transport import Transport, TransportError, open_transport
+from agentlightning.transport.connector import ConnectOptions
 from agentlightning.util.json_values import loads
 
 MAX_CALLS_PER_REQUEST: Final = 256
@@ -43,6 +42,7 @@ MAX_REQUESTS_IN_FLIGHT: Final = 4
 """Concurrent requests; with more of them, each would carry fewer calls."""
 MIN_DELAY_SECONDS: Final = 0.05
 MAX_DELAY_SECONDS: Final = 1.0
+_PROTOCOL: Final = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
 
 
@@ -85,7 +85,10 @@ class ClientSettings:
     @classmethod
     def validated(cls, url: str, token: str | None, timeout: float, retry_seconds: float) -> ClientSettings:
         """Settings from valid arguments. Raises ConfigError, naming the value, for others."""
-        parts = urlsplit(url)
+        try:
+            parts, _ = urlsplit(url), urlsplit(url).port
+        except ValueError as error:
+            raise ConfigError(f"url={url!r} is not the URL of a server: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url={url!r} is not the URL of a server; use one like http://127.0.0.1:4747")
         if parts.username or parts.query or parts.fragment:
@@ -146,32 +149,32 @@ class LoopTransport:
         self._queue: deque[PendingCall] = deque()
         self._requests_in_flight = 0
         self._flush_scheduled = False
-        self._session: aiohttp.ClientSession | None = None
-        self._session_closer: AsyncGenerator[None] | None = None
+        self._pool: Transport | None = None
+        self._pool_closer: AsyncGenerator[None] | None = None
+        token = settings.token
+        self._headers = [
+            (b"content-type", b"application/json"),
+            _PROTOCOL,
+            *([(b"authorization", f"Bearer {token}".encode())] if token else ()),
+        ]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed: StoreClosedError | None = None
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def call(self, body: bytes) -> asyncio.Future[Raw]:
-        """Send a call together with others that are made in the same step of the event loop."""
-        call = self._new_call(body)
+    def call(self, body: bytes, seconds: float = 0.0) -> asyncio.Future[Raw]:
+        """Send a call together with others that are made in the same step of the event loop; with `seconds`, in a
+        request of its own, which may take so much longer."""
+        call = PendingCall(body, self._loop.create_future())
+        if seconds:
+            sending = self._start(self._send([call], seconds))
+            call.future.add_done_callback(lambda _: sending.cancel())  # its caller may have been cancelled
+            return call.future
         self._queue.append(call)
         if not self._flush_scheduled and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
         return call.future
-
-    async def call_unbatched(self, body: bytes, seconds: float) -> Raw:
-        """Send a call in a request of its own, which may take `seconds` longer than others."""
-        call = self._new_call(body)
-        sending = self._start(self._send([call], seconds))
-        try:
-            return await call.future
-        finally:
-            if not sending.done():
-                sending.cancel()
-                await asyncio.wait({sending})
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a background task, which is cancelled when the transport is closed."""
@@ -179,11 +182,6 @@ class LoopTransport:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _new_call(self, body: bytes) -> PendingCall:
-        if self._closed is not None:
-            raise self._closed
-        return PendingCall(body, self._loop.create_future())
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -208,10 +206,19 @@ class LoopTransport:
                 batch.append(call)
         return batch
 
-    async def _send(self, batch: list[PendingCall], seconds: float = 0.0) -> None:
-        """Send a batch. Every call has a result or an error in the end, whatever happens."""
+    async def _send(self, batch: Sequence[PendingCall], seconds: float = 0.0) -> None:
+        """Send a batch until every call has a result or an error, whatever happens."""
+        delay = MIN_DELAY_SECONDS
         try:
-            await self._send_with_retries(batch, seconds)
+            while batch:
+                try:
+                    await self._post(batch, seconds)
+                except _RetryableError as error:
+                    self._fail_expired(batch, str(error))
+                batch = [call for call in batch if not call.future.done()]
+                if batch:
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                    delay = min(2 * delay, MAX_DELAY_SECONDS)
         except AgentLightningError as error:
             _fail(batch, error)
         except asyncio.CancelledError:
@@ -221,21 +228,8 @@ class LoopTransport:
             _fail(batch, StoreServerError(f"the request to {self._settings.url} failed: {error!r}"))
             raise
 
-    async def _send_with_retries(self, batch: list[PendingCall], seconds: float) -> None:
-        delay = MIN_DELAY_SECONDS
-        while batch:
-            try:
-                batch = _deliver(batch, await self._post(batch, seconds))
-                reason = f"{self._settings.url} is closing"
-            except _RetryableError as error:
-                reason = str(error)
-            batch = self._within_deadline(batch, reason)
-            if batch:
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-                delay = min(2 * delay, MAX_DELAY_SECONDS)
-
-    def _within_deadline(self, batch: Sequence[PendingCall], reason: str) -> list[PendingCall]:
-        """The calls that may still be retried; the others fail."""
+    def _fail_expired(self, batch: Sequence[PendingCall], reason: str) -> None:
+        """Fail the calls that may not be retried any more."""
         now, seconds = self._loop.time(), self._settings.retry_seconds
         for call in (*batch, *self._queue):  # queued calls have no server either
             call.retry_until = min(call.retry_until, now + seconds)
@@ -244,30 +238,36 @@ class LoopTransport:
             f"start one with `agl serve`, or check the address"
         )
         _fail([call for call in batch if call.retry_until <= now], error)
-        return [call for call in batch if not call.future.done()]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _post(self, batch: Sequence[PendingCall], seconds: float) -> list[_Result]:
-        """The results of a batch. Raises the error of a store that rejected all of it, and _RetryableError."""
+    async def _post(self, batch: Sequence[PendingCall], seconds: float) -> None:
+        """Send a batch and deliver the results. Raises the error of a store that rejected all of it, and
+        _RetryableError for the calls that have no result then."""
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
         status, headers, content = await self._request("POST", "/calls", body, self._settings.timeout + seconds)
-        if status == 200 and _is_ours(headers):
-            results = _decode_results(content).results
-            if len(results) == len(batch):
-                return results
-        message, url = _error_message(content), self._settings.url
-        if status == 401 and PROTOCOL_HEADER in headers:
-            raise StoreAuthError(f"{url}: {message}")
-        if 400 <= status < 500 and _is_ours(headers):
-            raise error_from(ErrorBody("", message), status)
+        if status == 200 and _PROTOCOL in headers.items():
+            return self._deliver(batch, _decode_results(content).results)
+        url, error = self._settings.url, _error_in(content)
+        if _PROTOCOL in headers.items():
+            raise error_from(ErrorBody(error.type, f"{url}: {error.message}"))
         await self._check_server()
-        raise StoreServerError(f"{url} responded with status {status}: {message}")
+        raise StoreServerError(f"{url} responded with status {status}: {error.message}")
+
+    def _deliver(self, batch: Sequence[PendingCall], results: Sequence[_Result]) -> None:
+        for call, result in zip(batch, results, strict=True):
+            if result.error is None:
+                if not call.future.done():
+                    call.future.set_result(result.value)
+            elif result.error.type != StoreClosedError.__name__:
+                _fail([call], error_from(result.error))
+        if not all(call.future.done() for call in batch):
+            raise _RetryableError(f"{self._settings.url} is closing")  # it has rejected the others
 
     async def _check_server(self) -> None:
         """Raise StoreServerError unless a store that has our protocol version is there."""
-        status, headers, content = await self._request("GET", "/health", None, self._settings.timeout)
-        if status >= 500 and _is_ours(headers):
+        status, headers, content = await self._request("GET", "/health", b"", self._settings.timeout)
+        if status >= 500 and _PROTOCOL in headers.items():
             return  # a store that is not healthy
         url = self._settings.url
         health: Any = None
@@ -275,7 +275,7 @@ class LoopTransport:
             with contextlib.suppress(orjson.JSONDecodeError):
                 health = loads(content)
         if not isinstance(health, dict) or "status" not in health:
-            kind = headers.get("content-type", "no content type")
+            kind = headers.get(b"content-type", b"no content type").decode("latin-1")
             raise StoreServerError(
                 f"the server at {url} is not a store of Agent Lightning (status {status}, {kind}); check the address"
             )
@@ -289,44 +289,30 @@ class LoopTransport:
                 f"upgrade the {older}, or use the {newer} of the same version"
             )
 
-    async def _request(self, verb: str, path: str, body: bytes | None, seconds: float) -> tuple[int, Any, bytes]:
+    async def _request(
+        self, verb: str, path: str, body: bytes, seconds: float
+    ) -> tuple[int, dict[bytes, bytes], bytes]:
         """(status, headers, body). Raises _RetryableError if a retry may help."""
-        url = self._settings.url
+        if self._pool is None:
+            self._pool = open_transport(ConnectOptions())
+            # An event loop closes its asynchronous generators when it ends, and this one closes the connections.
+            self._pool_closer = _close_at_exit(self._pool)
+            await anext(self._pool_closer)
         try:
-            async with self._open_session().request(
-                verb,
-                url + BASE_PATH + path,
-                data=io.BytesIO(body) if body and len(body) > MAX_REQUEST_BYTES else body,  # large ones in parts
-                timeout=aiohttp.ClientTimeout(total=seconds, connect=10.0),
-                allow_redirects=False,
-            ) as response:
-                content = await response.read()
-        except aiohttp.InvalidURL as error:
-            raise ConfigError(f"url={url!r} is not valid: {error}") from None
-        except aiohttp.ClientSSLError as error:
-            raise StoreServerError(f"the TLS certificate of {url} is not trusted: {error}") from None
+            async with (
+                asyncio.timeout(seconds),
+                await self._pool.send(verb, self._settings.url + BASE_PATH + path, self._headers, body) as response,
+            ):
+                content = b"".join([chunk async for chunk in response.chunks()])
+        except TransportError as error:
+            if error.reason == "tls":
+                raise StoreServerError(str(error)) from None
+            raise _RetryableError(str(error)) from None
         except TimeoutError:
             raise _RetryableError(f"no response within {seconds:g} seconds") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _RetryableError(str(error) or type(error).__name__) from None
         if response.status in _RETRYABLE_STATUSES:
-            raise _RetryableError(f"status {response.status}: {_error_message(content)}")
-        return response.status, response.headers, content
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            headers = {"content-type": "application/json", PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
-            if self._settings.token:
-                headers["authorization"] = f"Bearer {self._settings.token}"
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-                headers=headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-            # An event loop closes its asynchronous generators when it ends, and this one closes the session.
-            self._session_closer = _close_at_exit(self._session)
-            self._start(_advance(self._session_closer))
-        return self._session
+            raise _RetryableError(f"status {response.status}: {_error_in(content).message}")
+        return response.status, dict(response.headers), content
 
     async def close(self, error: StoreClosedError) -> None:
         """Pending calls fail with `error`."""
@@ -338,34 +324,15 @@ class LoopTransport:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._session is not None:
-            await self._session.close()
+        if self._pool is not None:
+            await self._pool.close()
 
 
-async def _close_at_exit(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+async def _close_at_exit(pool: Transport) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        await session.close()
-
-
-async def _advance(generator: AsyncGenerator[None]) -> None:
-    await anext(generator)
-
-
-def _deliver(batch: Sequence[PendingCall], results: Sequence[_Result]) -> list[PendingCall]:
-    """Set the results of the calls. Returns the calls that a closing server rejected."""
-    rejected: list[PendingCall] = []
-    for call, result in zip(batch, results, strict=True):
-        if call.future.done():
-            continue
-        if result.error is None:
-            call.future.set_result(result.value)
-        elif result.error.type == StoreClosedError.__name__:
-            rejected.append(call)
-        else:
-            call.future.set_exception(error_from(result.error))
-    return rejected
+        await pool.close()
 
 
 def _fail(calls: Iterable[PendingCall], error: AgentLightningError | None) -> None:
@@ -378,13 +345,9 @@ def _fail(calls: Iterable[PendingCall], error: AgentLightningError | None) -> No
             call.future.set_exception(error)
 
 
-def _is_ours(headers: Any) -> bool:
-    return headers.get(PROTOCOL_HEADER) == str(PROTOCOL_VERSION)
-
-
-def _error_message(content: bytes) -> str:
-    """The message of an error response, or the start of anything else."""
+def _error_in(content: bytes) -> ErrorBody:
+    """The error of a response; its message is the start of anything else."""
     try:
-        return _decode_error(content).error.message
+        return _decode_error(content).error
     except msgspec.MsgspecError:
-        return repr(content[:120].decode("utf-8", "replace"))
+        return ErrorBody("", repr(content[:120].decode("utf-8", "replace")))
