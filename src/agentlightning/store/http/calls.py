@@ -21,18 +21,14 @@ from msgspec import Raw, Struct
 from starlette.types import Send
 
 from agentlightning.errors import AgentLightningError, ConflictError
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.asgi import ChunkedResponse, Request, read_body, run_until_disconnect
-from agentlightning.store.http.encoding import (
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    arguments_of,
-    decoder,
-    encode,
-)
+from agentlightning.store.http.encoding import PROTOCOL_HEADER, arguments_of, decoder, encode
 from agentlightning.store.http.errors import RequestError, error_of, error_response
-from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call
+from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call, hints_of
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer
@@ -43,19 +39,14 @@ MAX_CALLS: Final = 4096
 FIRST_LISTS: Final = 4
 """Lists of one request that are read concurrently at first."""
 MAX_LISTS: Final = 256
-_PROTOCOL: Final = str(PROTOCOL_VERSION)
-PROTOCOL_HEADERS: Final = [(PROTOCOL_HEADER.encode(), _PROTOCOL.encode())]
 _LISTS: Final = frozenset({"query_spans", "query_rollouts", "query_attempts", "query_resources", "read_records"})
 _ADDING: Final = ("add_span", "add_many_spans")
-_READ_CURRENT: Final[Mapping[str, tuple[str, str]]] = {
-    "add_resources": ("get_resources_by_id", "resources_id"),
-    "cancel_rollout": ("get_rollout_by_id", "rollout_id"),
-    "requeue_rollout": ("get_rollout_by_id", "rollout_id"),
-    "update_attempt": ("get_attempt", "attempt_id"),
-    "update_resources": ("get_resources_by_id", "resources_id"),
-    "update_rollout": ("get_rollout_by_id", "rollout_id"),
+_READ_CURRENT: Final[Mapping[Any, tuple[str, str]]] = {
+    Rollout: ("get_rollout_by_id", "rollout_id"),
+    Attempt: ("get_attempt", "attempt_id"),
+    ResourcesUpdate: ("get_resources_by_id", "resources_id"),
 }
-"""What to return instead of a result that was too long to store: the method to read it with, and its argument."""
+"""How to read the present state of a result that was too long to store, by its type: a method, and its argument."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +79,7 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     except AlreadyAnsweredError as before:
         if before.answer is not None:
             return before.answer
-    reader, name = _READ_CURRENT.get(call.method, ("", ""))
+    reader, name = _READ_CURRENT.get(hints_of(call.method)["return"], ("", ""))
     known = call.arguments.get(name)
     current = await getattr(store, reader)(known) if isinstance(known, str) else None
     if current is None:
@@ -127,22 +118,24 @@ class BatchHandler:
     max_body_bytes: int
 
     async def handle(self, request: Request) -> None:
-        client = request.headers.get(PROTOCOL_HEADER, _PROTOCOL)
-        if client != _PROTOCOL:
-            raise RequestError(f"the client has protocol {client!r}, and this server {_PROTOCOL}; use the same version")
+        name, protocol = (each.decode() for each in PROTOCOL_HEADER)
+        client = request.headers.get(name, protocol)
+        if client != protocol:
+            raise RequestError(f"the client has protocol {client}, and this server {protocol}; use the same version")
         body = await read_body(request.headers, request.receive, self.max_body_bytes)
         raw_calls: list[Raw] = _decode_batch(body).calls
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
         responding = self._respond(calls, request.send)
-        if any([limit_wait(call) for call in calls]):
+        waiting = [call for call in calls if limit_wait(call)]
+        if waiting:
             await run_until_disconnect(request.receive, responding)
         else:
             await responding
 
     async def _respond(self, calls: Sequence[Call], send: Send) -> None:
-        response, separator = ChunkedResponse(send, 200, PROTOCOL_HEADERS), b""
+        response, separator = ChunkedResponse(send, 200, [PROTOCOL_HEADER]), b""
         await response.write(b'{"results":[')
         async for result in self._results(calls):
             await response.write(separator + result)

@@ -30,7 +30,7 @@ from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, store_url
 from agentlightning.store.http.encoding import check_resources, decode_unknown, encode
 from agentlightning.store.http.operations import CURSORS, METHODS, SENDS_KEY, SLOW, hints_of, parameters_of
-from agentlightning.store.http.transport import ClientSettings, ClientTransport
+from agentlightning.store.http.transport import ClientTransport
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
@@ -176,25 +176,25 @@ class LightningStoreClient(LightningStoreBase):
     ) -> None:
         url = str(store_url(url))
         token = (os.environ.get("AGL_TOKEN") or None) if token is None else token
-        self._transport = ClientTransport(ClientSettings.validated(url, token, timeout, patience))
+        self._transport = ClientTransport(url, token, timeout, patience)
         self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def token(self) -> str | None:
         """The access token that calls carry."""
-        return self._transport.settings.token
+        return self._transport.token
 
     @property
     def url(self) -> str:
-        return self._transport.settings.url
+        return self._transport.url
 
     def __repr__(self) -> str:
         return f"LightningStoreClient({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = self._transport.settings
-        options = {"timeout": settings.timeout, "patience": settings.retry_seconds}
-        return functools.partial(LightningStoreClient, settings.url, settings.token, **options), ()
+        there = self._transport
+        options = {"timeout": there.timeout, "patience": there.patience}
+        return functools.partial(LightningStoreClient, there.url, there.token, **options), ()
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()

@@ -26,11 +26,12 @@ from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, Rol
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.http.errors import decode_error
 from agentlightning.store.types import Retention, RolloutRecord, Worker
+from agentlightning.tracing import conventions
 
 BASE_PATH: Final = "/v1/agl"
 PROTOCOL_VERSION: Final = 1
 """Version of `POST /v1/agl/calls`; server and client must have the same."""
-PROTOCOL_HEADER: Final = "agl-protocol"
+PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL_VERSION).encode())
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -155,6 +156,7 @@ RetentionBody: Final = _body_type(Retention)
 # -- conversion ------------------------------------------------------------------------------------------------------
 
 
+_STARTED: Final = time.monotonic()
 _SAME_IN_SPANS: Final = (
     *("rollout_id", "attempt_id", "sequence_id", "trace_id", "span_id", "parent_id"),
     *("name", "attributes", "start_time", "end_time"),
@@ -195,6 +197,21 @@ def span_of(body: SpanBody) -> Span:
     )
 
 
+def _complete(span: Span) -> Span:
+    """The span with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
+    name = conventions.complete(span.name, span.attributes, span.events)
+    return span if name == span.name else msgspec.structs.replace(span, name=name)
+
+
+def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
+    """The counts, with what 0.x clients expect: a name, the totals and the uptime of the server in seconds."""
+    names = ("attempts", "spans", "resources", "workers")
+    totals = {f"total_{name}": counts[name] for name in names if name in counts}
+    rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
+    uptime = time.monotonic() - _STARTED
+    return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}
+
+
 def worker_body(worker: Worker) -> WorkerBody:
     fields = {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker)}
     fields["heartbeat_stats"] = fields.pop("stats")
@@ -217,6 +234,7 @@ def record_body(record: RolloutRecord) -> RecordBody:
 
 
 BODIES: Final[dict[Any, Any]] = {
+    dict[str, int]: dict[str, int | float | str],
     Span: SpanBody,
     Worker: WorkerBody,
     ResourcesUpdate: ResourcesBody,
@@ -230,13 +248,14 @@ INPUTS: Final[dict[Any, Any]] = {
 }
 """Types of arguments that are decoded as another shape, in the REST API and in batches."""
 _TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
+    dict: statistics_body,
     Span: span_body,
     Worker: worker_body,
     ResourcesUpdate: resources_body,
     RolloutRecord: record_body,
 }
 _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
-    SpanBody: span_of,
+    SpanBody: lambda body: _complete(span_of(body)),
     RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
     Resources: dict,
     EnqueueBody: lambda body: EnqueueRolloutRequest(**msgspec.structs.asdict(body)),

@@ -1,10 +1,10 @@
-"""Generates the OpenAPI 3.1 document of the REST API and the table in its guide from the table of operations."""
+"""Generates the OpenAPI 3.1 document of the REST API from the table of operations."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -143,13 +143,3 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 def _response(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": schema}}}
-
-
-def table(operations: Sequence[Operation] = OPERATIONS) -> str:
-    """The operations as a Markdown table."""
-    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
-    lines += [
-        f"| `{operation.verb} {BASE_PATH}{operation.path}` | `{operation.method}` | {describe(operation.method)[0]} |"
-        for operation in operations
-    ]
-    return "\n".join(lines) + "\n"

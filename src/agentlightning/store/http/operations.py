@@ -107,8 +107,6 @@ class Operation:
     def response(self) -> Any:
         """The type of the response body."""
         result = _shape(hints_of(self.method)["return"], rest=True)
-        if self.method == "statistics":
-            result = dict[str, int | float | str]
         if self.with_attempts:
             result = list[RolloutBody] if self.cursor else RolloutBody
         if self.cursor:
@@ -164,10 +162,9 @@ def _request_type(method: str, names: Sequence[str], paged: bool = False, rest: 
 
 def _shape(kind: Any, rest: bool) -> Any:
     """The type that msgspec decodes for a type of the contract."""
-    if kind in INPUTS:
-        return INPUTS[kind]
-    if rest and kind in BODIES:
-        return BODIES[kind]
+    known = INPUTS | BODIES if rest else INPUTS
+    if kind in known:
+        return known[kind]
     if kind is int:
         return Integer
     origin, inner = get_origin(kind), get_args(kind)

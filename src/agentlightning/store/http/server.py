@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -17,7 +16,6 @@ from starlette.types import Scope, Send
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import Rollout
-from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.asgi import (
     ChunkedResponse,
@@ -28,10 +26,11 @@ from agentlightning.store.http.asgi import (
     respond_error,
     run_until_disconnect,
 )
-from agentlightning.store.http.calls import PROTOCOL_HEADERS, BatchHandler, Call, execute, limit_wait
+from agentlightning.store.http.calls import BatchHandler, Call, execute, limit_wait
 from agentlightning.store.http.encoding import (
     BASE_PATH,
     MAX_BODY_BYTES,
+    PROTOCOL_HEADER,
     PROTOCOL_VERSION,
     RolloutBody,
     arguments_of,
@@ -45,7 +44,6 @@ from agentlightning.store.http.openapi import document
 from agentlightning.store.http.operations import CURSORS, OPERATIONS, Operation
 from agentlightning.store.idempotency import IdempotentCall
 from agentlightning.store.paging import PageSizer, read_pages
-from agentlightning.tracing import conventions
 from agentlightning.util.json_values import dumps, loads
 
 _POSITION: Final = ("limit", "offset", "after", "newest_first", "sort_by", "sort_order")
@@ -54,7 +52,6 @@ _FIRST_ITEMS: Final = 64
 """Items of a page that are read at once at first."""
 _COUNTED_ITEMS: Final = 256
 _MAX_FIELDS: Final = 10_000
-_STARTED: Final = time.monotonic()
 
 
 def store_routes(
@@ -69,10 +66,10 @@ def store_routes(
     rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
     versions = {"version": version(), "protocol": PROTOCOL_VERSION}
     with_token = partial(Endpoint, token=token)
-    health = partial(Endpoint, error_headers=PROTOCOL_HEADERS)
+    health = partial(Endpoint, error_headers=[PROTOCOL_HEADER])
     described = with_token(partial(_respond_document, with_token=token is not None))
     routes = [
-        Route(f"{BASE_PATH}/calls", with_token(batches.handle, error_headers=PROTOCOL_HEADERS), methods=["POST"]),
+        Route(f"{BASE_PATH}/calls", with_token(batches.handle, error_headers=[PROTOCOL_HEADER]), methods=["POST"]),
         *(_route(operation, with_token(partial(rest.handle, operation))) for operation in OPERATIONS),
         Route(f"{BASE_PATH}/health", health(partial(rest.respond_health, **versions)), methods=["GET"]),
         Route(f"{BASE_PATH}/openapi.json", described, methods=["GET"]),
@@ -113,7 +110,7 @@ class RestApi:
     async def respond_health(self, request: Request, **versions: Any) -> None:
         """Respond OK if the store works."""
         await self.store.check_health()
-        await respond(request.send, 200, encode({"status": "ok", **versions}), PROTOCOL_HEADERS)
+        await respond(request.send, 200, encode({"status": "ok", **versions}), [PROTOCOL_HEADER])
 
     async def handle(self, operation: Operation, request: Request) -> None:
         body, scope = b"", request.scope
@@ -195,17 +192,7 @@ def _arguments(operation: Operation, scope: Scope, body: bytes) -> dict[str, Any
     arguments |= {name: scope["path_params"][name] for name in operation.path_names}
     if operation.list_parameter is not None:
         arguments = {operation.list_parameter: [*arguments.values()]}
-    if "span" in arguments:
-        arguments["span"] = _normalize(arguments["span"])
-    elif "spans" in arguments:
-        arguments["spans"] = [*map(_normalize, arguments["spans"])]
     return arguments
-
-
-def _normalize(span: Span) -> Span:
-    """The span with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
-    name = conventions.complete(span.name, span.attributes, span.events)
-    return span if name == span.name else replace(span, name=name)
 
 
 def _decode_query(scope: Scope, kind: type[Struct]) -> Struct:
@@ -250,14 +237,5 @@ def _encode_result(operation: Operation, scope: Scope, value: Any) -> bytes:
     if value is None and not operation.none_is_result:
         name = operation.path_names[-1]
         raise NotFoundError(f"no {name} {scope['path_params'][name]!r} in this store")
-    content: Any = _with_totals(cast("Any", value)) if operation.method == "statistics" else to_rest(value)
+    content = to_rest(value)
     return encode({operation.result_field: content} if operation.result_field else content)
-
-
-def _with_totals(counts: Mapping[str, int]) -> dict[str, int | float | str]:
-    """The counts, with what 0.x clients expect: a name, the totals and the uptime of the server in seconds."""
-    names = ("attempts", "spans", "resources", "workers")
-    totals = {f"total_{name}": counts[name] for name in names if name in counts}
-    rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
-    uptime = time.monotonic() - _STARTED
-    return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}

@@ -42,7 +42,6 @@ MAX_REQUESTS_IN_FLIGHT: Final = 4
 """Concurrent requests; with more of them, each would carry fewer calls."""
 MIN_DELAY_SECONDS: Final = 0.05
 MAX_DELAY_SECONDS: Final = 1.0
-_PROTOCOL: Final = (PROTOCOL_HEADER.encode(), str(PROTOCOL_VERSION).encode())
 _RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
 
 
@@ -73,18 +72,11 @@ class PendingCall:
     """On the clock of the event loop; set at the first failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    """The settings of a client; see `LightningStoreClient`."""
+class ClientTransport:
+    """The connection to a server, for any number of event loops and threads. For the arguments see
+    `LightningStoreClient`. Raises ConfigError, naming the value, for invalid ones."""
 
-    url: str
-    token: str | None
-    timeout: float
-    retry_seconds: float
-
-    @classmethod
-    def validated(cls, url: str, token: str | None, timeout: float, retry_seconds: float) -> ClientSettings:
-        """Settings from valid arguments. Raises ConfigError, naming the value, for others."""
+    def __init__(self, url: str, token: str | None, timeout: float, patience: float) -> None:
         try:
             parts, _ = urlsplit(url), urlsplit(url).port
         except ValueError as error:
@@ -95,17 +87,13 @@ class ClientSettings:
             raise ConfigError(f"the url of {parts.hostname!r} has more than an address; give the token as token=...")
         if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
             raise ConfigError("the access token is empty or holds characters other than printable ASCII")
-        for name, value in (("timeout", timeout), ("patience", retry_seconds)):
+        for name, value in (("timeout", timeout), ("patience", patience)):
             if not 0 <= value < math.inf or (name == "timeout" and value == 0):
                 raise ConfigError(f"{name}={value} is not a duration in seconds")
-        return cls(url.rstrip("/").removesuffix(BASE_PATH), token, timeout, retry_seconds)
-
-
-class ClientTransport:
-    """The connection to a server, for any number of event loops and threads."""
-
-    def __init__(self, settings: ClientSettings) -> None:
-        self.settings = settings
+        self.url = url.rstrip("/").removesuffix(BASE_PATH)
+        self.token = token
+        self.timeout = timeout
+        self.patience = patience
         self._loops: dict[asyncio.AbstractEventLoop, LoopTransport] = {}
         self._lock = threading.Lock()
         self._closed: StoreClosedError | None = None
@@ -114,9 +102,7 @@ class ClientTransport:
     def for_running_loop(self) -> LoopTransport:
         """The transport of the running event loop. Raises StoreClosedError once closed, and in a forked process."""
         if self._process_id != os.getpid():
-            raise StoreClosedError(
-                f"the store at {self.settings.url} was opened by a parent process; open it again in this one"
-            )
+            raise StoreClosedError(f"the store at {self.url} was opened by a parent process; open it again in this one")
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._closed is not None:
@@ -124,12 +110,11 @@ class ClientTransport:
             transport = self._loops.get(loop)
             if transport is None:
                 self._loops = {loop: transport for loop, transport in self._loops.items() if not loop.is_closed()}
-                transport = self._loops[loop] = LoopTransport(self.settings, loop)
+                transport = self._loops[loop] = LoopTransport(self, loop)
             return transport
 
     async def close(self) -> None:
-        url = self.settings.url
-        error = StoreClosedError(f"the store at {url} is closed; open it again with LightningStoreClient(...)")
+        error = StoreClosedError(f"the store at {self.url} is closed; open it again with LightningStoreClient(...)")
         with self._lock:
             self._closed = error
             transports, self._loops = self._loops, {}
@@ -143,20 +128,17 @@ class ClientTransport:
 class LoopTransport:
     """Batches, sends and retries the calls of one event loop."""
 
-    def __init__(self, settings: ClientSettings, loop: asyncio.AbstractEventLoop) -> None:
-        self._settings = settings
+    def __init__(self, client: ClientTransport, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
         self._loop = loop
         self._queue: deque[PendingCall] = deque()
         self._requests_in_flight = 0
         self._flush_scheduled = False
         self._pool: Transport | None = None
         self._pool_closer: AsyncGenerator[None] | None = None
-        token = settings.token
-        self._headers = [
-            (b"content-type", b"application/json"),
-            _PROTOCOL,
-            *([(b"authorization", f"Bearer {token}".encode())] if token else ()),
-        ]
+        self._headers = [(b"content-type", b"application/json"), PROTOCOL_HEADER]
+        if client.token is not None:
+            self._headers.append((b"authorization", f"Bearer {client.token}".encode()))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed: StoreClosedError | None = None
 
@@ -225,16 +207,16 @@ class LoopTransport:
             _fail(batch, self._closed)
             raise
         except Exception as error:
-            _fail(batch, StoreServerError(f"the request to {self._settings.url} failed: {error!r}"))
+            _fail(batch, StoreServerError(f"the request to {self._client.url} failed: {error!r}"))
             raise
 
     def _fail_expired(self, batch: Sequence[PendingCall], reason: str) -> None:
         """Fail the calls that may not be retried any more."""
-        now, seconds = self._loop.time(), self._settings.retry_seconds
+        now, seconds = self._loop.time(), self._client.patience
         for call in (*batch, *self._queue):  # queued calls have no server either
             call.retry_until = min(call.retry_until, now + seconds)
         error = StoreServerError(
-            f"no store has answered at {self._settings.url} for {seconds:g} seconds ({reason}); "
+            f"no store has answered at {self._client.url} for {seconds:g} seconds ({reason}); "
             f"start one with `agl serve`, or check the address"
         )
         _fail([call for call in batch if call.retry_until <= now], error)
@@ -245,11 +227,11 @@ class LoopTransport:
         """Send a batch and deliver the results. Raises the error of a store that rejected all of it, and
         _RetryableError for the calls that have no result then."""
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
-        status, headers, content = await self._request("POST", "/calls", body, self._settings.timeout + seconds)
-        if status == 200 and _PROTOCOL in headers.items():
+        status, headers, content = await self._request("POST", "/calls", body, self._client.timeout + seconds)
+        if status == 200 and PROTOCOL_HEADER in headers.items():
             return self._deliver(batch, _decode_results(content).results)
-        url, error = self._settings.url, _error_in(content)
-        if _PROTOCOL in headers.items():
+        url, error = self._client.url, _error_in(content)
+        if PROTOCOL_HEADER in headers.items():
             raise error_from(ErrorBody(error.type, f"{url}: {error.message}"))
         await self._check_server()
         raise StoreServerError(f"{url} responded with status {status}: {error.message}")
@@ -262,14 +244,14 @@ class LoopTransport:
             elif result.error.type != StoreClosedError.__name__:
                 _fail([call], error_from(result.error))
         if not all(call.future.done() for call in batch):
-            raise _RetryableError(f"{self._settings.url} is closing")  # it has rejected the others
+            raise _RetryableError(f"{self._client.url} is closing")  # it has rejected the others
 
     async def _check_server(self) -> None:
         """Raise StoreServerError unless a store that has our protocol version is there."""
-        status, headers, content = await self._request("GET", "/health", b"", self._settings.timeout)
-        if status >= 500 and _PROTOCOL in headers.items():
+        status, headers, content = await self._request("GET", "/health", b"", self._client.timeout)
+        if status >= 500 and PROTOCOL_HEADER in headers.items():
             return  # a store that is not healthy
-        url = self._settings.url
+        url = self._client.url
         health: Any = None
         if status == 200:
             with contextlib.suppress(orjson.JSONDecodeError):
@@ -298,11 +280,10 @@ class LoopTransport:
             # An event loop closes its asynchronous generators when it ends, and this one closes the connections.
             self._pool_closer = _close_at_exit(self._pool)
             await anext(self._pool_closer)
+        url = self._client.url + BASE_PATH + path
+        sending = self._pool.send(verb, url, self._headers, body, timeout_seconds=seconds)
         try:
-            async with (
-                asyncio.timeout(seconds),
-                await self._pool.send(verb, self._settings.url + BASE_PATH + path, self._headers, body) as response,
-            ):
+            async with asyncio.timeout(seconds), await sending as response:
                 content = b"".join([chunk async for chunk in response.chunks()])
         except TransportError as error:
             if error.reason == "tls":
