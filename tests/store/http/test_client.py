@@ -314,7 +314,17 @@ async def test_without_the_right_token_the_error_says_so_at_once(store: Store, m
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:4747", "ftp://x", "http://", "postgresql://x/y", "http://u:p@x", "http://x?a=b"]
+    "url",
+    [
+        "localhost:4747",
+        "ftp://x",
+        "http://",
+        "postgresql://x/y",
+        "http://u:p@x",
+        "http://x?a=b",
+        "http://x:99999",
+        "http://[x",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):

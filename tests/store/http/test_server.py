@@ -257,6 +257,25 @@ async def test_the_total_of_a_long_list_is_counted_in_few_reads(store: Store, cl
     assert len(watched.answered) < 12
 
 
+async def test_a_page_is_one_read_also_where_0_x_sends_its_filters_as_null(
+    store: Store, claimed: AttemptedRollout
+) -> None:
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    await store.add_many_spans([Span(*ids, "work", 1.0, span_id=f"{number:04}") for number in range(500)])
+    watched = Watched()
+    nulls = dict.fromkeys(("name", "name_contains", "span_id", "span_id_contains", "trace_id", "parent_id"))
+    wishes = {"rollout_id": claimed.rollout_id, "attempt_id": "latest", "limit": 50, **nulls}
+    async with (
+        Server(instrument(store, [watched]), secret="s") as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        for after, first in ((None, 0), ("0399", 400)):
+            page = (await client.post("/v1/agl/spans/search", json={**wishes, "after": after})).json()
+            assert [item["span_id"] for item in page["items"]] == [f"{first + number:04}" for number in range(50)]
+            assert page["total"] == 500
+    assert watched.answered == [50, 50]
+
+
 async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
     watched = Watched()
     call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}
@@ -516,6 +535,19 @@ async def test_what_is_not_there_and_what_is_not_allowed_is_said_in_json(http: h
     refusal(reply, 405, "RequestError", "DELETE")
     assert reply.headers["allow"] == "GET"
     assert (await http.get("/queues/rollouts/dequeue")).headers["allow"] == "POST"
+
+
+async def test_a_failure_of_the_store_itself_is_said_in_json(
+    http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(store, "query_queues", fail)
+    refusal(await http.get("/queues"), 500, "StoreError", "ZeroDivisionError", "log")
+    calls = [{"method": "query_queues", "arguments": {}}, {"method": "get_worker", "arguments": {"worker_id": "w"}}]
+    failed, found = (await http.post("/calls", json={"calls": calls})).json()["results"]
+    assert (failed["error"]["type"], found) == ("StoreError", {"value": None})
 
 
 async def test_an_illegal_change_is_a_conflict(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:

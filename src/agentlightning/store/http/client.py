@@ -72,14 +72,16 @@ def to_wire(value: Any, name: str) -> Any:
         return value
     if name in _ANY_JSON:
         return Raw(validation.to_json(value, name).encode())
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
         raise ConfigError(f"{name} is {value}, which JSON cannot hold; use a finite number")
+    if dataclasses.is_dataclass(type(value)):
+        return _given_fields(value)
+    if isinstance(value, Sequence):
+        return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
     if isinstance(value, Mapping):
         value = named_resources.dump_python(check_resources(value), mode="json")
-    elif isinstance(value, Sequence):
-        return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _given_fields(value)
     return Raw(validation.to_json(value, name).encode())
 
 
