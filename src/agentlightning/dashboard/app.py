@@ -37,8 +37,8 @@ from agentlightning.dashboard.views import (
     validation,
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
-from agentlightning.store.http.asgi import authorize
 from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.endpoint import authorize
 from agentlightning.store.http.errors import RequestError, error_response, status_of
 
 PATH: Final = "/dashboard"

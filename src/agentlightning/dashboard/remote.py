@@ -23,9 +23,9 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
-from agentlightning.store.http.asgi import authorize
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.endpoint import authorize
 from agentlightning.store.http.errors import error_response, status_of
 
 TIMEOUT: Final = 60.0

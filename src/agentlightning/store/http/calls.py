@@ -18,15 +18,16 @@ from itertools import islice
 from typing import Any, Final
 
 from msgspec import Raw, Struct
-from starlette.types import Send
+from starlette.requests import Request
+from starlette.responses import Response
 
 from agentlightning.errors import AgentLightningError, ConflictError
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.asgi import ChunkedResponse, Request, read_body, run_until_disconnect
 from agentlightning.store.http.encoding import PROTOCOL_HEADER, arguments_of, decoder, encode
+from agentlightning.store.http.endpoint import headers_by_name, read_body, respond_in_parts, run_until_disconnect
 from agentlightning.store.http.errors import RequestError, error_of, error_response
 from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call, hints_of
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
@@ -117,30 +118,25 @@ class BatchHandler:
     store: LightningStoreBase
     max_body_bytes: int
 
-    async def handle(self, request: Request) -> None:
-        name, protocol = (each.decode() for each in PROTOCOL_HEADER)
-        client = request.headers.get(name, protocol)
+    async def handle(self, request: Request) -> Response:
+        headers, ((name, protocol),) = headers_by_name(request.scope), PROTOCOL_HEADER.items()
+        client = headers.get(name, protocol)
         if client != protocol:
             raise RequestError(f"the client has protocol {client}, and this server {protocol}; use the same version")
-        body = await read_body(request.headers, request.receive, self.max_body_bytes)
-        raw_calls: list[Raw] = _decode_batch(body).calls
+        raw_calls: list[Raw] = _decode_batch(await read_body(headers, request.receive, self.max_body_bytes)).calls
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        responding = self._respond(calls, request.send)
+        responding = respond_in_parts(self._parts(calls), headers=PROTOCOL_HEADER)
         waiting = [call for call in calls if limit_wait(call)]
-        if waiting:
-            await run_until_disconnect(request.receive, responding)
-        else:
-            await responding
+        return await (run_until_disconnect(request.receive, responding) if waiting else responding)
 
-    async def _respond(self, calls: Sequence[Call], send: Send) -> None:
-        response, separator = ChunkedResponse(send, 200, [PROTOCOL_HEADER]), b""
-        await response.write(b'{"results":[')
+    async def _parts(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
+        separator = b'{"results":['
         async for result in self._results(calls):
-            await response.write(separator + result)
+            yield separator + result
             separator = b","
-        await response.write(b"]}", more=False)
+        yield b"]}" if calls else separator + b"]}"
 
     async def _results(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
         """The results, in order. All lists may not fit in memory together: they are read a few at a time, the fewer the

@@ -31,7 +31,7 @@ from agentlightning.tracing import conventions
 BASE_PATH: Final = "/v1/agl"
 PROTOCOL_VERSION: Final = 1
 """Version of `POST /v1/agl/calls`; server and client must have the same."""
-PROTOCOL_HEADER: Final = (b"agl-protocol", str(PROTOCOL_VERSION).encode())
+PROTOCOL_HEADER: Final = {"agl-protocol": str(PROTOCOL_VERSION)}
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -11,21 +11,14 @@ from urllib.parse import parse_qsl
 import msgspec
 import orjson
 from msgspec import UNSET, Struct, structs
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import Rollout
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.asgi import (
-    ChunkedResponse,
-    Endpoint,
-    Request,
-    read_body,
-    respond,
-    respond_error,
-    run_until_disconnect,
-)
 from agentlightning.store.http.calls import BatchHandler, Call, execute, limit_wait
 from agentlightning.store.http.encoding import (
     BASE_PATH,
@@ -38,6 +31,15 @@ from agentlightning.store.http.encoding import (
     encode,
     to_rest,
     version,
+)
+from agentlightning.store.http.endpoint import (
+    Handler,
+    endpoint,
+    read_body,
+    refuse,
+    respond,
+    respond_in_parts,
+    run_until_disconnect,
 )
 from agentlightning.store.http.errors import RequestError, decode_error
 from agentlightning.store.http.openapi import document
@@ -65,39 +67,37 @@ def store_routes(
 
     rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
     versions = {"version": version(), "protocol": PROTOCOL_VERSION}
-    with_token = partial(Endpoint, token=token)
-    health = partial(Endpoint, error_headers=[PROTOCOL_HEADER])
-    described = with_token(partial(_respond_document, with_token=token is not None))
+
+    async def describe(_: Request) -> Response:
+        return respond(encode(document(with_token=token is not None)))
+
+    def route(path: str, handle: Handler, *verbs: str, token: str | None = token, **options: Any) -> Route:
+        route = Route(path, endpoint(handle, token, **options))
+        route.methods = set(verbs)  # Starlette would add HEAD to GET
+        return route
+
+    def health(path: str, **content: Any) -> Route:
+        handle = partial(rest.respond_health, **content)
+        return route(path, handle, "GET", "HEAD", token=None, error_headers=PROTOCOL_HEADER)
+
     routes = [
-        Route(f"{BASE_PATH}/calls", with_token(batches.handle, error_headers=[PROTOCOL_HEADER]), methods=["POST"]),
-        *(_route(operation, with_token(partial(rest.handle, operation))) for operation in OPERATIONS),
-        Route(f"{BASE_PATH}/health", health(partial(rest.respond_health, **versions)), methods=["GET"]),
-        Route(f"{BASE_PATH}/openapi.json", described, methods=["GET"]),
-        Route("/health", health(rest.respond_health), methods=["GET"]),
+        route(f"{BASE_PATH}/calls", batches.handle, "POST", error_headers=PROTOCOL_HEADER),
+        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in OPERATIONS),
+        health(f"{BASE_PATH}/health", **versions),
+        route(f"{BASE_PATH}/openapi.json", describe, "GET", "HEAD"),
+        health("/health"),
     ]
-    return [*routes, Route(BASE_PATH + "/{path:path}", with_token(partial(_refuse, routes)))]
+    return [*routes, route(BASE_PATH + "/{path:path}", partial(_refuse_method, routes))]
 
 
-def _route(operation: Operation, endpoint: Endpoint) -> Route:
-    route = Route(BASE_PATH + operation.path, endpoint)
-    route.methods = {operation.verb}  # Starlette would add HEAD to GET
-    return route
-
-
-async def _respond_document(request: Request, with_token: bool) -> None:
-    await respond(request.send, 200, encode(document(with_token)))
-
-
-async def _refuse(routes: list[Route], request: Request) -> None:
+async def _refuse_method(routes: list[Route], request: Request) -> Response:
     """Refuse a path that is unknown, or has other methods."""
-    verb, path = request.scope["method"], request.scope["path"]
     near = [route.methods or () for route in routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    path = request.scope["path"]
     if not near:
         raise NotFoundError(f"there is nothing at {path!r}; {BASE_PATH}/openapi.json lists all paths")
     allowed = ", ".join(sorted(set().union(*near)))
-    await respond_error(
-        request.send, RequestError(f"{verb} is not allowed at {path}", 405), [(b"allow", allowed.encode())]
-    )
+    return refuse(RequestError(f"{request.method} is not allowed at {path}", 405), {"allow": allowed})
 
 
 @dataclass
@@ -107,18 +107,18 @@ class RestApi:
     store: LightningStoreBase
     max_body_bytes: int
 
-    async def respond_health(self, request: Request, **versions: Any) -> None:
+    async def respond_health(self, request: Request, **versions: Any) -> Response:
         """Respond OK if the store works."""
         await self.store.check_health()
-        await respond(request.send, 200, encode({"status": "ok", **versions}), [PROTOCOL_HEADER])
+        return respond(encode({"status": "ok", **versions}), headers=PROTOCOL_HEADER)
 
-    async def handle(self, operation: Operation, request: Request) -> None:
+    async def handle(self, operation: Operation, request: Request) -> Response:
         body, scope = b"", request.scope
         if operation.body is not None:
             body = await read_body(request.headers, request.receive, self.max_body_bytes)
         arguments = _arguments(operation, scope, body)
         if operation.cursor:
-            return await self._respond_page(operation, arguments, request.send)
+            return await respond_in_parts(self._page(operation, arguments), operation.status)
         call = Call(operation.method, arguments, partial(_encode_result, operation, scope))
         key = request.headers.get("idempotency-key")
         if key is not None and operation.verb != "GET":
@@ -131,22 +131,21 @@ class RestApi:
             result = await run_until_disconnect(request.receive, execute(self.store, call))
         else:
             result = await execute(self.store, call)
-        await respond(request.send, operation.status, result)
+        return respond(result, operation.status)
 
-    async def _respond_page(self, operation: Operation, arguments: dict[str, Any], send: Send) -> None:
-        """Read and send the list page by page, so that one of any length takes little memory."""
-        response, count = ChunkedResponse(send, operation.status), 0
-        sizer = PageSizer() if arguments["limit"] < 0 else PageSizer(first=_FIRST_ITEMS)
-        await response.write(b'{"items":[')
+    async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
+        """A list, read page by page, so that one of any length takes little memory."""
+        limit, offset, count = arguments["limit"], arguments["offset"], 0
+        sizer = PageSizer() if limit < 0 else PageSizer(first=_FIRST_ITEMS)
+        yield b'{"items":['
         async for items in self._pages(operation, arguments, sizer):
             shown = await self._with_attempts(items) if operation.with_attempts and items else items
             data = encode(to_rest(shown))[1:-1]
-            await response.write(b"," + data if count and items else data)
+            yield b"," + data if count and items else data
             count += len(items)
             sizer.record(len(items), len(data))
         total = encode(await self._total(operation, arguments, count))
-        end = b'],"limit":%d,"offset":%d,"total":%b}' % (arguments["limit"], arguments["offset"], total)
-        await response.write(end, more=False)
+        yield b'],"limit":%d,"offset":%d,"total":%b}' % (limit, offset, total)
 
     def _pages(self, operation: Operation, arguments: dict[str, Any], sizer: PageSizer) -> AsyncIterator[list[Any]]:
         query = getattr(self.store, operation.method)

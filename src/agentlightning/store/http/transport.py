@@ -136,9 +136,10 @@ class LoopTransport:
         self._flush_scheduled = False
         self._pool: Transport | None = None
         self._pool_closer: AsyncGenerator[None] | None = None
-        self._headers = [(b"content-type", b"application/json"), PROTOCOL_HEADER]
+        headers = {"content-type": "application/json", **PROTOCOL_HEADER}
         if client.token is not None:
-            self._headers.append((b"authorization", f"Bearer {client.token}".encode()))
+            headers["authorization"] = f"Bearer {client.token}"
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed: StoreClosedError | None = None
 
@@ -228,10 +229,10 @@ class LoopTransport:
         _RetryableError for the calls that have no result then."""
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
         status, headers, content = await self._request("POST", "/calls", body, self._client.timeout + seconds)
-        if status == 200 and PROTOCOL_HEADER in headers.items():
+        if status == 200 and PROTOCOL_HEADER.items() <= headers.items():
             return self._deliver(batch, _decode_results(content).results)
         url, error = self._client.url, _error_in(content)
-        if PROTOCOL_HEADER in headers.items():
+        if PROTOCOL_HEADER.items() <= headers.items():
             raise error_from(ErrorBody(error.type, f"{url}: {error.message}"))
         await self._check_server()
         raise StoreServerError(f"{url} responded with status {status}: {error.message}")
@@ -249,7 +250,7 @@ class LoopTransport:
     async def _check_server(self) -> None:
         """Raise StoreServerError unless a store that has our protocol version is there."""
         status, headers, content = await self._request("GET", "/health", b"", self._client.timeout)
-        if status >= 500 and PROTOCOL_HEADER in headers.items():
+        if status >= 500 and PROTOCOL_HEADER.items() <= headers.items():
             return  # a store that is not healthy
         url = self._client.url
         health: Any = None
@@ -257,7 +258,7 @@ class LoopTransport:
             with contextlib.suppress(orjson.JSONDecodeError):
                 health = loads(content)
         if not isinstance(health, dict) or "status" not in health:
-            kind = headers.get(b"content-type", b"no content type").decode("latin-1")
+            kind = headers.get("content-type", "no content type")
             raise StoreServerError(
                 f"the server at {url} is not a store of Agent Lightning (status {status}, {kind}); check the address"
             )
@@ -271,9 +272,7 @@ class LoopTransport:
                 f"upgrade the {older}, or use the {newer} of the same version"
             )
 
-    async def _request(
-        self, verb: str, path: str, body: bytes, seconds: float
-    ) -> tuple[int, dict[bytes, bytes], bytes]:
+    async def _request(self, verb: str, path: str, body: bytes, seconds: float) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body). Raises _RetryableError if a retry may help."""
         if self._pool is None:
             self._pool = open_transport(ConnectOptions())
@@ -293,7 +292,8 @@ class LoopTransport:
             raise _RetryableError(f"no response within {seconds:g} seconds") from None
         if response.status in _RETRYABLE_STATUSES:
             raise _RetryableError(f"status {response.status}: {_error_in(content).message}")
-        return response.status, dict(response.headers), content
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
+        return response.status, headers, content
 
     async def close(self, error: StoreClosedError) -> None:
         """Pending calls fail with `error`."""

@@ -1,19 +1,17 @@
-"""What the endpoints of the store share: authorization, request bodies, JSON responses.
-
-Plain ASGI, because these few lines run for every request.
-"""
+"""What the endpoints of the store share: authorization, request bodies, and JSON responses."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope
 
-from agentlightning.errors import AgentLightningError, StoreAuthError
+from agentlightning.errors import StoreAuthError
 from agentlightning.store.http.encoding import encode
 from agentlightning.store.http.errors import RequestError, error_of, error_response, status_of
 from agentlightning.util.api_key import api_key
@@ -23,39 +21,28 @@ DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
 CHUNK_BYTES: Final = 64 * 1024
 """Size of the chunks in which a long response is sent."""
-Headers = Iterable[tuple[bytes, bytes]]
+_JSON: Final = "application/json"
+Headers = Mapping[str, str]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-@dataclass(slots=True)
-class Request:
-    scope: Scope
-    headers: Mapping[str, str]
-    """By lower-case name."""
-    receive: Receive
-    send: Send
+def endpoint(handle: Handler, token: str | None = None, error_headers: Headers | None = None) -> Handler:
+    """A handler behind the access token. What it raises becomes the response."""
 
-
-@dataclass
-class Endpoint:
-    """An ASGI application: a handler behind the access token. What the handler raises becomes the response."""
-
-    handle: Callable[[Request], Awaitable[None]]
-    token: str | None = None
-    error_headers: Headers = ()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(request: Request) -> Response:
         try:
-            headers = headers_by_name(scope)
-            authorize(headers, self.token)
-            await self.handle(Request(scope, headers, receive, send))
+            authorize(headers_by_name(request.scope), token)
+            return await handle(request)
         except ClientDisconnected:
-            return
+            return Response(status_code=499)
         except Exception as error:  # noqa: BLE001  the boundary: every failure gets a response
-            await respond_error(send, error_of(error), self.error_headers)
+            return refuse(error, error_headers)
+
+    return respond
 
 
 def headers_by_name(scope: Scope) -> dict[str, str]:
@@ -63,7 +50,7 @@ def headers_by_name(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def authorize(headers: Mapping[str, str], token: str | None) -> None:
+def authorize(headers: Headers, token: str | None) -> None:
     """Raise StoreAuthError unless the request carries the access token. `token=None` lets every request pass."""
     if token is None:
         return
@@ -126,50 +113,44 @@ def _too_large(size: int, limit: int) -> RequestError:
 # -- responses -------------------------------------------------------------------------------------------------------
 
 
-async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    """Send a JSON response."""
-    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
+def respond(body: bytes, status: int = 200, headers: Headers | None = None) -> Response:
+    return Response(body, status, headers, _JSON)
 
 
-async def respond_error(send: Send, error: AgentLightningError, headers: Headers = ()) -> None:
-    """Send the response for a request that failed."""
-    status = status_of(error)
-    more = list(headers)
-    if status == 401:
-        more.append((b"www-authenticate", b'Bearer realm="agentlightning"'))
-    if status == 503:
-        more.append((b"retry-after", b"1"))
-    await respond(send, status, encode(error_response(error)), more)
+def refuse(error: Exception, headers: Headers | None = None) -> Response:
+    """The response to a request that failed."""
+    known = error_of(error)
+    status = status_of(known)
+    more = {401: {"www-authenticate": 'Bearer realm="agentlightning"'}, 503: {"retry-after": "1"}}.get(status, {})
+    return respond(encode(error_response(known)), status, {**(headers or {}), **more})
 
 
-class ChunkedResponse:
-    """A JSON response of unknown length: sent at once if it is short, else in chunks as it is written."""
+async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, headers: Headers | None = None) -> Response:
+    """A response of unknown length: sent at once if it is short, else in chunks as its parts come."""
+    chunks = _chunks(parts)
+    first, second = await anext(chunks), await anext(chunks, None)
+    if second is None:
+        return respond(first, status, headers)
 
-    def __init__(self, send: Send, status: int, headers: Headers = ()) -> None:
-        self._send = send
-        self._status = status
-        self._headers = headers
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._started = False
+    async def all_chunks() -> AsyncIterator[bytes]:
+        yield first
+        yield second
+        async for chunk in chunks:
+            yield chunk
 
-    async def write(self, data: bytes, more: bool = True) -> None:
-        """Add to the response. `more` is False for the last part."""
-        self._parts.append(data)
-        self._size += len(data)
-        if more and self._size < CHUNK_BYTES:
-            return
-        body = b"".join(self._parts)
-        self._parts, self._size = [], 0
-        if not (more or self._started):
-            return await respond(self._send, self._status, body, self._headers)
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", b"application/json"), *self._headers]
-            await self._send({"type": "http.response.start", "status": self._status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+    return StreamingResponse(all_chunks(), status, headers, _JSON)
+
+
+async def _chunks(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The parts, joined to chunks."""
+    joined, size = list[bytes](), 0
+    async for part in parts:
+        joined.append(part)
+        size += len(part)
+        if size >= CHUNK_BYTES:
+            yield b"".join(joined)
+            joined, size = [], 0
+    yield b"".join(joined)
 
 
 async def run_until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
