@@ -27,7 +27,13 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import PROTOCOL_HEADER, arguments_of, decoder, encode
-from agentlightning.store.http.endpoint import headers_by_name, read_body, respond_in_parts, run_until_disconnect
+from agentlightning.store.http.endpoint import (
+    headers_by_name,
+    read_body,
+    respond,
+    respond_in_parts,
+    run_until_disconnect,
+)
 from agentlightning.store.http.errors import RequestError, error_of, error_response
 from agentlightning.store.http.operations import ACCEPTS_KEY, decode_call, hints_of
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
@@ -127,35 +133,36 @@ class BatchHandler:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        responding = respond_in_parts(self._parts(calls), headers=PROTOCOL_HEADER)
+        responding = self._respond(calls)
         waiting = [call for call in calls if limit_wait(call)]
         return await (run_until_disconnect(request.receive, responding) if waiting else responding)
 
-    async def _parts(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
-        separator = b'{"results":['
-        async for result in self._results(calls):
-            yield separator + result
-            separator = b","
-        yield b"]}" if calls else separator + b"]}"
-
-    async def _results(self, calls: Sequence[Call]) -> AsyncIterator[bytes]:
-        """The results, in order. All lists may not fit in memory together: they are read a few at a time, the fewer the
-        larger they are, and sent at once. The other calls are executed first."""
+    async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
-        first, later = lists[:FIRST_LISTS], iter(lists[FIRST_LISTS:])
-        sizer = PageSizer(max_items=MAX_LISTS, first=FIRST_LISTS)
-        await self._execute_all([call for call in calls if call.method not in _LISTS] + first)
-        sizer.record(len(first), sum(len(call.result or b"") for call in first))
+        await self._execute_all([call for call in calls if call.method not in _LISTS] + lists[:FIRST_LISTS])
+        if len(lists) > FIRST_LISTS:
+            return await respond_in_parts(self._parts(calls, lists), headers=PROTOCOL_HEADER)
+        results = b",".join([call.result or b"" for call in calls])
+        return respond(b'{"results":[%b]}' % results, headers=PROTOCOL_HEADER)
+
+    async def _parts(self, calls: Sequence[Call], lists: Sequence[Call]) -> AsyncIterator[bytes]:
+        """A response with many lists, which may not fit in memory together: they are read a few at a time, the fewer
+        the larger they are, and sent at once."""
+        group, later, sizer = lists[:FIRST_LISTS], iter(lists[FIRST_LISTS:]), PageSizer(max_items=MAX_LISTS)
+        separator = b'{"results":['
         for call in calls:
             while call.result is None:
+                sizer.record(len(group), sum(len(each.result or b"") for each in group))
                 group = list(islice(later, sizer.items))
                 await self._execute_all(group)
-                sizer.record(len(group), sum(len(each.result or b"") for each in group))
-            result, call.result = call.result, b""
-            yield result
+            yield separator + call.result
+            separator, call.result = b",", b""
+        yield b"]}"
 
     async def _execute_all(self, calls: Sequence[Call]) -> None:
         adding = [call for call in calls if call.method in _ADDING and call.once is None]
+        if len(calls) == 1:
+            return await self._execute(calls[0])
         if len(adding) < 2:
             await asyncio.gather(*map(self._execute, calls))
             return

@@ -263,9 +263,11 @@ _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
 }
 
 
-def to_rest(value: Any) -> Any:
-    """Convert a result of the contract to its shape in the REST API."""
-    return _convert(value, _TO_REST)
+def arguments_of(request: Struct) -> dict[str, Any]:
+    """The arguments of a method in a decoded request, without those that were not given."""
+    return {
+        name: from_wire(value) for name in request.__struct_fields__ if (value := getattr(request, name)) is not UNSET
+    }
 
 
 def from_wire(value: Any) -> Any:
@@ -273,19 +275,19 @@ def from_wire(value: Any) -> Any:
     return _convert(value, _FROM_WIRE)
 
 
+def to_rest(value: Any) -> Any:
+    """Convert a result of the contract to its shape in the REST API."""
+    return _convert(value, _TO_REST)
+
+
 def _convert(value: Any, conversions: Mapping[Any, Callable[[Any], Any]]) -> Any:
     """Convert a value, or each item of a list, all of which have the same type."""
-    items = cast("list[Any]", value if isinstance(value, list) else [value])
-    convert = conversions.get(type(items[0])) if items else None
-    if convert is None:
-        return value
-    return [convert(item) for item in items] if items is value else convert(value)
-
-
-def arguments_of(request: Struct) -> dict[str, Any]:
-    """The arguments of a method in a decoded request, without those that were not given."""
-    values = {name: getattr(request, name) for name in request.__struct_fields__}
-    return {name: from_wire(value) for name, value in values.items() if value is not UNSET}
+    if isinstance(value, list):
+        items: list[Any] = value
+        convert = conversions.get(type(items[0])) if items else None
+        return items if convert is None else [convert(item) for item in items]
+    convert = conversions.get(type(value))
+    return value if convert is None else convert(value)
 
 
 # -- decoding and encoding -------------------------------------------------------------------------------------------
