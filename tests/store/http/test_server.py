@@ -280,13 +280,13 @@ async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: S
     watched = Watched()
     call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}
     small = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id, "name": "span 3"}}
-    body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 6, {"method": "no"}, small]}
+    body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 9, {"method": "no"}, small]}
     server = Server(instrument(store, [watched]), secret="s")
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         results = (await client.post("/v1/agl/calls", json=body)).json()["results"]
     assert results[0]["value"][0]["name"] == "default"
-    assert [len(results[index]["value"]) for index in (1, *range(2, 8), 9)] == [1, *[12] * 6, 1]
-    assert "error" in results[8]
+    assert [len(results[index]["value"]) for index in (1, *range(2, 11), 12)] == [1, *[12] * 9, 1]
+    assert "error" in results[11]
     assert watched.most == 4
 
 

@@ -139,30 +139,30 @@ class BatchHandler:
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
-        await self._execute_all([call for call in calls if call.method not in _LISTS] + lists[:FIRST_LISTS])
         if len(lists) > FIRST_LISTS:
+            await self._execute_all([call for call in calls if call.method not in _LISTS])
             return await respond_in_parts(self._parts(calls, lists), headers=PROTOCOL_HEADER)
+        await self._execute_all(calls)
         results = b",".join([call.result or b"" for call in calls])
         return respond(b'{"results":[%b]}' % results, headers=PROTOCOL_HEADER)
 
     async def _parts(self, calls: Sequence[Call], lists: Sequence[Call]) -> AsyncIterator[bytes]:
         """A response with many lists, which may not fit in memory together: they are read a few at a time, the fewer
         the larger they are, and sent at once."""
-        group, later, sizer = lists[:FIRST_LISTS], iter(lists[FIRST_LISTS:]), PageSizer(max_items=MAX_LISTS)
-        separator = b'{"results":['
+        sizer, rest, separator = PageSizer(max_items=MAX_LISTS, first=FIRST_LISTS), iter(lists), b'{"results":['
         for call in calls:
             while call.result is None:
-                sizer.record(len(group), sum(len(each.result or b"") for each in group))
-                group = list(islice(later, sizer.items))
+                group = list(islice(rest, sizer.items))
                 await self._execute_all(group)
+                sizer.record(len(group), sum(len(each.result or b"") for each in group))
             yield separator + call.result
             separator, call.result = b",", b""
         yield b"]}"
 
     async def _execute_all(self, calls: Sequence[Call]) -> None:
-        adding = [call for call in calls if call.method in _ADDING and call.once is None]
         if len(calls) == 1:
             return await self._execute(calls[0])
+        adding = [call for call in calls if call.method in _ADDING and call.once is None]
         if len(adding) < 2:
             await asyncio.gather(*map(self._execute, calls))
             return
