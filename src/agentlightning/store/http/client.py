@@ -68,7 +68,7 @@ _ANY_JSON: Final = frozenset({"input", "metadata", "stats", "attributes", "resou
 
 def to_wire(value: Any, name: str) -> Any:
     """Convert an argument to a value that `encode` takes. Raises ConfigError, naming it, if JSON cannot hold it."""
-    if value is None or isinstance(value, str | BaseModel):
+    if value is None or isinstance(value, str):
         return value
     if name in _ANY_JSON:
         return Raw(validation.to_json(value, name).encode())
@@ -76,31 +76,32 @@ def to_wire(value: Any, name: str) -> Any:
         if math.isfinite(value):
             return value
         raise ConfigError(f"{name} is {value}, which JSON cannot hold; use a finite number")
-    if dataclasses.is_dataclass(type(value)):
-        return _given_fields(value)
+    if isinstance(value, Span):
+        return _encodable(value)
     if isinstance(value, Sequence):
         return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
     if isinstance(value, Mapping):
         value = named_resources.dump_python(check_resources(value), mode="json")
+    elif dataclasses.is_dataclass(value):
+        return {each.name: to_wire(getattr(value, each.name), each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, BaseModel):
+        return value
     return Raw(validation.to_json(value, name).encode())
 
 
-def _given_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass without those that have their default: they are half of a small span."""
-    if isinstance(value, Span) and LOGPROBS in value.attributes:
-        validation.to_json(value.attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
-    given: dict[str, Any] = {}
-    for name, default in _defaults(type(value)).items():
-        field = getattr(value, name)
-        if default is dataclasses.MISSING or field != default:
-            given[name] = to_wire(field, name)
-    return given
-
-
-@functools.cache
-def _defaults(kind: type) -> dict[str, Any]:
-    missing, fields = dataclasses.MISSING, dataclasses.fields(kind)
-    return {each.name: each.default if each.default_factory is missing else each.default_factory() for each in fields}
+def _encodable(span: Span) -> Span:
+    """The span with its JSON encoded. One by one, as this is most of what a client does."""
+    attributes, events, resource = span.attributes, span.events, span.resource
+    if LOGPROBS in attributes:
+        validation.to_json(attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
+    return structs.replace(
+        span,
+        start_time=to_wire(span.start_time, "start_time"),
+        end_time=to_wire(span.end_time, "end_time"),
+        attributes=to_wire(attributes, "attributes") if attributes else attributes,
+        events=to_wire(events, "events") if events else events,
+        resource=to_wire(resource, "resource") if resource else resource,
+    )
 
 
 def _call_body(method: str, arguments: Mapping[str, Any]) -> bytes:
