@@ -264,10 +264,13 @@ _FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
 
 
 def arguments_of(request: Struct) -> dict[str, Any]:
-    """The arguments of a method in a decoded request, without those that were not given."""
-    return {
-        name: from_wire(value) for name in request.__struct_fields__ if (value := getattr(request, name)) is not UNSET
-    }
+    """The arguments of a method in a decoded request, without those that were not given, as the contract takes them."""
+    arguments: dict[str, Any] = {}
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if value is not UNSET:
+            arguments[name] = _convert(value, _FROM_WIRE)
+    return arguments
 
 
 def from_wire(value: Any) -> Any:

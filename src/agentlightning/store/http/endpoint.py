@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from agentlightning.errors import StoreAuthError
 from agentlightning.store.http.encoding import encode
@@ -127,30 +127,37 @@ def refuse(error: Exception, headers: Headers | None = None) -> Response:
 
 async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, headers: Headers | None = None) -> Response:
     """A response of unknown length: sent at once if it is short, else in chunks as its parts come."""
-    chunks = _chunks(parts)
-    first, second = await anext(chunks), await anext(chunks, None)
-    if second is None:
-        return respond(first, status, headers)
-
-    async def all_chunks() -> AsyncIterator[bytes]:
-        yield first
-        yield second
-        async for chunk in chunks:
-            yield chunk
-
-    return StreamingResponse(all_chunks(), status, headers, _JSON)
+    first, ended = await _next_chunk(parts)
+    return respond(first, status, headers) if ended else _ChunkedResponse(first, parts, status, headers)
 
 
-async def _chunks(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The parts, joined to chunks."""
+async def _next_chunk(parts: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+    """(the next parts, whether they are the last)."""
     joined, size = list[bytes](), 0
     async for part in parts:
         joined.append(part)
         size += len(part)
         if size >= CHUNK_BYTES:
-            yield b"".join(joined)
-            joined, size = [], 0
-    yield b"".join(joined)
+            return b"".join(joined), False
+    return b"".join(joined), True
+
+
+class _ChunkedResponse(Response):
+    """Starlette's `StreamingResponse` without its task group, which costs as much as a batch of calls."""
+
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], status: int, headers: Headers | None) -> None:
+        self.status_code = status
+        self._chunk = first
+        self._rest = rest
+        self.init_headers({"content-type": _JSON, **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        chunk, ended = self._chunk, False
+        while not ended:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            chunk, ended = await _next_chunk(self._rest)
+        await send({"type": "http.response.body", "body": chunk})
 
 
 async def run_until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
