@@ -226,7 +226,7 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 
 
 @as_dataclass
-class SpanEvent(FrozenStruct, frozen=True, gc=False):
+class SpanEvent(FrozenStruct, frozen=True, gc=False, omit_defaults=True):
     """An event within a span.
 
     >>> agl.SpanEvent("cache miss", timestamp=1.0).name
@@ -239,7 +239,7 @@ class SpanEvent(FrozenStruct, frozen=True, gc=False):
 
 
 @as_dataclass
-class Span(FrozenStruct, frozen=True, gc=False):
+class Span(FrozenStruct, frozen=True, gc=False, omit_defaults=True):
     """One recorded operation of one attempt.
 
     >>> span = agl.Span("ro-1", "at-1", "search", start_time=1.0, attributes={"query": "tea"})

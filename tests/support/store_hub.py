@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.http.server.routes import store_routes
+from agentlightning.store.http.server import store_routes
 
 
 class StoreHub:

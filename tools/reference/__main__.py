@@ -6,7 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from agentlightning.store.http.openapi import table
+from agentlightning.store.http.encoding import BASE_PATH
+from agentlightning.store.http.openapi import describe
+from agentlightning.store.http.operations import OPERATIONS
 from tools.reference import command_line, python_names, settings, signs, spans
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,9 +32,17 @@ def pages() -> dict[Path, str]:
         FOLDER / "command-line.md": command_line.page(),
         FOLDER / "signs.md": signs.page(),
         FOLDER / "spans.md": spans.page(),
-        FOLDER / "requests.md": REQUESTS + table(),
+        FOLDER / "requests.md": REQUESTS + requests(),
     }
     return {path: _linked(text.rstrip() + "\n", path.parent) for path, text in made.items()}
+
+
+def requests() -> str:
+    """The operations of the store over HTTP as a Markdown table."""
+    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
+    for each in OPERATIONS:
+        lines.append(f"| `{each.verb} {BASE_PATH}{each.path}` | `{each.method}` | {describe(each.method)[0]} |")
+    return "\n".join(lines) + "\n"
 
 
 def _linked(text: str, folder: Path) -> str:

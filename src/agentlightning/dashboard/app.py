@@ -38,8 +38,8 @@ from agentlightning.dashboard.views import (
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.endpoint import authorize
 from agentlightning.store.http.errors import RequestError, error_response, status_of
-from agentlightning.store.http.server.asgi import authorize
 
 PATH: Final = "/dashboard"
 MAX_BODY: Final = 256 * 1024

@@ -23,10 +23,10 @@ from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
-from agentlightning.store.http.client.store_client import LightningStoreClient
+from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.store.http.encoding import encode
+from agentlightning.store.http.endpoint import authorize
 from agentlightning.store.http.errors import error_response, status_of
-from agentlightning.store.http.server.asgi import authorize
 
 TIMEOUT: Final = 60.0
 PASSED: Final = ("etag", "content-type", RECORDS_HEADER, SKIPPED_HEADER)

@@ -23,8 +23,8 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import LINK_PATH, Feedback, FeedbackLink, add_feedback, read_link
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH, encode
+from agentlightning.store.http.endpoint import authorize
 from agentlightning.store.http.errors import RequestError, error_response, status_of
-from agentlightning.store.http.server.asgi import authorize
 from agentlightning.util.json_values import loads
 
 MAX_BYTES: Final = 64 * 1024

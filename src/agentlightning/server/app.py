@@ -39,7 +39,7 @@ from agentlightning.server.origin_guard import OriginGuard
 from agentlightning.server.request_tracker import RequestTracker
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.encoding import MAX_BODY_BYTES
-from agentlightning.store.http.server.routes import store_routes
+from agentlightning.store.http.server import store_routes
 
 # -- probes ----------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Sizes of the pages in which lists of a store are read, so that a list of any length takes little memory."""
+"""Reads long lists of a store in pages, so that a list of any length takes little memory."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
 
 PAGE: Final = 2_000
 """Items of a list that are read at once at most."""
@@ -21,3 +22,24 @@ class PageSizer:
         """Note that the last page of `items` items had `size` bytes."""
         fitting = self._target_bytes * items // max(size, 1)
         self.items = max(1, min(fitting, 4 * self.items, self._max_items))
+
+
+async def read_pages(
+    read: Callable[..., Awaitable[list[Any]]], arguments: Mapping[str, Any], cursor: str | None, sizer: PageSizer
+) -> AsyncIterator[list[Any]]:
+    """The pages of a list, at least one. `read` reads one page; `arguments` are those of the whole list; `cursor` is
+    the field of an item that `after` takes, None if the list has no such argument."""
+    page = dict(arguments)
+    left: int = page["limit"]
+    is_sorted = page.get("sort_by") is not None or page.get("sort_order") == "desc"
+    while True:
+        wanted = page["limit"] = sizer.items if left < 0 else min(sizer.items, left)
+        items = await read(**page)
+        yield items
+        left -= len(items) if left > 0 else 0
+        if len(items) < wanted or left == 0:
+            return
+        if cursor is None or is_sorted:  # only lists in the order of creation continue after an item
+            page["offset"] += len(items)
+        else:
+            page |= {"offset": 0, "after": getattr(items[-1], cursor)}

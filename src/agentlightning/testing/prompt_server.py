@@ -11,13 +11,17 @@ the follower so far.
 
 from __future__ import annotations
 
-import asyncio
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
-from aiohttp import web
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning.testing.prompt_world import PromptWorld
 
@@ -31,49 +35,35 @@ class PromptWorldServer:
         """Answered calls by model."""
         self.overrides: dict[str, Callable[[str], str]] = {}
         """By model: from the text of a request to the reply, in place of the world's."""
-        self.url = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._ready = threading.Event()
+        routes = [
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/quality", self._quality, methods=["POST"]),
+        ]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off"))
+        self._thread = threading.Thread(target=lambda: self._server.run([self._listener]), daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        self._ready.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._loop is not None
-        assert self._thread is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._server.should_exit = True
         self._thread.join()
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=2**26)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/quality", self._quality)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
-
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: Request) -> JSONResponse:
         body: dict[str, Any] = await request.json()
         model = str(body.get("model"))
         answer = self.overrides.get(model) or self._parts.get(model)
         if answer is None:
-            return web.json_response({"error": {"message": f"no model {model!r} here"}}, status=404)
+            return JSONResponse({"error": {"message": f"no model {model!r} here"}}, status_code=404)
         text = "\n".join(_content(message.get("content")) for message in body["messages"])
         reply = answer(text)
         self.calls[model] += 1
         usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(reply.split())}
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
-        return web.json_response(
+        return JSONResponse(
             {
                 "id": f"chatcmpl-{self.calls.total()}",
                 "object": "chat.completion",
@@ -84,9 +74,9 @@ class PromptWorldServer:
             }
         )
 
-    async def _quality(self, request: web.Request) -> web.Response:
+    async def _quality(self, request: Request) -> JSONResponse:
         quality = self.world.quality(str((await request.json())["prompt"]))
-        return web.json_response({"quality": quality, "optimum": self.world.optimum, "calls": self.calls["follower"]})
+        return JSONResponse({"quality": quality, "optimum": self.world.optimum, "calls": self.calls["follower"]})
 
     @property
     def _parts(self) -> dict[str, Callable[[str], str]]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from tools.reference.__main__ import requests
 
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
 from agentlightning.store.http.encoding import BASE_PATH
-from agentlightning.store.http.openapi import document, table
+from agentlightning.store.http.openapi import document
 from agentlightning.store.http.operations import OPERATIONS
 
 
@@ -96,7 +97,7 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
 
 
 def test_the_table_of_the_reference_has_every_request() -> None:
-    rows = [line for line in table().splitlines() if line.startswith("| `")]
+    rows = [line for line in requests().splitlines() if line.startswith("| `")]
     assert len(rows) == len(OPERATIONS)
     assert all(f"| `{each.verb} {BASE_PATH}{each.path}` |" in row for each, row in zip(OPERATIONS, rows, strict=True))
 

@@ -23,8 +23,8 @@ from agentlightning.engine.servers.joining import (
 )
 from agentlightning.errors import StoreAuthError
 from agentlightning.server.joining.service import JoinedPolicies, JoinError
+from agentlightning.store.http.endpoint import authorize, headers_by_name, read_body
 from agentlightning.store.http.errors import RequestError
-from agentlightning.store.http.server.asgi import authorize, headers_by_name, read_body
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 REQUESTS: Final[dict[str, type[RunRequest]]] = {

@@ -1,40 +1,296 @@
-"""JSON encoding and decoding of what travels between the store's server and its clients.
+"""What travels between the store's server and its clients as JSON: the shapes of the REST API, and how any value of the
+store contract is decoded and encoded.
 
-Bodies are decoded with msgspec, which checks the types while it parses: a body of the wrong shape is rejected whole.
+Most shapes are the types of the contract themselves. Where the published 0.x API has another shape (spans, workers,
+resources), it is defined here once. Bodies are decoded with msgspec, which checks the types while it parses: a body of
+the wrong shape is rejected whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
 import msgspec
 import orjson
-from msgspec import Raw, structs
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from pydantic import BaseModel, ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.resources import named_resources
-from agentlightning.rollouts import RolloutConfig
-from agentlightning.span import LOGPROBS, Span
-from agentlightning.store import validation
+from agentlightning.resources import NamedResources, ResourcesUpdate, named_resources
+from agentlightning.rollouts import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
+from agentlightning.span import Span, SpanEvent
 from agentlightning.store.http.errors import decode_error
-from agentlightning.store.http.shapes import Resources
-from agentlightning.store.sql.tables import mapping
+from agentlightning.store.types import Retention, RolloutRecord, Worker
+from agentlightning.tracing import conventions
 
 BASE_PATH: Final = "/v1/agl"
 PROTOCOL_VERSION: Final = 1
 """Version of `POST /v1/agl/calls`; server and client must have the same."""
+PROTOCOL_HEADER: Final = {"agl-protocol": str(PROTOCOL_VERSION)}
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer that the database can hold."""
 
 
 def version() -> str:
     """The version of the installed package."""
     return importlib.metadata.version("agentlightning")
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+class Resources(dict[str, Any]):
+    """A body of named resources: LLM and PromptTemplate by name."""
+
+
+class SpanStatus(Struct, frozen=True):
+    status_code: Literal["UNSET", "OK", "ERROR"] = "UNSET"
+    description: str | None = None
+
+
+class SpanContext(Struct, frozen=True):
+    trace_id: str
+    span_id: str
+    is_remote: bool = False
+    trace_state: dict[str, str] = {}
+
+
+class EventBody(Struct):
+    name: str
+    attributes: dict[str, Any] | None = None
+    timestamp: float | None = None
+
+
+class LinkBody(Struct):
+    context: SpanContext
+    attributes: dict[str, Any] | None = None
+
+
+class SpanResource(Struct, frozen=True):
+    attributes: dict[str, Any] = {}
+    schema_url: str = ""
+
+
+class SpanBody(Struct, kw_only=True):
+    """A span in the 0.x shape. `trace_id`, `span_id` and `parent_id` take precedence over `context` and `parent`."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: Integer = 0
+    trace_id: str = ""
+    span_id: str = ""
+    parent_id: str | None = None
+    name: str
+    status: SpanStatus = SpanStatus()
+    attributes: dict[str, Any] = {}
+    events: list[EventBody] = []
+    links: list[LinkBody] = []
+    start_time: float | None = None
+    end_time: float | None = None
+    context: SpanContext | None = None
+    parent: SpanContext | None = None
+    resource: SpanResource = SpanResource()
+
+
+class WorkerBody(Struct, kw_only=True):
+    """A worker in the 0.x shape, where a lost worker has status `unknown`; `lost` is our addition."""
+
+    worker_id: str
+    status: Literal["idle", "busy", "unknown"]
+    lost: bool
+    heartbeat_stats: dict[str, Any]
+    last_heartbeat_time: float | None
+    current_rollout_id: str | None
+    current_attempt_id: str | None
+    open_attempts: int
+    lease_seconds: float | None
+    last_error: dict[str, Any] | None
+
+
+class UpdateWorkerRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    stats: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name="heartbeat_stats")
+    lease_seconds: float | UnsetType | None = UNSET
+
+
+class ResourcesBody(Struct, kw_only=True):
+    resources_id: str
+    version: int
+    create_time: float
+    update_time: float
+    resources: Resources
+
+
+class RolloutBody(Rollout, frozen=True, kw_only=True):
+    """A rollout in a list. `attempt` is its latest attempt, left out if it has none."""
+
+    attempt: Attempt | UnsetType = UNSET
+
+
+class RecordBody(Struct, kw_only=True):
+    rollout: Rollout
+    attempts: list[Attempt] = []
+    spans: list[SpanBody] = []
+
+
+def _body_type(kind: Any) -> type[Struct]:
+    """A msgspec type for a dataclass; it rejects unknown fields."""
+    types = get_type_hints(kind)
+    fields: list[Any] = []
+    for field in dataclasses.fields(kind):
+        given = () if field.default is dataclasses.MISSING else (field.default,)
+        fields.append((field.name, Integer if types[field.name] is int else types[field.name], *given))
+    return msgspec.defstruct(kind.__name__, fields, module=kind.__module__, kw_only=True, forbid_unknown_fields=True)
+
+
+EnqueueBody: Final = _body_type(EnqueueRolloutRequest)
+RetentionBody: Final = _body_type(Retention)
+
+
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+_STARTED: Final = time.monotonic()
+_SAME_IN_SPANS: Final = (
+    *("rollout_id", "attempt_id", "sequence_id", "trace_id", "span_id", "parent_id"),
+    *("name", "attributes", "start_time", "end_time"),
+)
+"""Fields that a span has in both shapes."""
+
+
+def span_body(span: Span) -> SpanBody:
+    same = {name: getattr(span, name) for name in _SAME_IN_SPANS}
+    return SpanBody(
+        **same,
+        status=SpanStatus(cast("Any", span.status_code), span.status_message),
+        events=[EventBody(event.name, event.attributes, event.timestamp) for event in span.events],
+        context=SpanContext(span.trace_id, span.span_id),
+        parent=SpanContext(span.trace_id, span.parent_id) if span.parent_id else None,
+        resource=SpanResource(span.resource),
+    )
+
+
+def span_of(body: SpanBody) -> Span:
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_SPANS}
+    start = fields["start_time"] = time.time() if body.start_time is None else body.start_time
+    if body.context is not None:
+        fields["trace_id"] = body.trace_id or body.context.trace_id
+        fields["span_id"] = body.span_id or body.context.span_id
+    if body.parent is not None:
+        fields["parent_id"] = body.parent_id or body.parent.span_id
+    events = [
+        SpanEvent(event.name, start if event.timestamp is None else event.timestamp, event.attributes or {})
+        for event in body.events
+    ]
+    return Span(
+        **fields,
+        status_code=body.status.status_code,
+        status_message=body.status.description,
+        events=tuple(events),
+        resource=body.resource.attributes,
+    )
+
+
+def _complete(span: Span) -> Span:
+    """The span with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
+    name = conventions.complete(span.name, span.attributes, span.events)
+    return span if name == span.name else msgspec.structs.replace(span, name=name)
+
+
+def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
+    """The counts, with what 0.x clients expect: a name, the totals and the uptime of the server in seconds."""
+    names = ("attempts", "spans", "resources", "workers")
+    totals = {f"total_{name}": counts[name] for name in names if name in counts}
+    rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
+    uptime = time.monotonic() - _STARTED
+    return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}
+
+
+def worker_body(worker: Worker) -> WorkerBody:
+    fields = {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker)}
+    fields["heartbeat_stats"] = fields.pop("stats")
+    fields["status"] = "unknown" if worker.status == "lost" else worker.status
+    return WorkerBody(lost=worker.status == "lost", **fields)
+
+
+def resources_body(update: ResourcesUpdate) -> ResourcesBody:
+    return ResourcesBody(
+        resources_id=update.resources_id,
+        version=update.version,
+        create_time=update.create_time,
+        update_time=update.create_time if update.update_time is None else update.update_time,
+        resources=Resources(update.resources),
+    )
+
+
+def record_body(record: RolloutRecord) -> RecordBody:
+    return RecordBody(rollout=record.rollout, attempts=list(record.attempts), spans=[*map(span_body, record.spans)])
+
+
+BODIES: Final[dict[Any, Any]] = {
+    dict[str, int]: dict[str, int | float | str],
+    Span: SpanBody,
+    Worker: WorkerBody,
+    ResourcesUpdate: ResourcesBody,
+    RolloutRecord: RecordBody,
+}
+"""Types of the contract that have another shape in the REST API."""
+INPUTS: Final[dict[Any, Any]] = {
+    NamedResources: Resources,
+    EnqueueRolloutRequest: EnqueueBody,
+    Retention: RetentionBody,
+}
+"""Types of arguments that are decoded as another shape, in the REST API and in batches."""
+_TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
+    dict: statistics_body,
+    Span: span_body,
+    Worker: worker_body,
+    ResourcesUpdate: resources_body,
+    RolloutRecord: record_body,
+}
+_FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
+    SpanBody: lambda body: _complete(span_of(body)),
+    RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
+    Resources: dict,
+    EnqueueBody: lambda body: EnqueueRolloutRequest(**msgspec.structs.asdict(body)),
+    RetentionBody: lambda body: Retention(**msgspec.structs.asdict(body)),
+}
+
+
+def arguments_of(request: Struct) -> dict[str, Any]:
+    """The arguments of a method in a decoded request, without those that were not given, as the contract takes them."""
+    arguments: dict[str, Any] = {}
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if value is not UNSET:
+            arguments[name] = _convert(value, _FROM_WIRE)
+    return arguments
+
+
+def from_wire(value: Any) -> Any:
+    """Convert a decoded argument to the type that the contract takes."""
+    return _convert(value, _FROM_WIRE)
+
+
+def to_rest(value: Any) -> Any:
+    """Convert a result of the contract to its shape in the REST API."""
+    return _convert(value, _TO_REST)
+
+
+def _convert(value: Any, conversions: Mapping[Any, Callable[[Any], Any]]) -> Any:
+    """Convert a value, or each item of a list, all of which have the same type."""
+    if isinstance(value, list):
+        items: list[Any] = value
+        convert = conversions.get(type(items[0])) if items else None
+        return items if convert is None else [convert(item) for item in items]
+    convert = conversions.get(type(value))
+    return value if convert is None else convert(value)
 
 
 # -- decoding and encoding -------------------------------------------------------------------------------------------
@@ -53,15 +309,15 @@ def _encode_config(config: Hashable) -> Raw:
     return Raw(cast("RolloutConfig", config).model_dump_json().encode())
 
 
+encode: Final = msgspec.json.Encoder(enc_hook=_encode_unknown).encode
+
+
 def decode_unknown(kind: type, value: Any) -> Any:
     """msgspec's hook for types that it cannot decode itself."""
     if kind is RolloutConfig:
         return _decode_config(orjson.dumps(value))
     if kind is Resources:
-        try:
-            return Resources(named_resources.validate_python(value, strict=True))
-        except ValidationError as error:
-            raise ConfigError(f"resources must be a dict of LLM and PromptTemplate by name: {error}") from None
+        return Resources(check_resources(value, strict=True))
     raise NotImplementedError(f"{kind} cannot be read")
 
 
@@ -73,8 +329,11 @@ def _decode_config(text: bytes) -> RolloutConfig:
         raise ConfigError(f"this is not the configuration of a rollout: {error}") from None
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_encode_unknown)
-encode: Final = _encoder.encode
+def check_resources(value: Any, strict: bool = False) -> NamedResources:
+    try:
+        return named_resources.validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise ConfigError(f"resources must be a dict of LLM and PromptTemplate by name: {error}") from None
 
 
 def decoder(kind: Any) -> Callable[[bytes | Raw], Any]:
@@ -88,90 +347,3 @@ def decoder(kind: Any) -> Callable[[bytes | Raw], Any]:
             raise decode_error(error, bytes(data)) from None
 
     return decode
-
-
-def result_decoder(kind: Any) -> Callable[[bytes | Raw], Any]:
-    """A function that decodes a result of the contract."""
-    if "ResourcesUpdate" in repr(kind):  # msgspec cannot decode a union of pydantic models
-        adapter: TypeAdapter[Any] = TypeAdapter(kind)
-        return lambda data: adapter.validate_json(bytes(data))
-    return msgspec.json.Decoder(kind, dec_hook=decode_unknown).decode
-
-
-# -- arguments of a client -------------------------------------------------------------------------------------------
-
-_ANY_JSON: Final = frozenset({"input", "metadata", "stats", "attributes", "resource", "last_error"})
-"""Fields and arguments that hold arbitrary JSON."""
-
-
-def to_wire(value: Any, name: str) -> Any:
-    """Convert an argument to a value that `encode` takes. Raises ConfigError, naming it, if JSON cannot hold it."""
-    if name in _ANY_JSON:
-        return None if value is None else Raw(validation.to_json(value, name).encode())
-    if isinstance(value, Span):
-        return span_fields(value, value.span_id)
-    if isinstance(value, str | int | BaseModel) or value is None:
-        return value
-    if isinstance(value, float):
-        return _finite(value, name)
-    if isinstance(value, Mapping):
-        return Raw(mapping.dump_resources(cast("Any", value)).encode())
-    if isinstance(value, Sequence):
-        return [to_wire(item, name) for item in cast("Sequence[Any]", value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields(value)
-    raise ConfigError(f"{name} is of type {type(value).__name__}, which the store does not accept")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: to_wire(getattr(value, field.name), field.name) for field in dataclasses.fields(value)}
-
-
-def _finite(value: float, name: str) -> float:
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}, which JSON cannot hold; use a finite number")
-    return value
-
-
-def span_fields(span: Span, span_id: str) -> dict[str, Any]:
-    """The fields of a span with this id, without those that have their default: they are half of a small span."""
-    fields: dict[str, Any] = {
-        "rollout_id": span.rollout_id,
-        "attempt_id": span.attempt_id,
-        "name": span.name,
-        "start_time": _finite(span.start_time, "start_time"),
-        "span_id": span_id,
-        "status_code": span.status_code,
-    }
-    if span.end_time is not None:
-        fields["end_time"] = _finite(span.end_time, "end_time")
-    if span.sequence_id:
-        fields["sequence_id"] = span.sequence_id
-    if span.trace_id:
-        fields["trace_id"] = span.trace_id
-    if span.parent_id is not None:
-        fields["parent_id"] = span.parent_id
-    if span.status_message is not None:
-        fields["status_message"] = span.status_message
-    if span.attributes:
-        _check_logprobs(span.attributes.get(LOGPROBS))
-        fields["attributes"] = Raw(validation.to_json(span.attributes, "span attributes").encode())
-    if span.events:
-        fields["events"] = [_fields(event) for event in span.events]
-    if span.resource:
-        fields["resource"] = Raw(validation.to_json(span.resource, "span resource").encode())
-    return fields
-
-
-def stored_span(sent: Span, span_id: str, result: int | Span) -> Span:
-    """The span as stored. The server returns only its sequence_id if it stored the span as sent."""
-    if isinstance(result, Span):
-        return result
-    return structs.replace(sent, sequence_id=result, span_id=span_id)
-
-
-def _check_logprobs(logprobs: Any) -> None:
-    if isinstance(logprobs, list | tuple):
-        for index, number in enumerate(cast("Sequence[Any]", logprobs)):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"{LOGPROBS}[{index}] is {number}; a log-probability is a finite number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Final
 
@@ -22,6 +23,8 @@ from agentlightning.errors import (
     StoreFullError,
     StoreServerError,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class RequestError(ConfigError):
@@ -73,13 +76,19 @@ def error_response(error: AgentLightningError) -> Refusal:
     return Refusal(ErrorBody(type(error).__name__.lstrip("_"), str(error)), str(error))
 
 
-def error_from(body: ErrorBody, status: int | None = None) -> AgentLightningError:
+def error_of(error: Exception) -> AgentLightningError:
+    """The error to respond with, for any exception that a call has raised."""
+    if isinstance(error, AgentLightningError):
+        return error
+    if isinstance(error, OverflowError | UnicodeError):
+        return ConfigError(f"a value cannot be stored: {error}")
+    logger.error("a call of the store failed", exc_info=error)
+    return StoreError(f"the server failed: {type(error).__name__}; see its log")
+
+
+def error_from(body: ErrorBody) -> AgentLightningError:
     """The exception for an error that a server responded with."""
-    kind = _TYPES.get(body.type)
-    if kind is None:
-        kind = next((kind for kind, known in _STATUS if known == status), None)
-    if kind is None:
-        kind = ConfigError if body.type == "RequestError" or 400 <= (status or 0) < 500 else StoreError
+    kind = _TYPES.get(body.type, ConfigError if body.type == RequestError.__name__ else StoreError)
     return kind(body.message)
 
 

@@ -1,23 +1,21 @@
-"""Generates the OpenAPI 3.1 document of the REST API and the table in its guide from the table of operations."""
+"""Generates the OpenAPI 3.1 document of the REST API from the table of operations."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, cast
 
 import msgspec
-from msgspec import Struct
 
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import RolloutConfig
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import BASE_PATH, version
+from agentlightning.store.http.encoding import BASE_PATH, Resources, version
 from agentlightning.store.http.errors import Refusal
 from agentlightning.store.http.operations import OPERATIONS, Operation
-from agentlightning.store.http.shapes import Resources
 
 _REF: Final = "#/components/schemas/{name}"
 _INTRODUCTION: Final = (
@@ -42,7 +40,7 @@ def document(with_token: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Agent Lightning store", "version": version(), "description": _INTRODUCTION},
         "paths": paths,
-        "components": {"schemas": _sorted_schemas(components)},
+        "components": {"schemas": dict(sorted(components.items()))},
     }
     if with_token:
         result["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -77,11 +75,6 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inline(schema)
 
 
-def _sorted_schemas(schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas, sorted by name."""
-    return {name: schemas[name] for name in sorted(schemas)}
-
-
 def _health() -> dict[str, Any]:
     properties = {"status": {"const": "ok"}, "version": {"type": "string"}, "protocol": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
@@ -103,7 +96,7 @@ def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, An
         "summary": summary,
         "description": text,
         "tags": [operation.path.split("/")[1]],
-        "parameters": [*_path_parameters(operation), *_query_parameters(operation)],
+        "parameters": _parameters(operation),
         "responses": {
             str(operation.status): _response("Done.", schemas[repr(operation.response)]),
             "4XX": _response("Refused: nothing was done.", {"$ref": _REF.format(name="Refusal")}),
@@ -133,35 +126,20 @@ def describe(method: str) -> tuple[str, str]:
     return flat.split(". ")[0].rstrip(".") + ".", flat
 
 
-def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
-    schema = {"type": "string", "minLength": 1}
-    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in operation.path_names]
-
-
-def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    if operation.body is None:
-        return _parameters(operation.request)
-    return _parameters(operation.query_request) if operation.query_parameters else []
-
-
-def _parameters(request: type[Struct]) -> list[dict[str, Any]]:
-    (_,), components = msgspec.json.schema_components([request], schema_hook=_schema, ref_template=_REF)
-    properties = components[request.__name__]["properties"]
-    return [
-        {"name": field.encode_name, "in": "query", "required": field.required, "schema": properties[field.encode_name]}
-        for field in msgspec.structs.fields(request)
-    ]
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    text = {"type": "string", "minLength": 1}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in operation.path_names]
+    fields = msgspec.structs.fields(operation.request) if operation.in_query else ()
+    if fields:
+        (_,), components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
+        properties = components[operation.request.__name__]["properties"]
+        parameters += [
+            {"name": name, "in": "query", "required": field.required, "schema": properties[name]}
+            for field in fields
+            for name in [field.encode_name]
+        ]
+    return parameters
 
 
 def _response(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": schema}}}
-
-
-def table(operations: Sequence[Operation] = OPERATIONS) -> str:
-    """The operations as a Markdown table."""
-    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
-    lines += [
-        f"| `{operation.verb} {BASE_PATH}{operation.path}` | `{operation.method}` | {describe(operation.method)[0]} |"
-        for operation in operations
-    ]
-    return "\n".join(lines) + "\n"

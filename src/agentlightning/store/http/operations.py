@@ -1,8 +1,8 @@
-"""The table of operations: which verb and path calls which method of the store contract.
+"""The table of operations: which verb and path call which method of the store contract.
 
 The types of requests and responses follow from the signatures of the contract (base.py). The routes, the methods of
 the client and the OpenAPI document are generated from this table. Paths and names are those of the 0.x REST API where
-it has them.
+it has them. A batch (calls.py) holds calls of the same methods, with the arguments as the contract has them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ import inspect
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from agentlightning.resources import NamedResources
-from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import decoder, result_decoder
-from agentlightning.store.http.shapes import BODIES, INPUTS, Integer, RolloutBody
+from agentlightning.store.http.encoding import (
+    BODIES,
+    INPUTS,
+    Integer,
+    RolloutBody,
+    UpdateWorkerRequest,
+    arguments_of,
+    decoder,
+    from_wire,
+)
 from agentlightning.store.types import Unset
 
 
@@ -35,14 +41,12 @@ class Operation:
     path: str
     """Below /v1/agl; names in braces are parameters of the method."""
     status: int = 200
+    request_type: type[Struct] | None = None
+    """The type of the request if it does not follow from the method."""
     body_parameter: str | None = None
     """The parameter that is the whole body; by default, the body is an object with the parameters."""
     query_parameters: tuple[str, ...] = ()
     """Parameters in the query string of a request that also has a body."""
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Parameters that have another name in the request."""
-    non_null: tuple[str, ...] = ()
-    """Parameters that may be left out, but not null."""
     cursor: str | None = None
     """The response is a page of a list, {items, limit, offset, total}; this field of an item is what `after` takes."""
     with_attempts: bool = False
@@ -54,84 +58,70 @@ class Operation:
     list_parameter: str | None = None
     """The list parameter of the method; the path parameter is its only item."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether a call may take as long as its `timeout`."""
-        return "timeout" in self.parameters
-
-    @cached_property
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        return parameters_of(self.method)
-
     @cached_property
     def path_names(self) -> tuple[str, ...]:
         return tuple(re.findall(r"{(\w+)}", self.path))
 
     @cached_property
     def request(self) -> type[Struct]:
-        """The type of the query of a GET, and of the body of other requests, without path parameters."""
-        elsewhere = {*self.path_names, self.body_parameter, self.list_parameter, *self.query_parameters}
-        return _request(self, [name for name in self.parameters if name not in elsewhere])
+        """The type of the parameters that are neither in the path nor the whole body."""
+        if self.request_type is not None:
+            return self.request_type
+        names = [name for name in parameters_of(self.method) if name not in (*self.path_names, self.list_parameter)]
+        if self.body_parameter is not None:
+            names = list(self.query_parameters)
+        return _request_type(self.method, names, paged=self.cursor is not None)
 
     @cached_property
-    def query_request(self) -> type[Struct]:
-        """The type of the query string of a request that also has a body."""
-        return _request(self, list(self.query_parameters))
+    def in_query(self) -> bool:
+        """Whether these parameters are in the query string."""
+        return self.verb in ("GET", "DELETE") or self.body_parameter is not None
 
     @cached_property
     def body(self) -> Any:
         """The type of the body; None if the request has none."""
-        if self.verb in ("GET", "DELETE"):
-            return None
         if self.body_parameter is not None:
             return _shape(hints_of(self.method)[self.body_parameter], rest=True)
-        return self.request if self.request.__struct_fields__ else None
-
-    @cached_property
-    def decode_body(self) -> Any:
-        return decoder(self.body)
+        return None if self.in_query or not self.request.__struct_fields__ else self.request
 
     @cached_property
     def empty_is_allowed(self) -> bool:
         """Whether a request without a body is valid."""
-        return self.body is None or (self.body_parameter is None and not _required(self.request))
+        required = any(field.required for field in msgspec.structs.fields(self.request))
+        return self.body is None or (self.body_parameter is None and not required)
+
+    @cached_property
+    def _decode(self) -> Any:
+        return decoder(self.body)
+
+    def decode_body(self, body: bytes) -> dict[str, Any]:
+        """The arguments in a body."""
+        if self.empty_is_allowed and body in (b"", b"null"):  # 0.x clients send null for nothing
+            body = b"{}"
+        decoded = self._decode(body)
+        if self.body_parameter is not None:
+            return {self.body_parameter: from_wire(decoded)}
+        return arguments_of(decoded)
 
     @cached_property
     def response(self) -> Any:
         """The type of the response body."""
         result = _shape(hints_of(self.method)["return"], rest=True)
-        if self.method == "statistics":
-            result = dict[str, int | float | str]
         if self.with_attempts:
             result = list[RolloutBody] if self.cursor else RolloutBody
         if self.cursor:
-            return _page_type(result)
+            name = get_args(result)[0].__name__.removesuffix("Body")
+            return _struct(f"PageOf{name}", ("items", result), ("limit", int), ("offset", int), ("total", int | None))
         if self.result_field:
-            return _scalar_type(self.result_field, result)
+            return _struct(_camel(self.result_field), (self.result_field, result))
         if not self.none_is_result and get_origin(result) in (Union, types.UnionType):
             return _union([each for each in get_args(result) if each is not type(None)])
         return result
 
-    def arguments(self, request: Struct) -> dict[str, Any]:
-        """The arguments of the method in a decoded request, without those that were not given."""
-        arguments: dict[str, Any] = {}
-        for name in request.__struct_fields__:
-            value = getattr(request, name)
-            if value is not UNSET:
-                arguments[name] = value
-        return arguments
-
 
 @lru_cache
-def _page_type(items: Any) -> type[Struct]:
-    name = get_args(items)[0].__name__.removesuffix("Body")
-    fields: list[Any] = [("items", items), ("limit", int), ("offset", int), ("total", int | None)]
-    return msgspec.defstruct(f"PageOf{name}", fields, kw_only=True)
-
-
-@lru_cache
-def _scalar_type(name: str, kind: Any) -> type[Struct]:
-    return msgspec.defstruct(_camel(name), [(name, kind)], kw_only=True)
+def _struct(name: str, *fields: tuple[str, Any]) -> type[Struct]:
+    return msgspec.defstruct(name, fields, kw_only=True)
 
 
 def _camel(name: str) -> str:
@@ -149,67 +139,40 @@ def hints_of(method: str) -> dict[str, Any]:
     return get_type_hints(getattr(LightningStoreBase, method))
 
 
-def _request(operation: Operation, names: list[str]) -> type[Struct]:
-    paged = operation.cursor is not None
-    names = [name for name in names if not (paged and name in ("limit", "offset"))]
-    fields = [_without_null(item, operation.non_null) for item in _fields(operation.method, names, rest=True)]
-    if paged:
-        fields += _PAGE
-    return msgspec.defstruct(
-        _camel(operation.method) + "Request",
-        fields,
-        rename=dict(operation.aliases) or None,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
+_PAGE: Final[Mapping[str, tuple[Any, int]]] = {
+    "limit": (Annotated[int, Meta(ge=-1, le=2**63 - 1)], -1),
+    "offset": (Annotated[int, Meta(ge=0, le=2**63 - 1)], 0),
+}
 
 
-def _without_null(item: tuple[Any, ...], names: Sequence[str]) -> tuple[Any, ...]:
-    """The field without None in its type if it is one of `names`."""
-    name, kind, *default = item
-    if name not in names:
-        return item
-    return (name, _union([each for each in get_args(kind) if each is not type(None)]), *default)
-
-
-_PAGE: Final[tuple[tuple[str, Any, int], ...]] = (
-    ("limit", Annotated[int, Meta(ge=-1, le=2**63 - 1)], -1),
-    ("offset", Annotated[int, Meta(ge=0, le=2**63 - 1)], 0),
-)
-
-
-def _fields(method: str, names: Sequence[str], rest: bool) -> list[Any]:
+def _request_type(method: str, names: Sequence[str], paged: bool = False, rest: bool = True) -> type[Struct]:
+    """A type of these parameters. One that is not given has the default of the contract."""
     hints, parameters = hints_of(method), parameters_of(method)
     fields: list[Any] = []
-    for name in names:
-        shape, default = _shape(hints[name], rest), parameters[name].default
-        if default is inspect.Parameter.empty:
+    for name in sorted(names, key=_PAGE.__contains__):
+        shape = _shape(hints[name], rest)
+        if paged and name in _PAGE:
+            fields.append((name, *_PAGE[name]))
+        elif parameters[name].default is inspect.Parameter.empty:
             fields.append((name, shape))
-        else:  # an argument that is not given has the default of the contract
+        else:
             fields.append((name, _union([shape, UnsetType]), UNSET))
-    return fields
-
-
-def _required(request: type[Struct]) -> bool:
-    return any(item.required for item in msgspec.structs.fields(request))
+    return msgspec.defstruct(f"{_camel(method)}Request", fields, kw_only=True, forbid_unknown_fields=True)
 
 
 def _shape(kind: Any, rest: bool) -> Any:
     """The type that msgspec decodes for a type of the contract."""
-    if kind in INPUTS:
-        return INPUTS[kind]
-    if rest and kind in BODIES:
-        return BODIES[kind][0]
+    known = INPUTS | BODIES if rest else INPUTS
+    if kind in known:
+        return known[kind]
     if kind is int:
         return Integer
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _union([_shape(each, rest) for each in inner if each is not Unset])
-    if origin is dict and kind != NamedResources:
+    if origin in (None, dict, Literal):
         return kind
-    if inner and origin is not None and origin is not Literal:
-        return list[_shape(inner[0], rest)]  # a Sequence or a list
-    return kind
+    return list[_shape(inner[0], rest)]  # a Sequence or a list
 
 
 def _union(kinds: Sequence[Any]) -> Any:
@@ -266,9 +229,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     # workers and queues
     *_list_and_search("query_workers", "/workers", "worker_id"),
     Operation("get_worker", "GET", "/workers/{worker_id}", none_is_result=True),
-    Operation(
-        "update_worker", "POST", "/workers/{worker_id}", aliases={"stats": "heartbeat_stats"}, non_null=("stats",)
-    ),
+    Operation("update_worker", "POST", "/workers/{worker_id}", request_type=UpdateWorkerRequest),
     Operation("query_queues", "GET", "/queues"),
     Operation("update_queue", "POST", "/queues/{name}"),
     # keeping the store small
@@ -278,16 +239,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("delete_rollouts", "POST", "/records/delete", result_field="count"),
     Operation("delete_rollouts", "DELETE", _rollout, result_field="count", list_parameter="rollout_ids"),
     Operation("prune", "POST", "/prune"),
-    Operation("vacuum", "POST", "/vacuum"),
+    Operation("vacuum", "POST", "/vacuum", none_is_result=True),
 )
 
 CURSORS: Final[dict[str, str | None]] = {
-    operation.method: operation.cursor if "after" in operation.parameters else None
+    operation.method: operation.cursor if "after" in parameters_of(operation.method) else None
     for operation in OPERATIONS
     if operation.cursor
 }
 """The field of an item that `after` takes, by method that returns pages; None if the method has no `after`."""
-METHODS: Final[tuple[str, ...]] = tuple(dict.fromkeys(operation.method for operation in OPERATIONS))
 
 SLOW: Final = frozenset({"statistics", "prune", "vacuum", "read_records", "add_records", "delete_rollouts"})
 """Methods that may take long; a client sends each call in a request of its own."""
@@ -318,41 +278,17 @@ ACCEPTS_KEY: Final = SENDS_KEY | {
 """Methods that are executed once if a key is given; each is one transaction. All others may be repeated."""
 
 
-def sends_key(method: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a client sends a key with this call."""
-    return method in SENDS_KEY or (method == "update_attempt" and "metadata" in arguments)
-
-
 # -- calls in batches: the methods as the contract has them ----------------------------------------------------------
 
 
 def _call_type(method: str) -> type[Struct]:
-    names = list(parameters_of(method))
-    arguments = msgspec.defstruct(
-        f"{_camel(method)}Arguments", _fields(method, names, rest=False), kw_only=True, forbid_unknown_fields=True
-    )
-    fields: list[Any] = [("arguments", arguments), ("key", str | None, None)]
+    fields: list[Any] = [
+        ("arguments", _request_type(method, list(parameters_of(method)), rest=False)),
+        ("key", str | None, None),
+    ]
     return msgspec.defstruct(f"{_camel(method)}Call", fields, tag_field="method", tag=method, kw_only=True)
 
 
-CALLS: Final[dict[str, type[Struct]]] = {
-    method: _call_type(method) for method in (*METHODS, "enqueue_rollout", "dequeue_rollout")
-}
-"""The type of a call of each method, in `POST /v1/agl/calls`."""
-
-
-def result_type(method: str) -> Any:
-    """The type of a call's result. A span that was stored as sent is represented by its sequence_id."""
-    if method == "add_span":
-        return int | Span
-    if method == "add_many_spans":
-        return list[int | Span]
-    return hints_of(method)["return"]
-
-
-RESULTS: Final = {method: result_decoder(result_type(method)) for method in CALLS}
-
-
-def call_decoder() -> Any:
-    """A function that decodes a call of any method."""
-    return decoder(_union(list(cast("Any", CALLS.values()))))
+METHODS: Final = (*dict.fromkeys(operation.method for operation in OPERATIONS), "enqueue_rollout", "dequeue_rollout")
+"""The methods that a batch may call."""
+decode_call: Final = decoder(_union([_call_type(method) for method in METHODS]))

@@ -1,20 +1,19 @@
-"""Request and response helpers for the store's endpoints: authorization, request bodies, JSON responses.
-
-Plain ASGI, because these few lines run for every request.
-"""
+"""What the endpoints of the store share: authorization, request bodies, and JSON responses."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentlightning.errors import AgentLightningError, StoreAuthError
+from agentlightning.errors import StoreAuthError
 from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.errors import RequestError, error_response, status_of
+from agentlightning.store.http.errors import RequestError, error_of, error_response, status_of
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 
@@ -22,13 +21,28 @@ DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
 CHUNK_BYTES: Final = 64 * 1024
 """Size of the chunks in which a long response is sent."""
-MAX_WAIT_SECONDS: Final = 3600.0
-"""The longest time a request may wait for rollouts."""
-Headers = Iterable[tuple[bytes, bytes]]
+_JSON: Final = "application/json"
+Headers = Mapping[str, str]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ClientDisconnected(Exception):
     """The client has disconnected."""
+
+
+def endpoint(handle: Handler, token: str | None = None, error_headers: Headers | None = None) -> Handler:
+    """A handler behind the access token. What it raises becomes the response."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            authorize(headers_by_name(request.scope), token)
+            return await handle(request)
+        except ClientDisconnected:
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001  the boundary: every failure gets a response
+            return refuse(error, error_headers)
+
+    return respond
 
 
 def headers_by_name(scope: Scope) -> dict[str, str]:
@@ -36,7 +50,7 @@ def headers_by_name(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def authorize(headers: Mapping[str, str], token: str | None) -> None:
+def authorize(headers: Headers, token: str | None) -> None:
     """Raise StoreAuthError unless the request carries the access token. `token=None` lets every request pass."""
     if token is None:
         return
@@ -99,64 +113,51 @@ def _too_large(size: int, limit: int) -> RequestError:
 # -- responses -------------------------------------------------------------------------------------------------------
 
 
-async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    """Send a JSON response."""
-    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
+def respond(body: bytes, status: int = 200, headers: Headers | None = None) -> Response:
+    return Response(body, status, headers, _JSON)
 
 
-async def respond_error(send: Send, error: AgentLightningError, headers: Headers = ()) -> None:
-    """Send the response for a request that failed."""
-    status = status_of(error)
-    more = list(headers)
-    if status == 401:
-        more.append((b"www-authenticate", b'Bearer realm="agentlightning"'))
-    if status == 503:
-        more.append((b"retry-after", b"1"))
-    await respond(send, status, encode(error_response(error)), more)
+def refuse(error: Exception, headers: Headers | None = None) -> Response:
+    """The response to a request that failed."""
+    known = error_of(error)
+    status = status_of(known)
+    more = {401: {"www-authenticate": 'Bearer realm="agentlightning"'}, 503: {"retry-after": "1"}}.get(status, {})
+    return respond(encode(error_response(known)), status, {**(headers or {}), **more})
 
 
-async def refuse_unless_get(scope: Scope, send: Send) -> bool:
-    """Respond with 405 unless the request is a GET or HEAD. Returns whether it did."""
-    if scope["method"] in ("GET", "HEAD"):
-        return False
-    error = RequestError(f"{scope['method']} is not allowed at {scope['path']}", 405)
-    await respond_error(send, error, [(b"allow", b"GET, HEAD")])
-    return True
+async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, headers: Headers | None = None) -> Response:
+    """A response of unknown length: sent at once if it is short, else in chunks as its parts come."""
+    first, ended = await _next_chunk(parts)
+    return respond(first, status, headers) if ended else _ChunkedResponse(first, parts, status, headers)
 
 
-class ChunkedResponse:
-    """A JSON response of unknown length: sent at once if it is short, else in chunks as it is written."""
+async def _next_chunk(parts: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+    """(the next parts, whether they are the last)."""
+    joined, size = list[bytes](), 0
+    async for part in parts:
+        joined.append(part)
+        size += len(part)
+        if size >= CHUNK_BYTES:
+            return b"".join(joined), False
+    return b"".join(joined), True
 
-    def __init__(self, send: Send, status: int, headers: Headers = ()) -> None:
-        self._send = send
-        self._status = status
-        self._headers = headers
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._started = False
 
-    async def write(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size >= CHUNK_BYTES:
-            await self._flush(more=True)
+class _ChunkedResponse(Response):
+    """Starlette's `StreamingResponse` without its task group, which costs as much as a batch of calls."""
 
-    async def close(self) -> None:
-        if self._started:
-            return await self._flush(more=False)
-        await respond(self._send, self._status, b"".join(self._parts), self._headers)
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], status: int, headers: Headers | None) -> None:
+        self.status_code = status
+        self._chunk = first
+        self._rest = rest
+        self.init_headers({"content-type": _JSON, **(headers or {})})
 
-    async def _flush(self, more: bool) -> None:
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", b"application/json"), *self._headers]
-            await self._send({"type": "http.response.start", "status": self._status, "headers": headers})
-        body = b"".join(self._parts)
-        self._parts.clear()
-        self._size = 0
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        chunk, ended = self._chunk, False
+        while not ended:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            chunk, ended = await _next_chunk(self._rest)
+        await send({"type": "http.response.body", "body": chunk})
 
 
 async def run_until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:

@@ -257,17 +257,36 @@ async def test_the_total_of_a_long_list_is_counted_in_few_reads(store: Store, cl
     assert len(watched.answered) < 12
 
 
+async def test_a_page_is_one_read_also_where_0_x_sends_its_filters_as_null(
+    store: Store, claimed: AttemptedRollout
+) -> None:
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    await store.add_many_spans([Span(*ids, "work", 1.0, span_id=f"{number:04}") for number in range(500)])
+    watched = Watched()
+    nulls = dict.fromkeys(("name", "name_contains", "span_id", "span_id_contains", "trace_id", "parent_id"))
+    wishes = {"rollout_id": claimed.rollout_id, "attempt_id": "latest", "limit": 50, **nulls}
+    async with (
+        Server(instrument(store, [watched]), secret="s") as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        for after, first in ((None, 0), ("0399", 400)):
+            page = (await client.post("/v1/agl/spans/search", json={**wishes, "after": after})).json()
+            assert [item["span_id"] for item in page["items"]] == [f"{first + number:04}" for number in range(50)]
+            assert page["total"] == 500
+    assert watched.answered == [50, 50]
+
+
 async def test_many_large_lists_of_one_request_are_read_a_few_at_a_time(store: Store, large: AttemptedRollout) -> None:
     watched = Watched()
     call = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id}}
     small = {"method": "query_spans", "arguments": {"rollout_id": large.rollout_id, "name": "span 3"}}
-    body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 6, {"method": "no"}, small]}
+    body = {"calls": [{"method": "query_queues", "arguments": {}}, small, *[call] * 9, {"method": "no"}, small]}
     server = Server(instrument(store, [watched]), secret="s")
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         results = (await client.post("/v1/agl/calls", json=body)).json()["results"]
     assert results[0]["value"][0]["name"] == "default"
-    assert [len(results[index]["value"]) for index in (1, *range(2, 8), 9)] == [1, *[12] * 6, 1]
-    assert "error" in results[8]
+    assert [len(results[index]["value"]) for index in (1, *range(2, 11), 12)] == [1, *[12] * 9, 1]
+    assert "error" in results[11]
     assert watched.most == 4
 
 
@@ -518,6 +537,19 @@ async def test_what_is_not_there_and_what_is_not_allowed_is_said_in_json(http: h
     assert (await http.get("/queues/rollouts/dequeue")).headers["allow"] == "POST"
 
 
+async def test_a_failure_of_the_store_itself_is_said_in_json(
+    http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(store, "query_queues", fail)
+    refusal(await http.get("/queues"), 500, "StoreError", "ZeroDivisionError", "log")
+    calls = [{"method": "query_queues", "arguments": {}}, {"method": "get_worker", "arguments": {"worker_id": "w"}}]
+    failed, found = (await http.post("/calls", json={"calls": calls})).json()["results"]
+    assert (failed["error"]["type"], found) == ("StoreError", {"value": None})
+
+
 async def test_an_illegal_change_is_a_conflict(http: httpx.AsyncClient, claimed: AttemptedRollout) -> None:
     path = f"/rollouts/{claimed.rollout_id}/attempts/latest"
     await http.post(path, json={"status": "succeeded"})
@@ -558,9 +590,9 @@ async def test_a_key_makes_a_repeated_request_harmless(http: httpx.AsyncClient, 
 
 async def test_a_client_that_went_away_claims_nothing(store: Store) -> None:
     async with Server(store, secret="s") as server:
-        for path in ("queues/rollouts/dequeue", "waits/calls"):
+        for path in ("queues/rollouts/dequeue", "calls"):
             call = {"method": "dequeue_rollout", "arguments": {"timeout": 60}}
-            body = orjson.dumps({"calls": [call]} if path == "waits/calls" else {"timeout": 60})
+            body = orjson.dumps({"calls": [call]} if path == "calls" else {"timeout": 60})
             head = f"POST {BASE}/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             _, writer = await asyncio.open_connection(server.host, server.port)
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

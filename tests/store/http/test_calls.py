@@ -142,6 +142,14 @@ async def test_of_an_answer_too_long_to_keep_the_present_state_is_told(store: St
     assert await store.count_rollouts() == 2
 
 
+async def test_a_client_of_another_version_is_refused(store: Store, serve: Serve) -> None:
+    calls = {"calls": [{"method": "enqueue_rollout", "arguments": {"input": "a task"}}]}
+    reply = await serve(store).http.post("/calls", json=calls, headers={"agl-protocol": "9"})
+    assert (reply.status_code, reply.headers["agl-protocol"]) == (400, "1")
+    assert "protocol 9" in reply.json()["error"]["message"]
+    assert await store.count_rollouts() == 0
+
+
 async def test_the_same_call_twice_in_one_request_is_done_once(store: Store, serve: Serve) -> None:
     one = {"method": "enqueue_rollout", "arguments": {"input": "a task"}, "key": "k"}
     results = (await serve(store).http.post("/calls", json={"calls": [one] * 5})).json()["results"]

@@ -27,7 +27,8 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rol
 from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreBase, paging
-from agentlightning.store.http.client import store_client, transport
+from agentlightning.store.http import client as client_module
+from agentlightning.store.http import transport
 
 Store = LightningStoreBase
 
@@ -313,7 +314,17 @@ async def test_without_the_right_token_the_error_says_so_at_once(store: Store, m
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:4747", "ftp://x", "http://", "postgresql://x/y", "http://u:p@x", "http://x?a=b"]
+    "url",
+    [
+        "localhost:4747",
+        "ftp://x",
+        "http://",
+        "postgresql://x/y",
+        "http://u:p@x",
+        "http://x?a=b",
+        "http://x:99999",
+        "http://[x",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
@@ -408,7 +419,7 @@ async def test_long_lists_are_read_in_pages(there: Store, monkeypatch: pytest.Mo
 async def test_waiting_goes_on_over_many_requests(
     there: Store, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_client, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(client_module, "WAIT_SECONDS", 0.02)
     before = proxy.requests
     waiting = asyncio.create_task(there.dequeue_rollout(timeout=60))
     for _ in range(1000):
