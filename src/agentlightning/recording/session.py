@@ -5,7 +5,8 @@ it starts and in `asyncio.to_thread`, belongs to it. It succeeds when its block 
 leaves it. Within an attempt of a runner, or in another session, it makes no rollout of its own: it is part of that one,
 so that the same code can be recorded in production and trained.
 
-What is emitted outside of all of these makes an implicit session (`begin_implicit`).
+What is emitted outside of all of these makes an implicit session (`begin_implicit`). `track_critical_path` records only
+what is marked.
 """
 
 from __future__ import annotations
@@ -15,36 +16,37 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Final, ParamSpec, Self, TypeVar, cast, get_args, overload
 
 import orjson
 
 from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
 from agentlightning.errors import ConfigError, Failure
-from agentlightning.recording.decorating import run_within
 from agentlightning.recording.recorder import Recorder, SessionSink, end_implicit, recorder_of
 from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
 from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, current_settings
 from agentlightning.rollouts import RolloutMode
-from agentlightning.span import (
-    EXCEPTION,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_STACKTRACE,
-    EXCEPTION_TYPE,
-    new_trace_id,
-)
+from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.emit import emit_annotation
-from agentlightning.tracing.scope import Lifetime, Scope, current_scope, current_speaker, enter_scope, implicit_sessions
-from agentlightning.tracing.status import counters
+from agentlightning.tracing.emit import bound_arguments, emit_annotation, exception_attributes
+from agentlightning.tracing.messages import json_text
+from agentlightning.tracing.operation import Block
+from agentlightning.tracing.outbox import counters
+from agentlightning.tracing.scope import (
+    Lifetime,
+    Scope,
+    current_scope,
+    current_speaker,
+    enter_scope,
+    implicit_sessions,
+    mark_critical,
+)
 from agentlightning.tracing.tracer import record
-from agentlightning.tracing.values import json_text
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bits
 
@@ -56,7 +58,7 @@ IMPLICIT: Final = "implicit"
 PLAIN = (str, int, float, bool, type(None))
 
 
-class Session:
+class Session(Block):
     """One session; it also decorates functions. Created by `track_session`.
 
     >>> with agl.track_session() as session:
@@ -108,7 +110,7 @@ class Session:
 
     # -- as a block --------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         if self._own is not None or self._outer is not None:
             raise ConfigError("a session is used once; call agl.track_session() for each block")
         self._outer = current_scope()
@@ -155,27 +157,17 @@ class Session:
             redact=settings.redact,
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._own is None or self._sink is None or self._entered is None:
             return  # it is part of another rollout
         failure = None if error is None or _is_success(error) else Failure.of(error)
         if failure is not None and current_scope() is not None:
-            _record_failure(failure)
+            record(EXCEPTION, exception_attributes(failure), error=f"{failure.type}: {failure.message}")
         entered, self._entered = self._entered, None
         self._lifetime.end()
         with suppress(ValueError):  # the block is left in another context than it was entered in
             entered.__exit__(None, None, None)
         self._sink.end(SessionEnd(time.time(), failure))
-
-    async def __aenter__(self) -> Session:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, where)
 
     # -- as a decorator ----------------------------------------------------------------------------------------------
 
@@ -184,11 +176,11 @@ class Session:
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-            task = _arguments(signature, args, kwargs) if self._task is None else self._task
+            task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
             name = self._name or function.__qualname__
             return Session(task, self._store, name, self._metadata, self._mode, self._only_marked)
 
-        return run_within(function, session, "track_session")
+        return _run_within(function, session, "track_session")
 
 
 @overload
@@ -297,15 +289,6 @@ def _begin(session: SessionRecord, store: LightningStore | str | Path | None) ->
         return None
 
 
-def _record_failure(failure: Failure) -> None:
-    attributes = {
-        EXCEPTION_TYPE: failure.type,
-        EXCEPTION_MESSAGE: failure.message,
-        EXCEPTION_STACKTRACE: failure.traceback,
-    }
-    record(EXCEPTION, attributes, error=f"{failure.type}: {failure.message}")
-
-
 def _is_success(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
@@ -320,9 +303,83 @@ def _snapshot(value: Any) -> Any:
         return loads(json_text(value).encode(errors="replace"))
 
 
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
-    try:
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        return {"args": args, "kwargs": kwargs}
+def _run_within(
+    function: Callable[P, R],
+    open_block: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]],
+    door: str,
+) -> Callable[P, R]:
+    """The function, sync or async, with each call in `open_block(args, kwargs)`. `door` is named in the ConfigError for
+    a generator, whose code runs between other code."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{door} cannot decorate the generator {function.__qualname__}: its code runs between other code; open"
+            f" `with agl.{door}()` around the loop that consumes it"
+        )
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def within_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with open_block(args, kwargs):
+                return await function(*args, **kwargs)
+
+        return cast(Callable[P, R], within_async)
+
+    @functools.wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        with open_block(args, kwargs):
+            return function(*args, **kwargs)
+
+    return within
+
+
+# -- only what is marked -----------------------------------------------------------------------------------------------
+
+# Within an attempt, its first block turns on recording of marked code alone: what lies in such a block is recorded, and
+# what comes outside of one from then on is not, but for rewards and the failure of the attempt. What is left out is
+# counted (`recording_status`). Outside of any attempt, a block is a session of its own.
+
+
+class CriticalPath(Block):
+    """A marked block. Created by `track_critical_path`.
+
+    >>> with agl.track_critical_path():
+    ...     agl.emit_message("recorded")
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if current_scope() is None:
+            self._stack.enter_context(track_session())
+        scope = current_scope()
+        if scope is not None:
+            scope.lifetime.only_marked = True
+        self._stack.enter_context(mark_critical())
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        self._stack.__exit__(kind, error, where)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function: its calls are marked."""
+        return _run_within(function, lambda args, kwargs: CriticalPath(), "track_critical_path")
+
+
+@overload
+def track_critical_path(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def track_critical_path() -> CriticalPath: ...
+def track_critical_path(function: Any = None, /) -> Any:
+    """Mark a block, sync or async, or a function: from the first mark on, an attempt records only what is marked.
+
+        >>> with agl.track_session():
+        ...     with agl.track_critical_path():
+        ...         agl.emit_message("recorded")
+        ...     agl.emit_message("counted, and not recorded")
+        ...     agl.emit_reward(1.0)
+
+    Rewards and failures are always recorded. `track_session(only_marked=True)` leaves out what comes before the first
+    mark, too. Calls that a gateway answers are recorded by the gateway, marked or not.
+    """
+    return CriticalPath() if function is None else CriticalPath()(function)

@@ -38,10 +38,10 @@ from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
-from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
+from agentlightning.tracing.outbox import Retry
 
 # -- heartbeat -------------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Runner:
         self._heartbeat_seconds = _heartbeat_interval(heartbeat_seconds, lease_seconds)
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._retry = StoreRetry(patience)
+        self._retry = Retry(patience)
         self._heartbeat = Heartbeat(
             store,
             self.worker_id,

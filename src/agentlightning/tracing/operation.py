@@ -5,24 +5,37 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, ParamSpec, Self, TypeVar, cast, overload
 
 from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.trace import Span as OtelSpan
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.tracing.emit import bound_arguments, flatten
+from agentlightning.tracing.messages import json_text
 from agentlightning.tracing.scope import recording_scope
 from agentlightning.tracing.tracer import tracer
-from agentlightning.tracing.values import flatten, json_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Operation:
+class Block(AbstractContextManager["Block"]):
+    """A block of code, `with` or `async with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.__exit__(*error)
+
+
+class Operation(Block):
     """One recorded step. Created by `operation`."""
 
     def __init__(
@@ -48,7 +61,7 @@ class Operation:
             raise ConfigError(f"operation {self._name!r} is not open; set its input and output inside the with block")
         return self._span
 
-    def __enter__(self) -> Operation:
+    def __enter__(self) -> Self:
         if self._span is not None:
             raise ConfigError(f"operation {self._name!r} is already open; create one per with block")
         if not self._propagate:
@@ -60,21 +73,11 @@ class Operation:
         self._span = self._stack.enter_context(context)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if error is not None:
             self._open_span().set_attribute(names.ERROR_TYPE, type(error).__qualname__)
         self._span = None
         self._stack.__exit__(kind, error, where)
-
-    async def __aenter__(self) -> Operation:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, where)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is one step."""
@@ -87,7 +90,7 @@ class Operation:
             @functools.wraps(fn)
             async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
                 with Operation(name, attributes, propagate) as step:
-                    step.set_input(_arguments(signature, args, kwargs))
+                    step.set_input(bound_arguments(signature, args, kwargs))
                     output = await fn(*args, **kwargs)
                     step.set_output(output)
                     return output
@@ -97,7 +100,7 @@ class Operation:
         @functools.wraps(fn)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
             with Operation(name, attributes, propagate) as step:
-                step.set_input(_arguments(signature, args, kwargs))
+                step.set_input(bound_arguments(signature, args, kwargs))
                 output = fn(*args, **kwargs)
                 step.set_output(output)
                 return output
@@ -130,11 +133,3 @@ def operation(name: Any = None, *, propagate: bool = True, **attributes: Any) ->
     if callable(name):
         return Operation(None, attributes, propagate)(name)
     return Operation(name, attributes, propagate)
-
-
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
-    try:
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        return {"args": args, "kwargs": dict(kwargs)}

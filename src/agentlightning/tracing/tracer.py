@@ -37,6 +37,7 @@ from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace
 
 from agentlightning.span import AGENT_NAME, Span
 from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
+from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
     Scope,
     agent_in,
@@ -47,7 +48,6 @@ from agentlightning.tracing.scope import (
     is_left_out,
     recording_scope,
 )
-from agentlightning.tracing.status import counters
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,16 @@ so that no framework is imported. What has none of these shapes becomes text. Pu
 
 from __future__ import annotations
 
+import json
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Final, cast
 
 import orjson
+from pydantic import BaseModel
 
 from agentlightning.tracing.genai_messages import MAX_DEPTH, Message, parse_json
-from agentlightning.tracing.values import json_text
 from agentlightning.util.json_values import dumps
 
 ROLES: Final = {
@@ -350,3 +352,33 @@ def _plain(value: Any) -> Any:
 
 def _fallback(value: Any) -> str:
     return value if isinstance(value, str) else json_text(value)
+
+
+# -- values as text ----------------------------------------------------------------------------------------------------
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 1000
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON text; values without a JSON form become their shortened `repr`. Never fails."""
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False, default=_json_or_repr)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_short.repr(value))
+
+
+def _json_or_repr(value: Any) -> Any:
+    try:
+        return to_jsonable(value)
+    except (TypeError, ValueError):
+        return _short.repr(value)
+
+
+def to_jsonable(value: Any) -> Any:
+    """`default` of a JSON encoder: pydantic models and dataclasses. Raises TypeError for other values."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__qualname__} has no JSON form")
