@@ -20,7 +20,7 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.span import SpanEvent
-from agentlightning.tracing import genai_messages
+from agentlightning.tracing import messages
 from agentlightning.util.json_values import dumps, loads
 
 TOOL_DESCRIPTION: Final = "gen_ai.tool.description"
@@ -308,8 +308,8 @@ def _read_by_operation(source: str, targets: Mapping[str, str], attributes: Attr
 def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, attributes: Attributes) -> None:
     if target in attributes:
         return
-    items = genai_messages.unflatten((key[len(prefix) :], attributes[key]) for key in keys)
-    found = genai_messages.tools(items) if target == names.TOOL_DEFINITIONS else genai_messages.messages(items, role)
+    items = messages.unflatten((key[len(prefix) :], attributes[key]) for key in keys)
+    found = messages.tools(items) if target == names.TOOL_DEFINITIONS else messages.recorded_messages(items, role)
     if found:
         _put_json(target, found, attributes)
 
@@ -317,7 +317,7 @@ def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, att
 def _read_whole(key: str, target: str, role: str, attributes: Attributes) -> None:
     if target in attributes or (not key.startswith("gen_ai.") and not _is_model_call(attributes)):
         return
-    if found := genai_messages.messages(attributes[key], role):
+    if found := messages.recorded_messages(attributes[key], role):
         _put_json(target, found, attributes)
 
 
@@ -337,7 +337,7 @@ def _read_events(attributes: Attributes, events: Iterable[SpanEvent]) -> None:
         elif event.name in EVENTS:
             target, role = EVENTS[event.name]
             body = next((event.attributes[key] for key in EVENT_BODIES if key in event.attributes), None)
-            found.setdefault(target, []).extend(genai_messages.from_event(body, event.attributes, role))
+            found.setdefault(target, []).extend(messages.event_messages(body, event.attributes, role))
     for target, read in found.items():
         if read and target not in attributes:
             _put_json(target, read, attributes)
