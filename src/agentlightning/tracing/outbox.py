@@ -65,7 +65,7 @@ class Tries:
         self._end = time.monotonic() + patience
         self._pause = FIRST_PAUSE
 
-    def pause(self, error: Exception) -> float | None:
+    def pause(self, error: Exception | None = None) -> float | None:
         """Seconds to wait before the next try; None if there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
