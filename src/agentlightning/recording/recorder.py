@@ -4,6 +4,10 @@ The code that is recorded only appends to an `Outbox`, whose thread writes what 
 a few hundredths of a second becomes one transaction. While the store cannot be written, because its disk is full or no
 server answers, the queue keeps what it can hold, for as long as the process runs; beyond that it is dropped and
 counted. Nothing is raised into the user's code.
+
+Finished sessions are written whole, many in one transaction; open ones as they go on. Every call may be repeated
+without taking effect twice. What the store rejects is written without the values it cannot hold, or dropped and
+counted: it must not take other sessions with it.
 """
 
 from __future__ import annotations
@@ -14,18 +18,36 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from agentlightning.errors import ConfigError, StoreClosedError
-from agentlightning.recording.records import SessionEnd, SessionRecord, StoreWriter
-from agentlightning.recording.settings import current_settings
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    Failure,
+    NotFoundError,
+    StoreClosedError,
+)
+from agentlightning.recording.settings import (
+    SAMPLING_RATE,
+    Redact,
+    check_store,
+    current_settings,
+    redact_failure,
+    redact_spans,
+    redact_start,
+)
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig, RolloutMode
 from agentlightning.span import Span
 from agentlightning.store import pending
-from agentlightning.store.base import DEFAULT_STORE, LightningStore
+from agentlightning.store.base import LightningStore, store_url
+from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
+from agentlightning.tracing.sanitize import sanitize_span, sanitize_value
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
 
 LINGER_SECONDS: Final = 0.02
@@ -35,6 +57,8 @@ MOST_WAITING: Final = 50_000
 MOST_BYTES: Final = 256 * 1024 * 1024
 """Characters of text in their attributes, at most."""
 HEARTBEAT_SECONDS: Final = 60.0
+SILENT_SECONDS: Final = 300.0
+"""A session of a process that ended without a word fails after this time."""
 PRUNE_SECONDS: Final = 600.0
 """How often old rollouts are removed, where there is a retention."""
 EXIT_SECONDS: Final = 10.0
@@ -44,25 +68,156 @@ BEGIN_SECONDS: Final = 2.0
 """How long the first model call of a session waits for its start to be written, so that the gateway knows it."""
 PATIENCE: Final = 2.0
 """Seconds for which one call waits for a server that does not answer."""
+SPANS_PER_CALL: Final = 1000
+
+SESSION_QUEUE: Final = "_sessions"
+"""The queue of sessions. It is private: no runner claims them."""
+SESSION: Final = "session"
+"""In the metadata of a rollout that is a session: its name, or ""."""
+CONFIG: Final = RolloutConfig(unresponsive_seconds=SILENT_SECONDS)
+REJECTED: Final = (ConfigError, ConflictError, NotFoundError)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """How a session ended."""
+
+    time: float
+    failure: Failure | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {} if self.failure is None else {"error": asdict(self.failure)}
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord:
+    """One session, and the sink of its spans. Once it has begun, what is not said below belongs to the thread that
+    writes."""
+
+    rollout_id: str
+    claim_id: str
+    attempt_id: str
+    start_time: float
+    task: Any
+    mode: RolloutMode | None
+    metadata: dict[str, Any]
+    process_id: int = field(default_factory=os.getpid)
+    """Of the process that opened it."""
+    redact: Redact | None = None
+    recorder: Recorder | None = None
+    """Who writes it; None if it is not recorded."""
+    in_store: bool = False
+    """Its rollout is in the store."""
+    written: bool = False
+    """All of it is in the store, with its end."""
+    lost: bool = False
+    """The store has rejected it: nothing more of it is written."""
+    spans: list[Span] = field(default_factory=list[Span])
+    """Not yet written."""
+    end: SessionEnd | None = None
+
+    # -- in the user's threads -----------------------------------------------------------------------------------------
+
+    def put(self, spans: Sequence[Span]) -> None:
+        if self.recorder is not None:
+            self.recorder.put([(self, spans)])
+
+    def is_known(self) -> bool:
+        """Whether the store has its start, which a gateway on the same server needs to record its calls; waits a moment
+        for that."""
+        recorder = self.recorder
+        if recorder is not None and not (self.in_store or recorder.is_failing):
+            recorder.flush(BEGIN_SECONDS)
+        return self.in_store
+
+    def finish(self, failure: Failure | None = None) -> None:
+        """Queue its end, which is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until it is
+        written: SIGTERM may end it at any time."""
+        if (recorder := self.recorder) is not None:
+            recorder.put([(self, SessionEnd(time.time(), failure))], always=True)
+            if multiprocessing.current_process().daemon and not recorder.is_failing:
+                recorder.flush(PENDING_SECONDS)
+
+    # -- in the thread that writes -------------------------------------------------------------------------------------
+
+    def add(self, what: Sequence[Span] | SessionEnd | None) -> None:
+        """Prepare its start (None), spans of it, or its end for writing."""
+        redact = self.redact
+        if isinstance(what, SessionEnd):
+            if redact is not None and what.failure is not None:
+                what = replace(what, failure=redact_failure(redact, what.failure))
+            self.end = what
+        elif what is not None:
+            self.spans.extend(what if redact is None else redact_spans(redact, what))
+        elif redact is not None:
+            own = {name: self.metadata.pop(name) for name in (SESSION, SAMPLING_RATE) if name in self.metadata}
+            self.task, self.metadata = redact_start(redact, self.task, self.metadata)
+            self.metadata |= own
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something of it is to be written."""
+        return not self.written and bool(self.spans or self.end is not None or not self.in_store)
+
+    def sanitized(self) -> SessionRecord:
+        """Without the values that no store can hold."""
+        task, metadata = sanitize_value(self.task), sanitize_value(self.metadata)
+        return replace(self, task=task, metadata=metadata, spans=list(map(sanitize_span, self.spans)))
+
+    def reject(self, error: AgentLightningError) -> None:
+        """The store does not take it: drop it, and count it."""
+        self.lost = True
+        counters.add("sessions_lost")
+        counters.warn("rejected", f"the store rejects session {self.rollout_id}: {error}")
+        self.drop_spans()
+
+    def drop_spans(self) -> None:
+        counters.add("spans_dropped", len(self.spans))
+        self.spans = []
+
+    def note_written(self) -> None:
+        self.in_store = self.written = True
+        counters.add("sessions_written")
+
+    def whole(self) -> RolloutRecord:
+        """It has ended, and the store knows nothing of it."""
+        end, ids = self.end, (self.rollout_id, self.attempt_id)
+        assert end is not None
+        common: dict[str, Any] = {
+            "start_time": self.start_time,
+            "status": "succeeded" if end.failure is None else "failed",
+            "end_time": end.time,
+        }
+        rollout = Rollout(
+            self.rollout_id,
+            self.task,
+            mode=self.mode,
+            config=CONFIG,
+            metadata=self.metadata,
+            queue=SESSION_QUEUE,
+            **common,
+        )
+        attempt = Attempt(*ids, 1, metadata=end.metadata, last_heartbeat_time=end.time, **common)
+        spans = tuple(replace(span, sequence_id=number) for number, span in enumerate(self.spans, start=1))
+        return RolloutRecord(rollout, (attempt,), spans)
+
 
 Record = tuple[SessionRecord, "Sequence[Span] | SessionEnd | None"]
 """A session that has begun (None), spans of it, or its end."""
-Server = tuple[str, "str | None"]
-"""URL and access token."""
+
+
+# -- the recorder ------------------------------------------------------------------------------------------------------
 
 
 class Recorder(Outbox[Record]):
-    """Writes sessions to one store. `server`: whose store it is, if it is one's."""
+    """Writes sessions to the store at `place`, a path or URL, which is `store` where one is given."""
 
-    def __init__(
-        self,
-        opener: Callable[[], LightningStore],
-        name: str,
-        store: LightningStore | None = None,
-        server: Server | None = None,
-    ) -> None:
-        self.server = server
-        self._open = opener
+    def __init__(self, name: str, place: str | None, token: str | None, store: LightningStore | None = None) -> None:
+        self._place, self._token = place, token
         self._given = store
         """Held, so that no other store gets its identity."""
         limits = {"batch": MOST_WAITING, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
@@ -78,23 +233,16 @@ class Recorder(Outbox[Record]):
         self._next_prune = 0.0
         """On time.monotonic."""
 
-    # -- in the user's threads ---------------------------------------------------------------------------------------
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """(URL, access token) of the server whose store it is, if it is one's."""
+        return (self._place, self._token) if self._place is not None and _is_remote(self._place) else None
 
-    def begin(self, session: SessionRecord) -> bool:
-        """Queue the start of a session. False, and it is counted, where nothing more can wait."""
+    def begin(self, session: SessionRecord) -> None:
+        """Queue the start of a session, where there is room; else it is counted and not recorded."""
         counters.add("sessions")
-        return self.put([(session, None)])
-
-    def finish(self, session: SessionRecord, end: SessionEnd) -> None:
-        """Queue the end of a session; it is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until
-        it is written: SIGTERM may end it at any time."""
-        self.put([(session, end)], always=True)
-        if multiprocessing.current_process().daemon and not self.is_failing:
-            self.flush(PENDING_SECONDS)
-
-    def ensure_begun(self, session: SessionRecord) -> bool:
-        """Wait a moment until the start of a session is in the store. Whether it is."""
-        return session.in_store or (not self.is_failing and self.flush(BEGIN_SECONDS) and session.in_store)
+        if self.put([(session, None)]):
+            session.recorder = self
 
     def size_of(self, item: Record) -> int:
         """Characters of text in the attributes: what spans of agents mostly consist of."""
@@ -104,7 +252,7 @@ class Recorder(Outbox[Record]):
     def drop(self, items: Sequence[Record], why: str) -> None:
         counters.add("sessions_lost", sum(what is None for _, what in items))
         counters.add("spans_dropped", _count_spans(items))
-        if self._closed:
+        if self.is_closed:
             counters.warn("end", f"the process ends: nothing more is recorded in {self.name}")
         else:
             counters.warn("full", f"recording falls behind: {why} for {self.name}, and more are dropped")
@@ -133,13 +281,11 @@ class Recorder(Outbox[Record]):
     def take(self, batch: list[Record]) -> None:
         for session, what in batch:
             self._open_sessions[session.attempt_id] = session
-            if session.process_id != os.getpid():  # its parent writes its start
-                session.in_store = True
+            session.in_store = session.in_store or session.process_id != os.getpid()  # its parent writes its start
             session.add(what)
 
     async def send(self, batch: list[Record]) -> None:
-        changed = [session for session in self._open_sessions.values() if session.is_changed]
-        await StoreWriter(self._opened()).write(changed)
+        await self._write(self._opened(), [each for each in self._open_sessions.values() if each.is_changed])
         self._open_sessions = {key: each for key, each in self._open_sessions.items() if each.end is None}
         if self.is_failing:
             counters.settle(f"store {self.name}")
@@ -160,17 +306,21 @@ class Recorder(Outbox[Record]):
         )
 
     async def _keep_alive(self) -> None:
+        """Tell the store that sessions go on."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            going_on = [each for each in self._open_sessions.values() if each.in_store and not (each.end or each.lost)]
             try:
-                await StoreWriter(self._opened()).beat(list(self._open_sessions.values()))
+                for session in going_on:
+                    ids = session.rollout_id, session.attempt_id
+                    await self._opened().update_attempt(*ids, last_heartbeat_time=time.time())
             except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
                 counters.warn("beat", f"the store {self.name} is not told that sessions go on: {error}")
             await self._prune()
 
     async def _prune(self) -> None:
         retention = current_settings().retention
-        if retention is None or time.monotonic() < self._next_prune or self._closed:
+        if retention is None or time.monotonic() < self._next_prune or self.is_closed:
             return
         self._next_prune = time.monotonic() + PRUNE_SECONDS
         try:
@@ -180,36 +330,114 @@ class Recorder(Outbox[Record]):
 
     def _opened(self) -> LightningStore:
         if self._store is None:
-            self._store = self._open()
+            if self._place is None:
+                problem = "cannot be opened in another process; give track_session a path or a URL instead"
+                raise ConfigError(f"{self.name} {problem}")
+            self._store = _open(self._place, self._token)
         return self._store
+
+    # -- writing to a store. Errors other than REJECTED are raised, and all may be called again ------------------------
+
+    async def _write(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        """Write what is waiting of each session."""
+        for session in sessions:
+            if session.lost:
+                session.drop_spans()
+        live = [session for session in sessions if not session.lost]
+        await self._write_whole(store, [session for session in live if session.end and not session.in_store])
+        for session in live:
+            if session.end is None and not session.in_store:
+                session.in_store = await _in_some_form(session, lambda each: _start(store, each))
+        await self._write_spans(store, [session for session in live if session.spans and session.in_store])
+        for session in live:
+            if session.end is not None and session.in_store and not session.written:
+                await _end(store, session, session.end)
+
+    async def _write_whole(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        if not sessions:
+            return
+        written = sessions
+        try:
+            await store.add_records([session.whole() for session in sessions])
+        except REJECTED:
+            written = [s for s in sessions if await _in_some_form(s, lambda each: store.add_records([each.whole()]))]
+        for session in written:
+            counters.add("spans_written", len(session.spans))
+            session.spans = []
+            session.note_written()
+
+    async def _write_spans(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        for chunk in _chunks(sessions):
+            spans = [span for session in chunk for span in session.spans]
+            try:
+                await store.add_many_spans(spans)
+                counters.add("spans_written", len(spans))
+            except REJECTED:
+                for span in spans:
+                    await _write_alone(store, span)
+            for session in chunk:
+                session.spans = []
+
+
+async def _in_some_form(session: SessionRecord, write: Callable[[SessionRecord], Awaitable[object]]) -> bool:
+    """Write a session as it is, or else what the store can hold of it. Whether it took that."""
+    for each in (session, session.sanitized()):
+        try:
+            await write(each)
+        except REJECTED as error:
+            problem = error
+        else:
+            return True
+    session.reject(problem)
+    return False
+
+
+async def _start(store: LightningStore, session: SessionRecord) -> None:
+    await store.start_rollout(
+        session.task,
+        session.mode,
+        config=CONFIG,
+        metadata=session.metadata,
+        rollout_id=session.rollout_id,
+        queue=SESSION_QUEUE,
+        claim_id=session.claim_id,
+    )
+    await store.update_attempt(session.rollout_id, session.attempt_id, status="running")
+
+
+async def _end(store: LightningStore, session: SessionRecord, end: SessionEnd) -> None:
+    status = "succeeded" if end.failure is None else "failed"
+    try:
+        await store.update_attempt(session.rollout_id, session.attempt_id, status=status, metadata=end.metadata)
+    except REJECTED as error:
+        session.reject(error)
+    else:
+        session.note_written()
+
+
+async def _write_alone(store: LightningStore, span: Span) -> None:
+    try:
+        await store.add_span(sanitize_span(span))
+        counters.add("spans_written")
+    except REJECTED as error:
+        counters.add("spans_dropped")
+        counters.warn("rejected", f"the store rejects span {span.name!r} of {span.rollout_id}: {error}")
+
+
+def _chunks(sessions: Sequence[SessionRecord]) -> list[list[SessionRecord]]:
+    chunks: list[list[SessionRecord]] = []
+    size = SPANS_PER_CALL
+    for session in sessions:
+        if size + len(session.spans) > SPANS_PER_CALL:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(session)
+        size += len(session.spans)
+    return chunks
 
 
 def _count_spans(items: Sequence[Record]) -> int:
     return sum(len(what) for _, what in items if isinstance(what, Sequence))
-
-
-class SessionSink:
-    """Passes the spans of a session on to its recorder, if it has one."""
-
-    def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
-        self._session, self._recorder = session, recorder
-
-    @property
-    def server(self) -> Server | None:
-        """The server that the session is recorded on, if it is."""
-        return None if self._recorder is None else self._recorder.server
-
-    def is_known(self) -> bool:
-        """Whether the server knows the session, which a gateway on it needs to record its calls."""
-        return self._recorder is not None and self._recorder.ensure_begun(self._session)
-
-    def put(self, spans: Sequence[Span]) -> None:
-        if self._recorder is not None:
-            self._recorder.put([(self._session, spans)])
-
-    def end(self, end: SessionEnd) -> None:
-        if self._recorder is not None:
-            self._recorder.finish(self._session, end)
 
 
 # -- the recorders of this process -----------------------------------------------------------------------------------
@@ -222,21 +450,16 @@ _installed = threading.Event()
 def recorder_of(store: LightningStore | str | Path | None = None) -> Recorder:
     """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
     Raises ConfigError for anything else."""
-    if store is None:
-        key: object = (os.environ.get("AGL_STORE", ""), _directory())
-    elif isinstance(store, str | Path):
-        key = (str(store), _directory())
-    elif isinstance(store, LightningStore):
-        key = id(store)
-    else:
-        raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+    check_store(store)
+    is_store, directory = isinstance(store, LightningStore), _directory()
+    key = id(store) if is_store else (str(store_url(store)), directory)
     found = _recorders.get(key)
     if found is None:
         with _lock:
+            _install()
             found = _recorders.get(key)
             if found is None:
-                _install()
-                found = _recorders[key] = _new_recorder(store)
+                found = _recorders[key] = _of_store(store) if is_store else _of_place(str(store_url(store)), directory)
     return found
 
 
@@ -247,36 +470,27 @@ def _directory() -> str:
         return ""
 
 
-def _new_recorder(store: LightningStore | str | Path | None) -> Recorder:
-    if isinstance(store, LightningStore):
-        url, token = getattr(store, "url", None), getattr(store, "token", None)
-        return Recorder(_opener_like(store), repr(store), store, None if url is None else (url, token))
-    place = str(store) if store is not None else os.environ.get("AGL_STORE") or ""
-    if place.startswith(("http://", "https://")):
-        return Recorder(lambda: _client(place, None), place, server=(place, os.environ.get("AGL_TOKEN") or None))
+def _of_store(store: LightningStore) -> Recorder:
+    place, token = getattr(store, "path", None) or getattr(store, "url", None), getattr(store, "token", None)
+    return Recorder(repr(store), None if place is None else str(place), token, store)
+
+
+def _of_place(place: str, directory: str) -> Recorder:
     if "://" not in place and place != ":memory:":
-        place = str(Path(_directory(), Path(place or DEFAULT_STORE).expanduser()))
-    return Recorder(lambda: LightningStore(place), place)
+        place = str(Path(directory, Path(place).expanduser()))
+    return Recorder(place, place, os.environ.get("AGL_TOKEN") or None)
 
 
-def _opener_like(store: LightningStore) -> Callable[[], LightningStore]:
-    """Opens the same store again, in a child process."""
-    path, url, token, shown = *(getattr(store, name, None) for name in ("path", "url", "token")), repr(store)
-    if path is not None:
-        return lambda: LightningStore(path)
-    if url is not None:
-        return lambda: _client(url, token)
-
-    def refuse() -> LightningStore:
-        raise ConfigError(f"{shown} cannot be opened in another process; give track_session a path or a URL instead")
-
-    return refuse
+def _is_remote(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
 
 
-def _client(url: str, token: str | None) -> LightningStore:
+def _open(place: str, token: str | None) -> LightningStore:
+    if not _is_remote(place):
+        return LightningStore(place)
     from agentlightning.store.http.client import LightningStoreClient
 
-    return LightningStoreClient(url, token, patience=PATIENCE)
+    return LightningStoreClient(place, token, patience=PATIENCE)
 
 
 def flush_recording(timeout: float = 10.0) -> bool:
@@ -307,8 +521,8 @@ def recording_status() -> RecordingStatus:
 def end_implicit(*speakers: Speaker) -> None:
     """End the implicit sessions of these tasks and threads, of all without any, so that readers find them finished."""
     for inside in end_implicit_scopes(speakers):
-        if isinstance(inside.sink, SessionSink):
-            inside.sink.end(SessionEnd(time.time()))
+        if isinstance(inside.sink, SessionRecord):
+            inside.sink.finish()
 
 
 def _install() -> None:

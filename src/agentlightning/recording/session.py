@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast, get_args, overload
 
@@ -25,9 +26,8 @@ import orjson
 
 from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
 from agentlightning.errors import ConfigError, Failure
-from agentlightning.recording.recorder import Recorder, SessionSink, end_implicit, recorder_of
-from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
-from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, current_settings
+from agentlightning.recording.recorder import SESSION, SessionRecord, end_implicit, recorder_of
+from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, check_store, current_settings
 from agentlightning.rollouts import RolloutMode
 from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
@@ -38,7 +38,6 @@ from agentlightning.tracing.messages import json_text
 from agentlightning.tracing.operation import Block
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
-    Lifetime,
     Scope,
     current_scope,
     current_speaker,
@@ -75,8 +74,7 @@ class Session(Block):
         mode: RolloutMode | None,
         only_marked: bool,
     ) -> None:
-        if store is not None and not isinstance(store, LightningStore | str | Path):
-            raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+        check_store(store)
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={metadata!r:.80} is not a dict")
         if name is not None and not isinstance(name, str):
@@ -86,51 +84,54 @@ class Session(Block):
         self._task, self._store, self._name, self._metadata = task, store, name, metadata
         self._mode: RolloutMode | None = mode
         self._only_marked = only_marked
-        self._outer: Scope | None = None
+        self._scope: Scope | None = None
+        """That of the rollout that it is, or is part of."""
         self._own: SessionRecord | None = None
-        self._sink: SessionSink | None = None
         self._entered: AbstractContextManager[Scope] | None = None
-        self._lifetime = Lifetime()
 
     @property
     def rollout_id(self) -> str:
         """The id of its rollout."""
-        return self._scope().rollout_id
+        return self._begun().rollout_id
 
     @property
     def attempt_id(self) -> str:
         """The id of its attempt."""
-        return self._scope().attempt_id
+        return self._begun().attempt_id
 
-    def _scope(self) -> Scope | SessionRecord:
-        inside = self._own or self._outer
-        if inside is None:
+    def _begun(self) -> Scope:
+        if self._scope is None:
             raise ConfigError("the session has not begun; use `with agl.track_session() as session`")
-        return inside
+        return self._scope
 
     # -- as a block --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._own is not None or self._outer is not None:
+        if self._scope is not None:
             raise ConfigError("a session is used once; call agl.track_session() for each block")
-        self._outer = current_scope()
-        if self._outer is not None:
-            self._outer.lifetime.only_marked |= self._only_marked
+        self._scope = current_scope()
+        if self._scope is None:
+            self._entered = enter_scope(self._begin_own())
+            self._entered.__enter__()
+        else:
+            self._scope.lifetime.only_marked |= self._only_marked
             self._annotate()
-            return self
-        self._entered = enter_scope(self._begin_own())
-        self._entered.__enter__()
         return self
 
     def _begin_own(self) -> Scope:
         """Begin it as a rollout of its own, without entering its scope."""
         settings = current_settings()
-        self._own = self._record(settings)
-        store = settings.store if self._store is None else self._store
-        self._sink = SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
-        scope = _scope_of(self._own, self._sink)
-        self._lifetime = scope.lifetime
-        self._lifetime.only_marked = self._only_marked
+        session = self._own = self._record(settings)
+        if settings.sampling_rate < 1 and random_bits(53) / 2**53 >= settings.sampling_rate:
+            counters.add("sessions_sampled_out")
+        else:
+            try:
+                recorder_of(settings.store if self._store is None else self._store).begin(session)
+            except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
+                counters.add("sessions_lost")
+                counters.warn("begin", f"a session cannot be recorded: {error}")
+        scope = self._scope = _scope_of(session)
+        scope.lifetime.only_marked = self._only_marked
         return scope
 
     def _annotate(self) -> None:
@@ -158,16 +159,17 @@ class Session(Block):
         )
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if self._own is None or self._sink is None or self._entered is None:
+        if self._own is None or self._entered is None:
             return  # it is part of another rollout
-        failure = None if error is None or _is_success(error) else Failure.of(error)
+        success = isinstance(error, SystemExit) and error.code in (None, 0)
+        failure = None if error is None or success else Failure.of(error)
         if failure is not None and current_scope() is not None:
             record(EXCEPTION, exception_attributes(failure), error=f"{failure.type}: {failure.message}")
         entered, self._entered = self._entered, None
-        self._lifetime.end()
+        self._begun().lifetime.end()
         with suppress(ValueError):  # the block is left in another context than it was entered in
             entered.__exit__(None, None, None)
-        self._sink.end(SessionEnd(time.time(), failure))
+        self._own.finish(failure)
 
     # -- as a decorator ----------------------------------------------------------------------------------------------
 
@@ -259,38 +261,16 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
     return carried
 
 
-def _scope_of(session: SessionRecord, sink: SessionSink) -> Scope:
+def _scope_of(session: SessionRecord) -> Scope:
     ids = session.rollout_id, session.attempt_id
-    trace_id = trace_id_of(session.attempt_id) or new_trace_id()
-    if sink.server is None:
-        return Scope(*ids, sink, trace_id=trace_id)
+    server = None if session.recorder is None else session.recorder.server
+    inside = Scope(*ids, session, trace_id=trace_id_of(session.attempt_id) or new_trace_id())
+    if server is None:
+        return inside
     client_headers.install()
-    address, token = sink.server
-    key = attempt_key(attempt_secret(token), *ids)
-    scope = Scope(*ids, sink, trace_id=trace_id, address=address.rstrip("/"), key=key)
-    scope.lifetime.is_known = sink.is_known
-    return scope
-
-
-def _is_sampled(settings: RecordingSettings) -> bool:
-    if settings.sampling_rate >= 1 or random_bits(53) / 2**53 < settings.sampling_rate:
-        return True
-    counters.add("sessions_sampled_out")
-    return False
-
-
-def _begin(session: SessionRecord, store: LightningStore | str | Path | None) -> Recorder | None:
-    try:
-        recorder = recorder_of(store)
-        return recorder if recorder.begin(session) else None
-    except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
-        counters.add("sessions_lost")
-        counters.warn("begin", f"a session cannot be recorded: {error}")
-        return None
-
-
-def _is_success(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    inside.lifetime.is_known = session.is_known
+    key = attempt_key(attempt_secret(server[1]), *ids)
+    return replace(inside, address=server[0].rstrip("/"), key=key)
 
 
 def _snapshot(value: Any) -> Any:

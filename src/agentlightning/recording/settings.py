@@ -38,6 +38,12 @@ def current_settings() -> RecordingSettings:
     return _settings
 
 
+def check_store(store: object) -> None:
+    """Raises ConfigError for what names no store."""
+    if store is not None and not isinstance(store, LightningStore | str | Path):
+        raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+
+
 def configure_recording(
     *,
     store: LightningStore | str | Path | None = None,
@@ -64,8 +70,7 @@ def configure_recording(
         >>> agl.configure_recording()
     """
     global _settings
-    if store is not None and not isinstance(store, LightningStore | str | Path):
-        raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+    check_store(store)
     if isinstance(sampling_rate, bool) or not isinstance(sampling_rate, int | float) or not 0 <= sampling_rate <= 1:
         raise ConfigError(f"sampling_rate={sampling_rate!r:.80} is no probability; use a number from 0 to 1")
     if redact is not None and not callable(redact):

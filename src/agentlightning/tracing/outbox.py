@@ -157,7 +157,7 @@ class Outbox(ABC, Generic[T]):
         self._waiters: deque[tuple[int, Future[None]]] = deque()
         self._calls = 0
         """Of `flush`, `written` and `close`."""
-        self._closed = False
+        self.is_closed = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -215,8 +215,8 @@ class Outbox(ABC, Generic[T]):
         """Queue items, and drop those that do not fit. Whether all did. `always`: whether they fit or not."""
         with self._lock:
             waiting = len(self._waiting)
-            room = 0 if self._closed or self._size >= self._max_size else max(0.0, self._capacity - waiting)
-            taken = items if (always and not self._closed) or len(items) <= room else items[: int(room)]
+            room = 0 if self.is_closed or self._size >= self._max_size else max(0.0, self._capacity - waiting)
+            taken = items if (always and not self.is_closed) or len(items) <= room else items[: int(room)]
             self._waiting.extend(taken)
             self._put += len(taken)
             self._size += sum(map(self.size_of, taken))
@@ -227,7 +227,7 @@ class Outbox(ABC, Generic[T]):
                 self._notify()
         if len(taken) == len(items):
             return True
-        self.drop(items[len(taken) :], "it is closed" if self._closed else f"{waiting} wait already")
+        self.drop(items[len(taken) :], "it is closed" if self.is_closed else f"{waiting} wait already")
         return False
 
     @property
@@ -270,7 +270,7 @@ class Outbox(ABC, Generic[T]):
         """Take nothing more, and send what waits within `timeout` seconds. What is left then is dropped: False.
         Idempotent."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             self._calls += 1
             self._notify()
             thread, loop = self._thread, self._loop
@@ -313,7 +313,7 @@ class Outbox(ABC, Generic[T]):
 
     async def _next_batch(self) -> list[T]:
         """Wait for a batch; empty once the outbox is closed."""
-        await self._until(lambda: bool(self._waiting) or self._closed, None)
+        await self._until(lambda: bool(self._waiting) or self.is_closed, None)
         if self._linger:
             await self._until(self._is_due, self._linger)
         with self._lock:
@@ -321,7 +321,7 @@ class Outbox(ABC, Generic[T]):
             return list(self._taken)
 
     def _is_due(self) -> bool:
-        return len(self._waiting) >= self._batch or bool(self._waiters) or self._closed
+        return len(self._waiting) >= self._batch or bool(self._waiters) or self.is_closed
 
     async def _until(self, condition: Callable[[], bool], seconds: float | None) -> None:
         """Wait for a condition, at most so many seconds."""
