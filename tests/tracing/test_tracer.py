@@ -19,8 +19,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import AGENT_NAME, EXCEPTION, MESSAGE_BODY, OPERATION, REWARD, REWARD_VALUES, Span
 from agentlightning.store.ids import new_id
 from agentlightning.tracing import tracer as tracing
-from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward, track_agent
-from agentlightning.tracing.operation import operation
+from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward, operation, track_agent
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import ScopeProcessor, flush, tracer, tracer_provider
 

@@ -33,9 +33,8 @@ from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.emit import bound_arguments, emit_annotation, exception_attributes
+from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
 from agentlightning.tracing.messages import json_text
-from agentlightning.tracing.operation import Block
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
     Scope,

@@ -1,4 +1,5 @@
-"""`emit_*`: what an agent says of itself, one span for each call; and `track_agent`, which says who speaks.
+"""What an agent says of itself: `emit_*`, one span for each call; `operation`, a span with a duration; and
+`track_agent`, which says who speaks.
 
 Each call creates one OpenTelemetry span, which the store records with the current attempt (see `scope.py`). The agent's
 behaviour does not change; a value that cannot be recorded raises where it was emitted. `attributes` are further
@@ -14,15 +15,19 @@ nothing answers, and a response to nothing, are recorded as such and counted (`r
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
 import reprlib
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final, ParamSpec, Self, TypeVar, cast, overload
+
+from opentelemetry.trace import INVALID_SPAN
+from opentelemetry.trace import Span as OtelSpan
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, Failure, RewardError
@@ -54,10 +59,7 @@ from agentlightning.tracing.scope import (
     current_location,
     recording_scope,
 )
-from agentlightning.tracing.tracer import record
-
-Attribute = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
-"""An attribute value of OpenTelemetry."""
+from agentlightning.tracing.tracer import record, tracer
 
 
 def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         return {"args": args, "kwargs": dict(kwargs)}
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Attribute]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | float]]:
     """Pairs of dotted names and attribute values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -122,9 +124,7 @@ def emit_reward(
     record_event(names.REWARD, own, attributes, propagate)
 
 
-def _reward(
-    reward: float | bool | Mapping[str, float], name: str, primary_key: str | None
-) -> dict[str, Attribute | dict[str, float]]:
+def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> dict[str, Any]:
     if not isinstance(reward, Mapping):
         if primary_key is not None:
             raise RewardError(f"primary_key={primary_key!r} chooses one of several dimensions; {reward!r} has none")
@@ -134,8 +134,7 @@ def _reward(
         return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
     if primary_key not in values:
         raise RewardError(f"primary_key={primary_key!r} is not one of the dimensions: {', '.join(values)}")
-    found: dict[str, Attribute | dict[str, float]] = {names.EVALUATION_NAME: name}
-    found[names.SCORE_VALUE] = values[primary_key]
+    found: dict[str, Any] = {names.EVALUATION_NAME: name, names.SCORE_VALUE: values[primary_key]}
     for place, each in enumerate(sorted(values, key=lambda each: each != primary_key)):
         found |= {f"{REWARD_FAMILY}{place}.name": each, f"{REWARD_FAMILY}{place}.value": values[each]}
     return found
@@ -227,24 +226,19 @@ def record_event(
 
 def _number(value: Any, dimension: str | None = None) -> float:
     """The value as a finite float; NumPy scalars and one-element tensors are accepted."""
+    limit, number = names.MAX_REWARD, math.nan
     try:
         number = value.__float__()
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise RewardError(
-            f"{_call(value, dimension)}: a reward is a finite number or a dict of them; emit none if there is no reward"
-        ) from error
-    if not math.isfinite(number):
-        raise RewardError(f"{_call(value, dimension)}: a reward must be finite; emit none if there is no score")
-    if abs(number) > names.MAX_REWARD:
-        raise RewardError(
-            f"{_call(value, dimension)}: rewards range from {-names.MAX_REWARD:g} to {names.MAX_REWARD:g}; scale it"
-        )
-    return number
-
-
-def _call(value: Any, dimension: str | None) -> str:
+        problem = "a reward must be finite; emit none if there is no score"
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        problem = "a reward is a finite number or a dict of them; emit none if there is no reward"
+    if abs(number) <= limit:
+        return number
+    if math.isfinite(number):
+        problem = f"rewards range from {-limit:g} to {limit:g}; scale it"
     shown = reprlib.repr(value)
-    return f"emit_reward({shown})" if dimension is None else f"emit_reward({{{dimension!r}: {shown}}})"
+    shown = shown if dimension is None else f"{{{dimension!r}: {shown}}}"
+    raise RewardError(f"emit_reward({shown}): {problem}")
 
 
 def _dimensions(values: Mapping[str, float]) -> dict[str, float]:
@@ -256,7 +250,7 @@ def _dimensions(values: Mapping[str, float]) -> dict[str, float]:
     return {name: _number(value, name) for name, value in values.items()}
 
 
-# -- actions
+# -- actions -----------------------------------------------------------------------------------------------------------
 
 TOOL_OPERATION: Final = "execute_tool"
 
@@ -289,17 +283,10 @@ def emit_tool_call(
     if not name:
         raise ConfigError("emit_tool_call('') names no tool")
     own: dict[str, Any] = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
-    if args is not None:
-        own[names.TOOL_ARGUMENTS] = _text(args)
-    if result is not None:
-        own[names.TOOL_RESULT] = _text(result)
-    if call_id is not None:
-        own[names.TOOL_CALL_ID] = str(call_id)
-    message: str | None = None
+    own |= _present({names.TOOL_ARGUMENTS: args, names.TOOL_RESULT: result, names.TOOL_CALL_ID: call_id})
+    message = f"{type(error).__qualname__}: {error}" if isinstance(error, BaseException) else error
     if error is not None:
-        kind = type(error).__qualname__
-        own[names.ERROR_TYPE] = "error" if isinstance(error, str) else kind
-        message = error if isinstance(error, str) else f"{kind}: {error}"
+        own[names.ERROR_TYPE] = "error" if isinstance(error, str) else type(error).__qualname__
     if propagate:
         answer_with_tool_call(call_id, name, args, result if message is None else message)
     record_event(f"{TOOL_OPERATION} {name}", own, attributes, propagate, error=message)
@@ -327,32 +314,32 @@ def emit_step(
         return
     label = step if isinstance(step, str) else type(step).__name__
     described = step if output is None and not isinstance(step, str) else output
-    own: dict[str, Attribute] = {names.OPERATION_LABEL: label}
-    if input is not None:
-        own[names.OPERATION_INPUT] = json_text(input)
-    if described is not None:
-        own[names.OPERATION_OUTPUT] = json_text(described)
-    record_event(names.OPERATION, own, attributes, propagate)
+    own = {names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described}
+    own = {key: json_text(value) for key, value in own.items() if value is not None}
+    record_event(names.OPERATION, {names.OPERATION_LABEL: label, **own}, attributes, propagate)
 
 
 def _action(step: Any) -> tuple[str, Any, Any] | None:
     """(tool, input, observation) of a framework's action; None for what is none."""
-    observation: Any = None
-    if isinstance(step, list | tuple) and len(cast("Sequence[Any]", step)) == 2:
-        step, observation = cast("Sequence[Any]", step)
-    try:
-        tool, tool_input = field(step, "tool"), field(step, "tool_input")
-        observation = field(step, "result") if observation is None else observation
-    except Exception:  # noqa: BLE001  a property of an object of another library may raise anything
-        return None
-    return (tool, tool_input, observation) if isinstance(tool, str) and tool else None
+    action, observation = step if isinstance(step, list | tuple) and len(cast("Any", step)) == 2 else (step, None)
+    with suppress(Exception):  # a property of an object of another library may raise anything
+        tool = field(action, "tool")
+        observation = field(action, "result") if observation is None else observation
+        if isinstance(tool, str) and tool:
+            return tool, field(action, "tool_input"), observation
+    return None
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json_text(value)
+def _present(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values that are there, as text."""
+    return {
+        name: value if isinstance(value, str) else json_text(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
-# -- model calls
+# -- model calls -------------------------------------------------------------------------------------------------------
 
 CHAT: Final = "chat"
 
@@ -373,10 +360,8 @@ def emit_prompt(
         >>> agl.emit_prompt([{"role": "user", "content": "6 x 7?"}], model="gpt-x")
         >>> agl.emit_response("42")
     """
-    own: dict[str, Any] = dict(flatten(attributes)) if attributes else {}
+    own = _further(attributes, model)
     own[names.INPUT_MESSAGES] = messages_json(read_messages(prompt, "user"))
-    if model is not None:
-        own[names.REQUEST_MODEL] = model
     if not propagate:
         return
     scope = recording_scope()
@@ -385,8 +370,7 @@ def emit_prompt(
     elif scope is None:
         _record_unanswered(own, None)
     else:
-        waiting = WaitingPrompt(agent_in(scope), current_location(), time.time(), own)
-        _wait(scope.lifetime, waiting)
+        _wait(scope.lifetime, WaitingPrompt(agent_in(scope), current_location(), time.time(), own))
 
 
 def emit_response(
@@ -436,9 +420,7 @@ def _record_response(
     attributes: Mapping[str, Any] | None,
     given_first: bool = False,
 ) -> None:
-    further: dict[str, Any] = dict(flatten(attributes)) if attributes else {}
-    if model is not None:
-        further[names.REQUEST_MODEL] = model
+    further = _further(attributes, model)
     waiting = None if given_first else _take_waiting()
     if waiting is not None:
         _record_call({**waiting.attributes, **further}, result, waiting.time)
@@ -447,6 +429,11 @@ def _record_response(
     else:
         counters.add("responses_unprompted")
         record_event(names.RESPONSE, {**further, **_described(result)}, None, True)
+
+
+def _further(attributes: Mapping[str, Any] | None, model: str | None) -> dict[str, Any]:
+    of_model = {} if model is None else {names.REQUEST_MODEL: model}
+    return {**dict(flatten(attributes or {})), **of_model}
 
 
 def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result: Any) -> None:
@@ -473,16 +460,15 @@ def _record_call(attributes: dict[str, Any], result: ModelResult, start_time: fl
 
 
 def _described(result: ModelResult) -> dict[str, Any]:
-    own: dict[str, Any] = {names.OUTPUT_MESSAGES: messages_json(result.messages)}
     said = {
+        names.OUTPUT_MESSAGES: messages_json(result.messages),
         names.RESPONSE_MODEL: result.model,
         names.RESPONSE_ID: result.response_id,
         names.INPUT_TOKENS: result.input_tokens,
         names.OUTPUT_TOKENS: result.output_tokens,
         names.FINISH_REASONS: list(result.finish_reasons) or None,
     }
-    own.update((name, value) for name, value in said.items() if value is not None)
-    return own
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _record_unanswered(attributes: Mapping[str, Any], start_time: float | None) -> None:
@@ -521,7 +507,125 @@ def _record_rest(lifetime: Lifetime) -> None:
     """The attempt ends: what still waits was not answered."""
     prompts, lifetime.prompts = lifetime.prompts, []
     for each in prompts:
-        if not each.emitted:
-            continue
-        agent = {} if each.agent is None else {names.AGENT_NAME: each.agent}
-        _record_unanswered({**agent, **each.attributes}, each.time)
+        if each.emitted:
+            agent = {} if each.agent is None else {names.AGENT_NAME: each.agent}
+            _record_unanswered({**agent, **each.attributes}, each.time)
+
+
+# -- steps with a duration ---------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Block(AbstractContextManager["Block"]):
+    """A block of code, `with` or `async with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.__exit__(*error)
+
+
+class Operation(Block):
+    """One recorded step. Created by `operation`."""
+
+    def __init__(
+        self, name: str | None = None, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+    ) -> None:
+        self._name = name
+        self._attributes = dict(flatten(attributes, "")) if attributes else {}
+        self._propagate = propagate
+        self._stack = ExitStack()
+        self._span: OtelSpan | None = None
+
+    def set_input(self, /, *args: Any, **kwargs: Any) -> None:
+        """Record the input: a single value unchanged, several as a list, named ones as an object."""
+        inputs = [*args, kwargs] if kwargs else list(args)
+        self._open_span().set_attribute(names.OPERATION_INPUT, json_text(inputs[0] if len(inputs) == 1 else inputs))
+
+    def set_output(self, value: Any) -> None:
+        """Record the output."""
+        self._open_span().set_attribute(names.OPERATION_OUTPUT, json_text(value))
+
+    def _open_span(self) -> OtelSpan:
+        if self._span is None:
+            raise ConfigError(f"operation {self._name!r} is not open; set its input and output inside the with block")
+        return self._span
+
+    def __enter__(self) -> Self:
+        if self._span is not None:
+            raise ConfigError(f"operation {self._name!r} is already open; create one per with block")
+        if not self._propagate:
+            self._span = INVALID_SPAN
+            return self
+        recording_scope()  # Begins the implicit session, where there is no other.
+        attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
+        context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
+        self._span = self._stack.enter_context(context)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if error is not None:
+            self._open_span().set_attribute(names.ERROR_TYPE, type(error).__qualname__)
+        self._span = None
+        self._stack.__exit__(kind, error, where)
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function: each call is one step."""
+        name = self._name or fn.__qualname__
+        attributes, propagate = self._attributes, self._propagate
+        signature = inspect.signature(fn)
+
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with Operation(name, attributes, propagate) as step:
+                    step.set_input(bound_arguments(signature, args, kwargs))
+                    output = await fn(*args, **kwargs)
+                    step.set_output(output)
+                    return output
+
+            return cast(Callable[P, R], recorded_async)
+
+        @functools.wraps(fn)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Operation(name, attributes, propagate) as step:
+                step.set_input(bound_arguments(signature, args, kwargs))
+                output = fn(*args, **kwargs)
+                step.set_output(output)
+                return output
+
+        return recorded
+
+
+@overload
+def operation(fn: Callable[P, R], /, *, propagate: bool = True, **attributes: Any) -> Callable[P, R]: ...
+@overload
+def operation(name: str | None = None, *, propagate: bool = True, **attributes: Any) -> Operation: ...
+def operation(name: Any = None, *, propagate: bool = True, **attributes: Any) -> Any:
+    """Record a step of the agent: its name, input, output, duration and failure.
+
+    Decorates a function, sync or async, with or without a name, or wraps a block:
+
+        >>> @agl.operation
+        ... def search(query):
+        ...     return ["a page about " + query]
+        >>> search("tea")
+        ['a page about tea']
+        >>> with agl.operation("plan", kind="draft") as step:
+        ...     step.set_input("a question")
+        ...     step.set_output(["search", "answer"])
+
+    Other keywords are attributes of the span. Spans recorded within it become its children. An exception is recorded
+    and re-raised. Values without a JSON form are recorded as their shortened `repr`; arguments and results themselves
+    are not changed.
+    """
+    if callable(name):
+        return Operation(None, attributes, propagate)(name)
+    return Operation(name, attributes, propagate)
