@@ -435,7 +435,7 @@ def _plain(value: Any) -> Any:
 
 def parse_json(value: Any) -> Any:
     """Text parsed as JSON if it is an object or a list; any other value unchanged."""
-    if not isinstance(value, str) or value[:1] not in ("{", "["):
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
         return loads(value)

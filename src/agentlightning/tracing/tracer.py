@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import cache
+from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -53,16 +54,7 @@ logger = logging.getLogger(__name__)
 
 _RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
 
-UNLIMITED = SpanLimits(
-    max_attributes=SpanLimits.UNSET,
-    max_events=SpanLimits.UNSET,
-    max_links=SpanLimits.UNSET,
-    max_span_attributes=SpanLimits.UNSET,
-    max_event_attributes=SpanLimits.UNSET,
-    max_link_attributes=SpanLimits.UNSET,
-    max_attribute_length=SpanLimits.UNSET,
-    max_span_attribute_length=SpanLimits.UNSET,
-)
+UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLimits.UNSET))
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
 
 
