@@ -295,7 +295,7 @@ class Recorder(Outbox[Record]):
     def is_temporary(self, error: Exception) -> bool:
         return True
 
-    def retrying(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         self.is_failing = True
         if isinstance(error, StoreClosedError):  # the user has closed the store that they had given
             self._store, self._owns_store = None, True

@@ -33,7 +33,7 @@ class SpanWriter(Outbox[Span]):
     def __init__(self, store: LightningStoreBase, retry: Retry, on_fenced: Callable[[str], None]) -> None:
         super().__init__("the store", patience=retry.patience)
         self._store, self._on_fenced = store, on_fenced
-        self.retrying = retry.warn
+        self.failed = retry.failed
 
     async def send(self, batch: list[Span]) -> None:
         kept = await self._store.add_many_spans(batch)

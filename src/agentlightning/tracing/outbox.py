@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
@@ -50,12 +49,6 @@ class Unavailable(Exception):
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-
-
-def is_temporary(error: Exception) -> bool:
-    """Whether a store or a server that is full, busy or unreachable has raised it."""
-    # Embedded stores raise a StoreError as such where their database is busy or cannot be reached.
-    return isinstance(error, Unavailable) or type(error) in (StoreError, StoreFullError, StoreServerError)
 
 
 class Tries:
@@ -91,18 +84,26 @@ class Retry:
             try:
                 return await operation()
             except Exception as error:
-                pause = tries.pause(error) if is_temporary(error) else None
+                pause = tries.pause(error) if self.is_temporary(error) else None
                 if pause is None:
                     raise
-                self.warn(error)
-            await asyncio.sleep(pause)
+                self.failed(error)
+            await self.sleep(pause)
 
-    def warn(self, error: Exception) -> None:
-        """Log a failure that is followed by another try, now and then."""
+    def is_temporary(self, error: Exception) -> bool:
+        """Whether the operation may succeed later."""
+        # Embedded stores raise a StoreError as such where their database is busy or cannot be reached.
+        return isinstance(error, Unavailable) or type(error) in (StoreError, StoreFullError, StoreServerError)
+
+    def failed(self, error: Exception) -> None:
+        """Called before each pause: log it, now and then."""
         now = time.monotonic()
         if now - self._last_warning > WARN_EVERY_SECONDS:
             self._last_warning = now
             logger.warning("the store cannot be used, retrying for up to %g s: %s", self.patience, error)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 # -- the queue ---------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class OutboxCounts:
     """The destination has answered that it did not take them."""
 
 
-class Outbox(ABC, Generic[T]):
+class Outbox(Retry, ABC, Generic[T]):
     """A subclass says how a batch is sent (`send`). `name`: where it goes, in warnings. A batch is sent when it is full
     or its first item has waited for `linger` seconds; a caller who waits sends it at once. With `thread`, the name of
     one, `put` starts it."""
@@ -138,8 +139,8 @@ class Outbox(ABC, Generic[T]):
         max_size: float = float("inf"),
         thread: str | None = None,
     ) -> None:
-        self.name, self.patience = name, patience
-        self.counts = OutboxCounts()
+        super().__init__(patience)
+        self.name, self.counts = name, OutboxCounts()
         self._batch, self._linger, self._capacity, self._max_size = batch, linger, capacity, max_size
         self._thread_name = thread
         self._warned = False
@@ -174,11 +175,7 @@ class Outbox(ABC, Generic[T]):
         """What an item adds to the size of the queue, which `max_size` limits."""
         return 0
 
-    def is_temporary(self, error: Exception) -> bool:
-        """Whether the same batch may be taken later."""
-        return is_temporary(error)
-
-    def retrying(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         """Called before each pause."""
 
     def repair(self, item: T) -> T:
@@ -227,7 +224,7 @@ class Outbox(ABC, Generic[T]):
                 self._notify()
         if len(taken) == len(items):
             return True
-        self.drop(items[len(taken) :], "it is closed" if self.is_closed else f"{waiting} wait already")
+        self.drop(items[len(taken) :], "it is closed" if self.is_closed else f"{self.waiting} wait already")
         return False
 
     @property
@@ -334,28 +331,23 @@ class Outbox(ABC, Generic[T]):
                     await self._changed.wait()
 
     async def _deliver(self, batch: list[T], repaired: bool = False) -> None:
-        tries = Tries(self.patience)
-        while True:
-            calls, refused = self._calls, self.counts.refused
-            try:
-                await self.send(batch)
-            except self.rejections as error:
-                return await self._deliver_parts(batch, error, repaired)
-            except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame
-                pause = tries.pause(error) if self.is_temporary(error) else None
-                if pause is None:
-                    self.give_up(batch, error)
-                    return self._settle(len(batch))
-                self.retrying(error)
-            else:
-                refused = self.counts.refused - refused
-                self._warned = self._warned and refused > 0
-                self.counts.sent += len(batch) - refused
-                return self._settle(len(batch))
-            await self._until(partial(self._is_called_since, calls), pause)
+        refused = self.counts.refused
+        try:
+            await self(lambda: self.send(batch))
+        except self.rejections as error:
+            return await self._deliver_parts(batch, error, repaired)
+        except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame
+            self.give_up(batch, error)
+        else:
+            refused = self.counts.refused - refused
+            self._warned = self._warned and refused > 0
+            self.counts.sent += len(batch) - refused
+        self._settle(len(batch))
 
-    def _is_called_since(self, calls: int) -> bool:
-        return self._calls > calls
+    async def sleep(self, seconds: float) -> None:
+        """A pause, which ends when somebody waits for what is in the queue."""
+        calls = self._calls
+        await self._until(lambda: self._calls > calls, seconds)
 
     async def _deliver_parts(self, batch: list[T], error: Exception, repaired: bool) -> None:
         """Send what is not rejected of a batch."""
