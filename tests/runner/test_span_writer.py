@@ -76,4 +76,5 @@ async def test_one_span_that_no_store_takes_costs_nothing_but_itself(
     await asyncio.wait_for(writer.written(), 10)
     assert [each.name for each in await written.query_spans(claimed.rollout_id)] == ["one", "three"]
     assert "rejects span 'two'" in caplog.text
+    assert (writer.counts.sent, writer.counts.dropped) == (2, 1)
     work.cancel()

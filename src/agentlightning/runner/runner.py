@@ -139,6 +139,8 @@ class RunnerStatistics:
     needs a process of its own."""
     crashes: int = 0
     """Agent processes that died."""
+    spans_dropped: int = 0
+    """Spans of agents that the store rejects in every form."""
 
 
 @dataclass(slots=True)
@@ -354,7 +356,8 @@ class Runner:
 
     @property
     def statistics(self) -> RunnerStatistics:
-        return replace(self._counts, running=len(self._active), crashes=self.pool.crashes)
+        dropped = self._writer.counts.dropped
+        return replace(self._counts, running=len(self._active), crashes=self.pool.crashes, spans_dropped=dropped)
 
     def _count(self, what: str, by: int = 1) -> None:
         self._counts = replace(self._counts, **{what: getattr(self._counts, what) + by})
