@@ -124,7 +124,7 @@ class Listener(SpanProcessor):
 def test_a_processor_of_the_users_own_sees_what_is_emitted(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "tracer_provider", cache(tracing.tracer_provider.__wrapped__))
     monkeypatch.setattr(tracing, "tracer", cache(tracing.tracer.__wrapped__))
-    monkeypatch.setattr(import_module("agentlightning.tracing.operation"), "tracer", tracing.tracer)
+    monkeypatch.setattr(import_module("agentlightning.tracing.emit"), "tracer", tracing.tracer)
     listener = Listener()
     emit_reward({"format": 0.5})
     tracing.tracer_provider().add_span_processor(listener)

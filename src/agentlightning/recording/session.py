@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, ParamSpec, Self, TypeVar, cast, get_args, overload
+from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
 import orjson
 
@@ -33,7 +34,7 @@ from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
+from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes, run_within
 from agentlightning.tracing.messages import json_text
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
@@ -174,14 +175,16 @@ class Session(Block):
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is a session, whose task are the arguments unless one was given."""
+        _refuse_generators(function, "track_session")
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-            task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
-            name = self._name or function.__qualname__
-            return Session(task, self._store, name, self._metadata, self._mode, self._only_marked)
+            each = copy(self)
+            each._task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
+            each._name = self._name or function.__qualname__
+            return each
 
-        return _run_within(function, session, "track_session")
+        return run_within(function, session)
 
 
 @overload
@@ -282,33 +285,13 @@ def _snapshot(value: Any) -> Any:
         return loads(json_text(value).encode(errors="replace"))
 
 
-def _run_within(
-    function: Callable[P, R],
-    open_block: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]],
-    door: str,
-) -> Callable[P, R]:
-    """The function, sync or async, with each call in `open_block(args, kwargs)`. `door` is named in the ConfigError for
-    a generator, whose code runs between other code."""
+def _refuse_generators(function: Callable[..., Any], door: str) -> None:
+    """Raises ConfigError for a generator, whose code runs between other code."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
             f"{door} cannot decorate the generator {function.__qualname__}: its code runs between other code; open"
             f" `with agl.{door}()` around the loop that consumes it"
         )
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def within_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-            with open_block(args, kwargs):
-                return await function(*args, **kwargs)
-
-        return cast(Callable[P, R], within_async)
-
-    @functools.wraps(function)
-    def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        with open_block(args, kwargs):
-            return function(*args, **kwargs)
-
-    return within
 
 
 # -- only what is marked -----------------------------------------------------------------------------------------------
@@ -342,7 +325,8 @@ class CriticalPath(Block):
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: its calls are marked."""
-        return _run_within(function, lambda args, kwargs: CriticalPath(), "track_critical_path")
+        _refuse_generators(function, "track_critical_path")
+        return run_within(function, lambda args, kwargs: CriticalPath())
 
 
 @overload

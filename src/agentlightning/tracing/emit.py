@@ -519,7 +519,7 @@ R = TypeVar("R")
 
 
 class Block(AbstractContextManager["Block"]):
-    """A block of code, `with` or `async with`."""
+    """A block of code, `with` or `async with`; what also decorates functions uses `run_within`."""
 
     def __enter__(self) -> Self:
         return self
@@ -529,6 +529,29 @@ class Block(AbstractContextManager["Block"]):
 
     async def __aexit__(self, *error: Any) -> None:
         self.__exit__(*error)
+
+    def returned(self, value: R) -> R:
+        """Called with what a decorated function returns."""
+        return value
+
+
+def run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], dict[str, Any]], Block]) -> Any:
+    """The function, sync or async, with each call in `open_block(args, kwargs)`."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def within_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with open_block(args, kwargs) as block:
+                return block.returned(await function(*args, **kwargs))
+
+        return within_async
+
+    @functools.wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
+        with open_block(args, kwargs) as block:
+            return block.returned(function(*args, **kwargs))
+
+    return within
 
 
 class Operation(Block):
@@ -575,33 +598,19 @@ class Operation(Block):
         self._span = None
         self._stack.__exit__(kind, error, where)
 
+    def returned(self, value: R) -> R:
+        self.set_output(value)
+        return value
+
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is one step."""
-        name = self._name or fn.__qualname__
-        attributes, propagate = self._attributes, self._propagate
-        signature = inspect.signature(fn)
+        name, signature = self._name or fn.__qualname__, inspect.signature(fn)
 
-        if inspect.iscoroutinefunction(fn):
+        def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+            given = {names.OPERATION_INPUT: json_text(bound_arguments(signature, args, kwargs))}
+            return Operation(name, self._attributes | given, self._propagate)
 
-            @functools.wraps(fn)
-            async def recorded_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with Operation(name, attributes, propagate) as step:
-                    step.set_input(bound_arguments(signature, args, kwargs))
-                    output = await fn(*args, **kwargs)
-                    step.set_output(output)
-                    return output
-
-            return cast(Callable[P, R], recorded_async)
-
-        @functools.wraps(fn)
-        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Operation(name, attributes, propagate) as step:
-                step.set_input(bound_arguments(signature, args, kwargs))
-                output = fn(*args, **kwargs)
-                step.set_output(output)
-                return output
-
-        return recorded
+        return run_within(fn, step)
 
 
 @overload
