@@ -451,15 +451,15 @@ def recorder_of(store: LightningStore | str | Path | None = None) -> Recorder:
     """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
     Raises ConfigError for anything else."""
     check_store(store)
-    is_store, directory = isinstance(store, LightningStore), _directory()
-    key = id(store) if is_store else (str(store_url(store)), directory)
+    directory = _directory()
+    place = store if isinstance(store, LightningStore) else str(store_url(store))
+    key = id(place) if isinstance(place, LightningStore) else (place, directory)
     found = _recorders.get(key)
     if found is None:
         with _lock:
             _install()
-            found = _recorders.get(key)
-            if found is None:
-                found = _recorders[key] = _of_store(store) if is_store else _of_place(str(store_url(store)), directory)
+            found = _recorders.get(key) or _new_recorder(place, directory)
+            _recorders[key] = found
     return found
 
 
@@ -470,12 +470,10 @@ def _directory() -> str:
         return ""
 
 
-def _of_store(store: LightningStore) -> Recorder:
-    place, token = getattr(store, "path", None) or getattr(store, "url", None), getattr(store, "token", None)
-    return Recorder(repr(store), None if place is None else str(place), token, store)
-
-
-def _of_place(place: str, directory: str) -> Recorder:
+def _new_recorder(place: LightningStore | str, directory: str) -> Recorder:
+    if isinstance(place, LightningStore):
+        named, token = getattr(place, "path", None) or getattr(place, "url", None), getattr(place, "token", None)
+        return Recorder(repr(place), None if named is None else str(named), token, place)
     if "://" not in place and place != ":memory:":
         place = str(Path(directory, Path(place).expanduser()))
     return Recorder(place, place, os.environ.get("AGL_TOKEN") or None)

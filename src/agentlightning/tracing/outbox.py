@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from agentlightning.errors import StoreError, StoreFullError, StoreServerError
@@ -161,6 +161,7 @@ class Outbox(Retry, ABC, Generic[T]):
         self.is_closed = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
 
     # -- what a subclass says ------------------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Outbox(Retry, ABC, Generic[T]):
                 self._thread = threading.Thread(target=self._run_thread, name=self._thread_name, daemon=True)
                 self._thread.start()
             if waiting == 0 or waiting < self._batch <= len(self._waiting):
-                self._notify()
+                self._call(self._changed.set)
         if len(taken) == len(items):
             return True
         self.drop(items[len(taken) :], "it is closed" if self.is_closed else f"{self.waiting} wait already")
@@ -260,7 +261,7 @@ class Outbox(Retry, ABC, Generic[T]):
             else:
                 self._waiters.append((self._put, future))
                 self._calls += 1
-                self._notify()
+                self._call(self._changed.set)
         return future
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -269,13 +270,12 @@ class Outbox(Retry, ABC, Generic[T]):
         with self._lock:
             self.is_closed = True
             self._calls += 1
-            self._notify()
-            thread, loop = self._thread, self._loop
+            self._call(self._changed.set)
+            thread = self._thread
         if thread is not None and not self.is_current_thread:
             thread.join(timeout)
-            if thread.is_alive() and loop is not None:
-                with suppress(RuntimeError):  # it has ended meanwhile
-                    loop.call_soon_threadsafe(self._work.cancel)
+            if thread.is_alive():
+                self._call(lambda: self._work.cancel())
                 thread.join(0.5)
         with self._lock:
             left = [*self._taken, *self._waiting]
@@ -285,10 +285,11 @@ class Outbox(Retry, ABC, Generic[T]):
             self.leave(left, timeout)
         return not left
 
-    def _notify(self) -> None:
-        if self._loop is not None:
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function in the event loop."""
+        if (loop := self._loop) is not None:
             with suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._changed.set)
+                loop.call_soon_threadsafe(function)
 
     # -- in the task ---------------------------------------------------------------------------------------------------
 
@@ -298,8 +299,7 @@ class Outbox(Retry, ABC, Generic[T]):
 
     async def run(self) -> None:
         """Send until the outbox is closed and empty. Raises what `give_up` does."""
-        self._changed = asyncio.Event()
-        self._work: asyncio.Task[Any] | None = asyncio.current_task()
+        self._work = cast("asyncio.Task[None]", asyncio.current_task())
         self._loop = asyncio.get_running_loop()
         try:
             while batch := await self._next_batch():

@@ -81,8 +81,14 @@ class OtlpExporter(Outbox[Span]):
         self.url = traces_url(endpoint)
         self._headers = _headers(headers) | _OWN_HEADERS
         self._tokens, self._timeout = tokens, timeout_seconds
-        options = {"batch": batch_size, "linger": delay_seconds, "capacity": queue_size}
-        super().__init__(self.url, patience=patience, thread="agl-otlp-export", **options)
+        super().__init__(
+            self.url,
+            patience=patience,
+            batch=batch_size,
+            linger=delay_seconds,
+            capacity=queue_size,
+            thread="agl-otlp-export",
+        )
 
     def on_start(self, method: str) -> None:
         """Observer method: a store call has started."""
