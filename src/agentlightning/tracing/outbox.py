@@ -149,7 +149,7 @@ class Outbox(Retry, ABC, Generic[T]):
 
     def reset(self) -> None:
         """Begin with an empty queue: lock, thread and items of a parent process are not ours."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit, too
         self._waiting: deque[T] = deque()
         self._taken: list[T] = []
         self._size = 0
@@ -429,7 +429,7 @@ class RecordingStatus:
 
 class _Counters:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit, too
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
         self._problem = ""
@@ -454,7 +454,7 @@ class _Counters:
 
     def after_fork(self) -> None:
         """In a child process: a thread of the parent may hold the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit, too
 
     def settle(self, kind: str) -> bool:
         """The problem is over: the next one is logged again. True if there was one."""
