@@ -502,8 +502,12 @@ def flush_recording(timeout: float = 10.0) -> bool:
         True
     """
     end_implicit()
+    return _flush(list(_recorders.values()), timeout)
+
+
+def _flush(recorders: Sequence[Recorder], timeout: float) -> bool:
     deadline = time.monotonic() + timeout
-    done = [each.flush(max(0.0, deadline - time.monotonic())) for each in list(_recorders.values())]
+    done = [each.flush(max(0.0, deadline - time.monotonic())) for each in recorders]
     return all(done)
 
 
@@ -541,9 +545,7 @@ def _flush_pending() -> None:
     if any(each.is_current_thread for each in recorders):
         return
     end_implicit()
-    for each in recorders:
-        if not each.is_failing:  # waiting would not help
-            each.flush(PENDING_SECONDS)
+    _flush([each for each in recorders if not each.is_failing], PENDING_SECONDS)  # else waiting would not help
 
 
 def _close_all() -> None:
@@ -554,8 +556,7 @@ def _close_all() -> None:
 
 def _before_fork() -> None:
     """A child process continues the sessions of its parent: their rollouts must be in the store by then."""
-    for each in list(_recorders.values()):
-        each.flush(PENDING_SECONDS)
+    _flush(list(_recorders.values()), PENDING_SECONDS)
 
 
 def _after_fork() -> None:

@@ -91,10 +91,8 @@ STATUS_MESSAGE: Final = "status_message"
 
 def redact_spans(redact: Redact, spans: Sequence[Span]) -> list[Span]:
     """The spans as they may be stored."""
-    found = (_redact_span(redact, span) for span in spans)
-    kept = [span for span in found if span is not None]
-    if len(kept) < len(spans):
-        counters.add("spans_dropped", len(spans) - len(kept))
+    kept = [allowed for span in spans if (allowed := _redact_span(redact, span)) is not None]
+    counters.add("spans_dropped", len(spans) - len(kept))
     return kept
 
 
