@@ -11,14 +11,13 @@ says. Exporting never delays or fails the writer of spans.
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import httpx
@@ -97,12 +96,6 @@ class OtlpExporter(Outbox[Span]):
         """Observer method: a store call has ended. Queues the spans that it stored."""
         if call.spans:
             self.put(call.spans)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
 
     async def run(self) -> None:
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout) as self._client:
