@@ -246,8 +246,10 @@ class Recorder(Outbox[Record]):
 
     def size_of(self, item: Record) -> int:
         """Characters of text in the attributes: what spans of agents mostly consist of."""
-        spans = item[1] if isinstance(item[1], Sequence) else ()
-        return sum(len(value) for span in spans for value in span.attributes.values() if type(value) is str)
+        size = 0
+        for span in () if item[1] is None or isinstance(item[1], SessionEnd) else item[1]:
+            size += sum([len(value) for value in span.attributes.values() if type(value) is str])
+        return size
 
     def drop(self, items: Sequence[Record], why: str) -> None:
         counters.add("sessions_lost", sum(what is None for _, what in items))

@@ -40,6 +40,7 @@ ROLES: Final = {
 }
 """Names of roles and kinds of messages -> the roles of OpenTelemetry."""
 KNOWN_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+SPEAKERS: Final = ("user", "assistant", "system")
 PLAIN_FIELDS: Final = frozenset({"role", "content"})
 LISTS: Final = ("messages", "choices", "generations")
 WRAPPERS: Final = ("message", "prompt", "completion", "message_content", "tool")
@@ -229,6 +230,10 @@ def _listed(value: Any) -> Any:
 
 
 def _messages(value: Any, role: str, depth: int = 0, *, recorded: bool = False) -> list[Message]:
+    if type(value) is dict and value.keys() == PLAIN_FIELDS and not recorded:  # most messages there are
+        own, text = value["role"], value["content"]
+        if own in SPEAKERS and isinstance(text, str) and text:
+            return [text_message(text, own)]
     if value is None or depth > MAX_DEPTH:
         return []
     if isinstance(value, str):
@@ -255,10 +260,6 @@ def _role_and_text(value: Sequence[Any]) -> list[Message]:
 
 
 def _one(outer: Any, default: str, recorded: bool) -> list[Message]:
-    if type(outer) is dict and outer.keys() == PLAIN_FIELDS and not recorded:  # most messages there are
-        role, text = outer["role"], outer["content"]
-        if role in KNOWN_ROLES and role != "tool" and isinstance(text, str) and text:
-            return [text_message(text, role)]
     value = _unwrapped(outer)
     own_role, kind = field(value, "role"), field(value, "type")
     if kind in ITEMS and own_role is None:

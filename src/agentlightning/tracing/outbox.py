@@ -212,20 +212,24 @@ class Outbox(Retry, ABC, Generic[T]):
     def put(self, items: Sequence[T], always: bool = False) -> bool:
         """Queue items, and drop those that do not fit. Whether all did. `always`: whether they fit or not."""
         with self._lock:
-            waiting = len(self._waiting)
-            room = 0 if self.is_closed or self._size >= self._max_size else max(0.0, self._capacity - waiting)
-            taken = items if (always and not self.is_closed) or len(items) <= room else items[: int(room)]
+            waiting, room = len(self._waiting), len(items)
+            if self.is_closed or (self._size >= self._max_size and not always):
+                room = 0
+            elif waiting + room > self._capacity and not always:
+                room = max(0, int(self._capacity) - waiting)
+            taken = items if room == len(items) else items[:room]
             self._waiting.extend(taken)
-            self._put += len(taken)
-            self._size += sum(map(self.size_of, taken))
-            if taken and self._thread_name is not None and self._thread is None:
+            self._put += room
+            for item in taken:
+                self._size += self.size_of(item)
+            if self._thread is None and room and self._thread_name is not None:
                 self._thread = threading.Thread(target=self._run_thread, name=self._thread_name, daemon=True)
                 self._thread.start()
-            if waiting == 0 or waiting < self._batch <= len(self._waiting):
+            if waiting == 0 or waiting < self._batch <= waiting + room:
                 self._call(self._changed.set)
-        if len(taken) == len(items):
+        if room == len(items):
             return True
-        self.drop(items[len(taken) :], "it is closed" if self.is_closed else f"{self.waiting} wait already")
+        self.drop(items[room:], "it is closed" if self.is_closed else f"{self.waiting} wait already")
         return False
 
     @property
