@@ -8,17 +8,9 @@ from collections.abc import Callable
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import ConfigError, ConflictError, Failure, NotFoundError
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.span import (
-    EXCEPTION,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_STACKTRACE,
-    EXCEPTION_TYPE,
-    SUPERSEDED,
-    Span,
-    new_span_id,
-    new_trace_id,
-)
+from agentlightning.span import EXCEPTION, SUPERSEDED, Span, new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
 from agentlightning.tracing.sanitize import sanitize_span
 
@@ -50,11 +42,6 @@ class SpanWriter(Outbox[Span]):
 def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
     """An exception span of the attempt, created now."""
     now = time.time()
-    attributes = {
-        EXCEPTION_TYPE: failure.type,
-        EXCEPTION_MESSAGE: failure.message,
-        EXCEPTION_STACKTRACE: failure.traceback,
-    }
     return Span(
         claimed.rollout_id,
         claimed.attempt.attempt_id,
@@ -65,5 +52,5 @@ def failure_span(claimed: AttemptedRollout, failure: Failure) -> Span:
         span_id=new_span_id(),
         status_code="ERROR",
         status_message=failure.message,
-        attributes=attributes,
+        attributes=exception_attributes(failure),
     )
