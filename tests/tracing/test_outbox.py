@@ -61,8 +61,8 @@ def boxes() -> Iterator[list[Box]]:
 
 def test_items_arrive_in_order_in_batches_and_once(boxes: list[Box]) -> None:
     boxes.append(box := Box(batch=3, linger=60.0))
-    assert box.put([span("1"), span("2")])
-    assert box.put([span("3"), span("4")])  # a full batch does not wait
+    assert box.offer([span("1"), span("2")])
+    assert box.offer([span("3"), span("4")])  # a full batch does not wait
     assert box.flush(10)  # and nothing waits for longer than somebody who asks for it
     assert box.batches == [["1", "2", "3"], ["4"]]
     assert (box.counts.sent, box.waiting) == (4, 0)
@@ -134,8 +134,8 @@ def test_what_does_not_fit_is_counted_and_said_once_until_something_arrives(
 ) -> None:
     boxes.append(box := Box(capacity=2, linger=60.0))
     for turn in (1, 2):
-        assert not box.put([span("1"), span("2"), span("3")])
-        assert not box.put([span("4")])
+        assert not box.offer([span("1"), span("2"), span("3")])
+        assert not box.offer([span("4")])
         assert box.flush(20)
         assert box.counts.dropped == 2 * turn
         said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
@@ -158,7 +158,7 @@ def test_closing_sends_what_waits_and_takes_nothing_more(boxes: list[Box]) -> No
     box.put([span("1")])
     assert box.close(20)
     assert box.arrived == ["1"]
-    assert not box.put([span("2")])
+    assert not box.offer([span("2")])
     assert (box.counts.dropped, box.close(0)) == (1, True)
 
 

@@ -124,7 +124,7 @@ class SessionRecord:
 
     def put(self, spans: Sequence[Span]) -> None:
         if self.recorder is not None:
-            self.recorder.put([(self, spans)])
+            self.recorder.offer([(self, spans)])
 
     def is_known(self) -> bool:
         """Whether the store has its start, which a gateway on the same server needs to record its calls; waits a moment
@@ -138,7 +138,7 @@ class SessionRecord:
         """Queue its end, which is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until it is
         written: SIGTERM may end it at any time."""
         if (recorder := self.recorder) is not None:
-            recorder.put([(self, SessionEnd(time.time(), failure))], always=True)
+            recorder.offer([(self, SessionEnd(time.time(), failure))], always=True)
             if multiprocessing.current_process().daemon and not recorder.is_failing:
                 recorder.flush(PENDING_SECONDS)
 
@@ -241,7 +241,7 @@ class Recorder(Outbox[Record]):
     def begin(self, session: SessionRecord) -> None:
         """Queue the start of a session, where there is room; else it is counted and not recorded."""
         counters.add("sessions")
-        if self.put([(session, None)]):
+        if self.offer([(session, None)]):
             session.recorder = self
 
     def size_of(self, item: Record) -> int:

@@ -326,7 +326,7 @@ class CriticalPath(Block):
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: its calls are marked."""
         _refuse_generators(function, "track_critical_path")
-        return run_within(function, lambda *_: CriticalPath())
+        return run_within(function, lambda args, kwargs: CriticalPath())
 
 
 @overload

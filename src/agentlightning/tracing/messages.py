@@ -230,9 +230,9 @@ def _listed(value: Any) -> Any:
 
 
 def _messages(value: Any, role: str, depth: int = 0, *, recorded: bool = False) -> list[Message]:
-    if type(value) is dict and value.keys() == PLAIN_FIELDS and not recorded:  # most messages there are
+    if type(value) is dict and value.keys() == PLAIN_FIELDS:  # most messages there are
         own, text = value["role"], value["content"]
-        if own in SPEAKERS and isinstance(text, str) and text:
+        if own in SPEAKERS and isinstance(text, str) and text and not (recorded and text.startswith("[{")):
             return [text_message(text, own)]
     if value is None or depth > MAX_DEPTH:
         return []
@@ -384,8 +384,10 @@ def _calls(value: Any) -> list[Message]:
 def _call(given: Any) -> Message:
     value = field(given, "tool_call") or given
     inner = field(value, "function") or value
-    arguments = parse_json(_first(inner, "arguments", "args", "input"))
-    return tool_call_part(_first(value, "call_id", "id"), field(inner, "name"), arguments)
+    arguments = _first(inner, "arguments", "args", "input")
+    arguments = parse_json(arguments) if isinstance(arguments, str) else _plain(arguments)
+    call_id = _first(value, "call_id", "id")
+    return {"type": "tool_call", "id": call_id, "name": field(inner, "name"), "arguments": arguments}
 
 
 def text_message(text: str, role: str) -> Message:
@@ -416,15 +418,19 @@ _short.maxother = _short.maxstring = 1000
 
 def field(value: Any, name: str) -> Any:
     """A field of an object or an entry of a mapping; None where it is missing, or a method."""
-    if isinstance(value, Mapping):
-        return cast("Mapping[str, Any]", value).get(name)
+    if type(value) is dict or isinstance(value, Mapping):
+        entries: Mapping[str, Any] = value
+        return entries.get(name)
     found = getattr(value, name, None)
     return None if callable(found) else found
 
 
 def _first(value: Any, *names: str) -> Any:
     """The first of several fields that is there."""
-    return next((found for name in names if (found := field(value, name)) is not None), None)
+    for name in names:
+        if (found := field(value, name)) is not None:
+            return found
+    return None
 
 
 def _plain(value: Any) -> Any:

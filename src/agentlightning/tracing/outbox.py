@@ -209,8 +209,12 @@ class Outbox(Retry, ABC, Generic[T]):
 
     # -- in any thread -------------------------------------------------------------------------------------------------
 
-    def put(self, items: Sequence[T], always: bool = False) -> bool:
-        """Queue items, and drop those that do not fit. Whether all did. `always`: whether they fit or not."""
+    def put(self, items: Sequence[T]) -> None:
+        """Queue items, and drop those that do not fit."""
+        self.offer(items)
+
+    def offer(self, items: Sequence[T], always: bool = False) -> bool:
+        """`put` that says whether all fit. `always`: queue them, whether they fit or not."""
         with self._lock:
             waiting, room = len(self._waiting), len(items)
             if self.is_closed or (self._size >= self._max_size and not always):

@@ -66,8 +66,16 @@ def add_extra_fields(
     attributes: dict[str, Any], scope: tuple[str, str], kind: str, state: str, links: list[dict[str, Any]]
 ) -> None:
     """Add the fields that a `Span` lacks as attributes. `scope`: its name and version."""
-    fields = {SCOPE_NAME: scope[0], SCOPE_VERSION: scope[1], KIND: kind, TRACE_STATE: state, LINKS: links}
-    attributes.update((name, value) for name, value in fields.items() if value)
+    if scope[0]:
+        attributes[SCOPE_NAME] = scope[0]
+    if scope[1]:
+        attributes[SCOPE_VERSION] = scope[1]
+    if kind:
+        attributes[KIND] = kind
+    if state:
+        attributes[TRACE_STATE] = state
+    if links:
+        attributes[LINKS] = links
 
 
 def _link(link: Link) -> dict[str, Any]:
