@@ -34,7 +34,7 @@ from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes, run_within
+from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
 from agentlightning.tracing.messages import json_text
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
@@ -184,7 +184,7 @@ class Session(Block):
             each._name = self._name or function.__qualname__
             return each
 
-        return run_within(function, session)
+        return self._run_within(function, session)
 
 
 @overload
@@ -326,7 +326,7 @@ class CriticalPath(Block):
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: its calls are marked."""
         _refuse_generators(function, "track_critical_path")
-        return run_within(function, lambda args, kwargs: CriticalPath())
+        return self._run_within(function, lambda args, kwargs: CriticalPath())
 
 
 @overload

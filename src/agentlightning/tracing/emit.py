@@ -519,7 +519,7 @@ R = TypeVar("R")
 
 
 class Block(AbstractContextManager["Block"]):
-    """A block of code, `with` or `async with`; what also decorates functions uses `run_within`."""
+    """A block of code, `with` or `async with`; what also decorates functions uses `_run_within`."""
 
     def __enter__(self) -> Self:
         return self
@@ -530,28 +530,28 @@ class Block(AbstractContextManager["Block"]):
     async def __aexit__(self, *error: Any) -> None:
         self.__exit__(*error)
 
-    def returned(self, value: R) -> R:
+    def _returned(self, value: R) -> R:
         """Called with what a decorated function returns."""
         return value
 
+    @staticmethod
+    def _run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], dict[str, Any]], Block]) -> Any:
+        """The function, sync or async, with each call in `open_block(args, kwargs)`."""
+        if inspect.iscoroutinefunction(function):
 
-def run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], dict[str, Any]], Block]) -> Any:
-    """The function, sync or async, with each call in `open_block(args, kwargs)`."""
-    if inspect.iscoroutinefunction(function):
+            @functools.wraps(function)
+            async def within_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with open_block(args, kwargs) as block:
+                    return block._returned(await function(*args, **kwargs))
+
+            return within_async
 
         @functools.wraps(function)
-        async def within_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
             with open_block(args, kwargs) as block:
-                return block.returned(await function(*args, **kwargs))
+                return block._returned(function(*args, **kwargs))
 
-        return within_async
-
-    @functools.wraps(function)
-    def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        with open_block(args, kwargs) as block:
-            return block.returned(function(*args, **kwargs))
-
-    return within
+        return within
 
 
 class Operation(Block):
@@ -598,7 +598,7 @@ class Operation(Block):
         self._span = None
         self._stack.__exit__(kind, error, where)
 
-    def returned(self, value: R) -> R:
+    def _returned(self, value: R) -> R:
         self.set_output(value)
         return value
 
@@ -610,7 +610,7 @@ class Operation(Block):
             given = {names.OPERATION_INPUT: json_text(bound_arguments(signature, args, kwargs))}
             return Operation(name, self._attributes | given, self._propagate)
 
-        return run_within(fn, step)
+        return self._run_within(fn, step)
 
 
 @overload
