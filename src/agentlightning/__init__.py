@@ -165,11 +165,16 @@ if TYPE_CHECKING:
     from agentlightning.policy.base import Capabilities, Policy, UpdateOptions
     from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig, TinkerConfig, WeightsConfig
     from agentlightning.policy.losses import NLLLoss, PPOLoss
-    from agentlightning.recording.critical_path import CriticalPath, track_critical_path
     from agentlightning.recording.feedback import feedback_link
-    from agentlightning.recording.flushing import flush_recording, recording_status
     from agentlightning.recording.instrumentors import Instrumentation, track_all
-    from agentlightning.recording.session import Session, carry_session, track_session
+    from agentlightning.recording.recorder import flush_recording, recording_status
+    from agentlightning.recording.session import (
+        CriticalPath,
+        Session,
+        carry_session,
+        track_critical_path,
+        track_session,
+    )
     from agentlightning.recording.settings import configure_recording
     from agentlightning.rescorer import Rescoring, rescore
     from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate
@@ -210,7 +215,7 @@ if TYPE_CHECKING:
         track_agent,
     )
     from agentlightning.tracing.air import air_rule
-    from agentlightning.tracing.status import RecordingStatus
+    from agentlightning.tracing.outbox import RecordingStatus
     from agentlightning.trainer import Trainer
     from agentlightning.training.callbacks import Callback, FinishedStep
     from agentlightning.training.dry_run import DryRun, DryRunCheck, DryRunRollout
@@ -259,12 +264,11 @@ _NAMES = {
     "policy.config": "Lora OptimizerConfig PolicyConfig TinkerConfig WeightsConfig",
     "policy.losses": "NLLLoss PPOLoss",
     "rescorer": "Rescoring rescore",
-    "recording.critical_path": "CriticalPath track_critical_path",
     "recording.instrumentors": "Instrumentation track_all",
     "recording.feedback": "feedback_link",
-    "recording.flushing": "flush_recording recording_status",
+    "recording.recorder": "flush_recording recording_status",
     "recording.settings": "configure_recording",
-    "recording.session": "Session carry_session track_session",
+    "recording.session": "CriticalPath Session carry_session track_critical_path track_session",
     "resources": "LLM NamedResources PromptTemplate ProxyLLM ResourcesUpdate",
     "rewards.judges": "LLMJudge JudgedRollout RankingJudge",
     "rewards.remote": "RemoteReward",
@@ -283,7 +287,7 @@ _NAMES = {
         "track_agent"
     ),
     "tracing.air": "air_rule",
-    "tracing.status": "RecordingStatus",
+    "tracing.outbox": "RecordingStatus",
     "trainer": "Trainer",
     "training.callbacks": "Callback FinishedStep",
     "training.governance": "AuditRecord read_audit",

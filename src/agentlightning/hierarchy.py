@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.errors import AgentError
-from agentlightning.tracing.agents import track_agent
-from agentlightning.tracing.emit import emit_reward
+from agentlightning.tracing.emit import emit_reward, track_agent
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.recording import recorder
-from agentlightning.tracing import status
+from agentlightning.tracing import outbox
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,9 @@ def _own_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Every test records from zero, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
-    monkeypatch.setattr(status.counters, "_counts", {})
-    monkeypatch.setattr(status.counters, "_warned", set())
-    monkeypatch.setattr(status.counters, "_problem", "")
+    monkeypatch.setattr(outbox.counters, "_counts", {})
+    monkeypatch.setattr(outbox.counters, "_warned", set())
+    monkeypatch.setattr(outbox.counters, "_problem", "")
     yield
     agl.configure_recording()
     for each in recorder._recorders.values():

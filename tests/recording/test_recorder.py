@@ -113,8 +113,7 @@ def test_a_full_disk_is_one_warning_and_a_counter(tmp_path: Path) -> None:
 def test_a_dead_server_costs_nothing_but_a_warning_and_gets_everything_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(module, "RETRY_SECONDS", (0.1,))
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
     with reserved_port() as port:
         place = f"http://127.0.0.1:{port}"
         for number in range(3):

@@ -14,7 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.observability.metrics import Metrics
-from agentlightning.recording.records import SESSION_QUEUE
+from agentlightning.recording.recorder import SESSION_QUEUE
 from agentlightning.store.instrumented import instrument
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.tracing.scope import scope

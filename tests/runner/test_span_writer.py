@@ -14,6 +14,7 @@ from agentlightning.runner.span_writer import SpanWriter
 from agentlightning.server.app import Server
 from agentlightning.span import MESSAGE_BODY, REWARD, SCORE_VALUE, Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase, LightningStoreClient
+from agentlightning.tracing.outbox import Retry
 from agentlightning.tracing.tracer import tracer
 
 pytestmark = pytest.mark.integration
@@ -57,10 +58,6 @@ async def written(request: pytest.FixtureRequest) -> AsyncIterator[LightningStor
     await store.close()
 
 
-async def patiently(operation: Any) -> Any:
-    return await operation()
-
-
 async def test_one_span_that_no_store_takes_costs_nothing_but_itself(
     written: LightningStoreBase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,10 +70,11 @@ async def test_one_span_that_no_store_takes_costs_nothing_but_itself(
         fields = {"span_id": new_span_id(), "attributes": {"cut": "\ud83d"}, **fields}
         return Span(claimed.rollout_id, claimed.attempt.attempt_id, name, 1.0, 2.0, **fields)
 
-    writer = SpanWriter(written, patiently, lambda _: None)
+    writer = SpanWriter(written, Retry(5.0), lambda _: None)
     work = asyncio.create_task(writer.run())
     writer.put([span("one"), span("two", span_id="x" * 600), span("three")])
     await asyncio.wait_for(writer.written(), 10)
     assert [each.name for each in await written.query_spans(claimed.rollout_id)] == ["one", "three"]
     assert "rejects span 'two'" in caplog.text
+    assert (writer.counts.sent, writer.counts.dropped) == (2, 1)
     work.cancel()

@@ -17,8 +17,14 @@ from pydantic import BaseModel
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.span import Span
-from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_message, emit_object, emit_reward
-from agentlightning.tracing.operation import operation
+from agentlightning.tracing.emit import (
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    operation,
+)
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value
 from agentlightning.tracing.scope import scope
 

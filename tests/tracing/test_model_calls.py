@@ -13,13 +13,13 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.assemble import calls, steps
-from agentlightning.tracing import status
+from agentlightning.tracing import outbox
 from agentlightning.tracing.scope import scope
 
 
 @pytest.fixture(autouse=True)
 def _own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status.counters, "_counts", {})
+    monkeypatch.setattr(outbox.counters, "_counts", {})
 
 
 def texts(span: agl.Span, side: str) -> list[tuple[str, str]]:

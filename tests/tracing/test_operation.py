@@ -11,8 +11,7 @@ import pytest
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.tracing.emit import emit_message
-from agentlightning.tracing.operation import operation
+from agentlightning.tracing.emit import emit_message, operation
 
 
 def test_a_decorated_function_works_as_before_and_is_recorded(recorded: Any) -> None:

@@ -94,7 +94,7 @@ async def test_what_is_emitted_while_the_server_is_away_arrives_when_it_is_back(
         assert not any(put.done() for put in puts)
         async with Server(store, secret=SECRET, token="t", port=port):
             await asyncio.gather(*puts)
-            sink._close()
+            sink._connection.close()
     assert {span.name for span in await store.query_spans(*ids)} == {REWARD, MESSAGE, OPERATION}
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import AGENT_NAME, MESSAGE_BODY, Span
-from agentlightning.tracing.agents import track_agent
-from agentlightning.tracing.emit import emit_message
+from agentlightning.tracing.emit import emit_message, track_agent
 from agentlightning.tracing.scope import current_agent, current_scope, scope
 
 

@@ -19,9 +19,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.span import AGENT_NAME, EXCEPTION, MESSAGE_BODY, OPERATION, REWARD, REWARD_VALUES, Span
 from agentlightning.store.ids import new_id
 from agentlightning.tracing import tracer as tracing
-from agentlightning.tracing.agents import track_agent
-from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward
-from agentlightning.tracing.operation import operation
+from agentlightning.tracing.emit import emit_exception, emit_message, emit_reward, operation, track_agent
 from agentlightning.tracing.scope import scope
 from agentlightning.tracing.tracer import ScopeProcessor, flush, tracer, tracer_provider
 
@@ -126,7 +124,7 @@ class Listener(SpanProcessor):
 def test_a_processor_of_the_users_own_sees_what_is_emitted(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "tracer_provider", cache(tracing.tracer_provider.__wrapped__))
     monkeypatch.setattr(tracing, "tracer", cache(tracing.tracer.__wrapped__))
-    monkeypatch.setattr(import_module("agentlightning.tracing.operation"), "tracer", tracing.tracer)
+    monkeypatch.setattr(import_module("agentlightning.tracing.emit"), "tracer", tracing.tracer)
     listener = Listener()
     emit_reward({"format": 0.5})
     tracing.tracer_provider().add_span_processor(listener)

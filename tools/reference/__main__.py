@@ -39,9 +39,11 @@ def pages() -> dict[Path, str]:
 
 def requests() -> str:
     """The operations of the store over HTTP as a Markdown table."""
-    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |"]
-    for each in OPERATIONS:
-        lines.append(f"| `{each.verb} {BASE_PATH}{each.path}` | `{each.method}` | {describe(each.method)[0]} |")
+    rows = (
+        f"| `{each.verb} {BASE_PATH}{each.path}` | `{each.method}` | {describe(each.method)[0]} |"
+        for each in OPERATIONS
+    )
+    lines = ["| request | method of the contract | what it does |", "| --- | --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 
 

@@ -20,8 +20,7 @@ from agentlightning.integrations.address import Address
 from agentlightning.integrations.chat import Message, chat, client
 from agentlightning.runner.agents.loading import load_object
 from agentlightning.runner.agents.spec import function_spec
-from agentlightning.tracing.agents import track_agent
-from agentlightning.tracing.emit import emit_reward
+from agentlightning.tracing.emit import emit_reward, track_agent
 
 Move = Callable[[str], str]
 Turn = tuple[int, str]

@@ -1,9 +1,13 @@
-"""The queue and the thread that bring sessions to a store.
+"""Brings sessions to a store, in the background.
 
-The code that is recorded only appends to a queue. A thread writes what has gathered there: what arrives within a few
-hundredths of a second becomes one transaction. While the store cannot be written, because its disk is full or no
-server answers, the queue keeps what it can hold; beyond that it is dropped and counted. Nothing is raised into the
-user's code.
+The code that is recorded only appends to an `Outbox`, whose thread writes what has gathered there: what arrives within
+a few hundredths of a second becomes one transaction. While the store cannot be written, because its disk is full or no
+server answers, the queue keeps what it can hold, for as long as the process runs; beyond that it is dropped and
+counted. Nothing is raised into the user's code.
+
+Finished sessions are written whole, many in one transaction; open ones as they go on. Every call may be repeated
+without taking effect twice. What the store rejects is written without the values it cannot hold, or dropped and
+counted: it must not take other sessions with it.
 """
 
 from __future__ import annotations
@@ -14,21 +18,37 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, StoreClosedError
-from agentlightning.recording.records import HEARTBEAT_SECONDS, SessionEnd, SessionRecord
-from agentlightning.recording.settings import current_settings
-from agentlightning.recording.store_writer import StoreWriter
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ConflictError,
+    Failure,
+    NotFoundError,
+    StoreClosedError,
+)
+from agentlightning.recording.settings import (
+    SAMPLING_RATE,
+    Redact,
+    check_store,
+    current_settings,
+    redact_failure,
+    redact_spans,
+    redact_start,
+)
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig, RolloutMode
 from agentlightning.span import Span
 from agentlightning.store import pending
-from agentlightning.store.base import DEFAULT_STORE, LightningStore
+from agentlightning.store.base import LightningStore, store_url
+from agentlightning.store.types import RolloutRecord
+from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
+from agentlightning.tracing.sanitize import sanitize_span, sanitize_value
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
-from agentlightning.tracing.status import counters
 
 LINGER_SECONDS: Final = 0.02
 """How long the thread waits for more before it writes."""
@@ -36,8 +56,9 @@ MOST_WAITING: Final = 50_000
 """Records that wait at most; later spans, and sessions that begin later, are dropped."""
 MOST_BYTES: Final = 256 * 1024 * 1024
 """Characters of text in their attributes, at most."""
-RETRY_SECONDS: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
-"""Pauses while the store cannot be written; the last one repeats."""
+HEARTBEAT_SECONDS: Final = 60.0
+SILENT_SECONDS: Final = 300.0
+"""A session of a process that ended without a word fails after this time."""
 PRUNE_SECONDS: Final = 600.0
 """How often old rollouts are removed, where there is a retention."""
 EXIT_SECONDS: Final = 10.0
@@ -45,233 +66,239 @@ EXIT_SECONDS: Final = 10.0
 PENDING_SECONDS: Final = 5.0
 BEGIN_SECONDS: Final = 2.0
 """How long the first model call of a session waits for its start to be written, so that the gateway knows it."""
-PATIENCE_SECONDS: Final = 2.0
-"""How long one call waits for a server that does not answer."""
+PATIENCE: Final = 2.0
+"""Seconds for which one call waits for a server that does not answer."""
+SPANS_PER_CALL: Final = 1000
 
-Item = tuple["SessionRecord | None", "Sequence[Span] | SessionEnd | threading.Event | None"]
-"""A session that has begun (None), spans of it, its end; or, without a session, an event to set once all before it is
-written."""
+SESSION_QUEUE: Final = "_sessions"
+"""The queue of sessions. It is private: no runner claims them."""
+SESSION: Final = "session"
+"""In the metadata of a rollout that is a session: its name, or ""."""
+CONFIG: Final = RolloutConfig(unresponsive_seconds=SILENT_SECONDS)
+REJECTED: Final = (ConfigError, ConflictError, NotFoundError)
 
 
-class Recorder:
-    """Writes sessions to one store, in a thread of its own that starts with the first one."""
+# -- sessions ----------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        opener: Callable[[], LightningStore],
-        name: str,
-        store: LightningStore | None = None,
-        server: tuple[str, str | None] | None = None,
-    ) -> None:
-        self.name = name
-        self.server = server
-        """(URL, access token) of the server whose store it is, if it is one's."""
-        self._open = opener
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """How a session ended."""
+
+    time: float
+    failure: Failure | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {} if self.failure is None else {"error": asdict(self.failure)}
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord:
+    """One session, and the sink of its spans. Once it has begun, what is not said below belongs to the thread that
+    writes."""
+
+    rollout_id: str
+    claim_id: str
+    attempt_id: str
+    start_time: float
+    task: Any
+    mode: RolloutMode | None
+    metadata: dict[str, Any]
+    process_id: int = field(default_factory=os.getpid)
+    """Of the process that opened it."""
+    redact: Redact | None = None
+    recorder: Recorder | None = None
+    """Who writes it; None if it is not recorded."""
+    in_store: bool = False
+    """Its rollout is in the store."""
+    written: bool = False
+    """All of it is in the store, with its end."""
+    lost: bool = False
+    """The store has rejected it: nothing more of it is written."""
+    spans: list[Span] = field(default_factory=list[Span])
+    """Not yet written."""
+    end: SessionEnd | None = None
+
+    # -- in the user's threads -----------------------------------------------------------------------------------------
+
+    def put(self, spans: Sequence[Span]) -> None:
+        if self.recorder is not None:
+            self.recorder.offer([(self, spans)])
+
+    def is_known(self) -> bool:
+        """Whether the store has its start, which a gateway on the same server needs to record its calls; waits a moment
+        for that."""
+        recorder = self.recorder
+        if recorder is not None and not (self.in_store or recorder.is_failing):
+            recorder.flush(BEGIN_SECONDS)
+        return self.in_store
+
+    def finish(self, failure: Failure | None = None) -> None:
+        """Queue its end, which is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until it is
+        written: SIGTERM may end it at any time."""
+        if (recorder := self.recorder) is not None:
+            recorder.offer([(self, SessionEnd(time.time(), failure))], always=True)
+            if multiprocessing.current_process().daemon and not recorder.is_failing:
+                recorder.flush(PENDING_SECONDS)
+
+    # -- in the thread that writes -------------------------------------------------------------------------------------
+
+    def add(self, what: Sequence[Span] | SessionEnd | None) -> None:
+        """Prepare its start (None), spans of it, or its end for writing."""
+        redact = self.redact
+        if isinstance(what, SessionEnd):
+            if redact is not None and what.failure is not None:
+                what = replace(what, failure=redact_failure(redact, what.failure))
+            self.end = what
+        elif what is not None:
+            self.spans.extend(what if redact is None else redact_spans(redact, what))
+        elif redact is not None:
+            own = {name: self.metadata.pop(name) for name in (SESSION, SAMPLING_RATE) if name in self.metadata}
+            self.task, self.metadata = redact_start(redact, self.task, self.metadata)
+            self.metadata |= own
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something of it is to be written."""
+        return not self.written and bool(self.spans or self.end is not None or not self.in_store)
+
+    def sanitized(self) -> SessionRecord:
+        """Without the values that no store can hold."""
+        task, metadata = sanitize_value(self.task), sanitize_value(self.metadata)
+        return replace(self, task=task, metadata=metadata, spans=list(map(sanitize_span, self.spans)))
+
+    def reject(self, error: AgentLightningError) -> None:
+        """The store does not take it: drop it, and count it."""
+        self.lost = True
+        counters.add("sessions_lost")
+        counters.warn("rejected", f"the store rejects session {self.rollout_id}: {error}")
+        self.drop_spans()
+
+    def drop_spans(self) -> None:
+        counters.add("spans_dropped", len(self.spans))
+        self.spans = []
+
+    def note_written(self) -> None:
+        self.in_store = self.written = True
+        counters.add("sessions_written")
+
+    def whole(self) -> RolloutRecord:
+        """It has ended, and the store knows nothing of it."""
+        end, ids = self.end, (self.rollout_id, self.attempt_id)
+        assert end is not None
+        common: dict[str, Any] = {
+            "start_time": self.start_time,
+            "status": "succeeded" if end.failure is None else "failed",
+            "end_time": end.time,
+        }
+        rollout = Rollout(
+            self.rollout_id,
+            self.task,
+            mode=self.mode,
+            config=CONFIG,
+            metadata=self.metadata,
+            queue=SESSION_QUEUE,
+            **common,
+        )
+        attempt = Attempt(*ids, 1, metadata=end.metadata, last_heartbeat_time=end.time, **common)
+        spans = tuple(replace(span, sequence_id=number) for number, span in enumerate(self.spans, start=1))
+        return RolloutRecord(rollout, (attempt,), spans)
+
+
+Record = tuple[SessionRecord, "Sequence[Span] | SessionEnd | None"]
+"""A session that has begun (None), spans of it, or its end."""
+
+
+# -- the recorder ------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Outbox[Record]):
+    """Writes sessions to the store at `place`, a path or URL, which is `store` where one is given."""
+
+    def __init__(self, name: str, place: str | None, token: str | None, store: LightningStore | None = None) -> None:
+        self._place, self._token = place, token
         self._given = store
         """Held, so that no other store gets its identity."""
-        self._store = store
-        self._owns_store = store is None
-        self._reset()
+        limits = {"batch": MOST_WAITING, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
+        super().__init__(name, patience=float("inf"), linger=LINGER_SECONDS, thread="agl-recorder", **limits)
+        self._store, self._owns_store = store, store is None
 
-    def _reset(self) -> None:
-        self._queue: deque[Item] = deque()
-        self._arrived = threading.Event()
-        self._urgent = threading.Event()
-        self._flushes: list[threading.Event] = []
-        self._size = 0
-        """Characters of text that wait."""
-        self._taken_size = 0
-        self._size_lock = threading.Lock()
-        self._taken = 0
-        """Records that were taken from the queue and are being written."""
+    def reset(self) -> None:
+        super().reset()
+        self._store, self._owns_store = None, True
         self._open_sessions: dict[str, SessionRecord] = {}
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._stopping = False
-        self._failures = 0
+        self.is_failing = False
+        """Whether the last attempt to write has failed."""
         self._next_prune = 0.0
         """On time.monotonic."""
 
-    # -- in the user's threads ---------------------------------------------------------------------------------------
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """(URL, access token) of the server whose store it is, if it is one's."""
+        return (self._place, self._token) if self._place is not None and _is_remote(self._place) else None
 
-    def begin(self, session: SessionRecord) -> bool:
-        """Queue the start of a session. False, and it is counted, where nothing more can wait."""
+    def begin(self, session: SessionRecord) -> None:
+        """Queue the start of a session, where there is room; else it is counted and not recorded."""
         counters.add("sessions")
-        if self._is_full():
-            counters.add("sessions_lost")
-            return False
-        self._append((session, None))
-        return True
+        if self.offer([(session, None)]):
+            session.recorder = self
 
-    def put(self, session: SessionRecord, spans: Sequence[Span]) -> None:
-        """Queue spans of a session."""
-        if self._is_full():
-            counters.add("spans_dropped", len(spans))
-            return
-        size = _size_of(spans)
-        with self._size_lock:
-            self._size += size
-        self._append((session, spans))
+    def size_of(self, item: Record) -> int:
+        """Characters of text in the attributes: what spans of agents mostly consist of."""
+        size = 0
+        for span in () if item[1] is None or isinstance(item[1], SessionEnd) else item[1]:
+            size += sum([len(value) for value in span.attributes.values() if type(value) is str])
+        return size
 
-    def _is_full(self) -> bool:
-        if self._stopping:
+    def drop(self, items: Sequence[Record], why: str) -> None:
+        counters.add("sessions_lost", sum(what is None for _, what in items))
+        counters.add("spans_dropped", _count_spans(items))
+        if self.is_closed:
             counters.warn("end", f"the process ends: nothing more is recorded in {self.name}")
-            return True
-        if len(self._queue) < MOST_WAITING and self._size < MOST_BYTES:
-            return False
-        counters.warn(
-            "full", f"recording falls behind: {len(self._queue)} records wait for {self.name}, and more are dropped"
-        )
-        return True
+        else:
+            counters.warn("full", f"recording falls behind: {why} for {self.name}, and more are dropped")
 
-    def finish(self, session: SessionRecord, end: SessionEnd) -> None:
-        """Queue the end of a session; it is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until
-        it is written: SIGTERM may end it at any time."""
-        self._append((session, end))
-        if multiprocessing.current_process().daemon and not self.is_failing:
-            self.flush(PENDING_SECONDS)
-
-    def _append(self, item: Item) -> None:
-        self._queue.append(item)
-        if not self._arrived.is_set():
-            self._arrived.set()
-        if self._thread is None:
-            self._start()
-
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="agl-recorder", daemon=True)
-                self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue) + self._taken
-
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller runs in the thread of this recorder."""
-        return self._thread is threading.current_thread()
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last attempt to write has failed."""
-        return self._failures > 0
-
-    def ensure_begun(self, session: SessionRecord) -> bool:
-        """Wait a moment until the start of a session is in the store. Whether it is."""
-        return session.in_store or (not self.is_failing and self.flush(BEGIN_SECONDS) and session.in_store)
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until what was queued so far is in the store, or dropped. False after `timeout` seconds."""
-        if self.waiting == 0 or self._thread is None or self.is_current_thread:
-            return True
-        done = threading.Event()
-        self._queue.append((None, done))
-        self._urgent.set()
-        self._arrived.set()
-        return done.wait(timeout)
-
-    def close(self, timeout: float | None = None) -> None:
-        """Write what is waiting, end the thread and close the store. What could not be written is counted."""
-        timeout = EXIT_SECONDS if timeout is None else timeout
-        written = self.flush(timeout)
-        thread, self._stopping = self._thread, True
-        self._urgent.set()
-        self._arrived.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout if written else 0.5)
-        if not written:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        unwritten = list(self._open_sessions.values())
-        queued = list(self._queue)
-        lost = {session.rollout_id for session, _ in queued if session is not None}
-        lost |= {each.rollout_id for each in unwritten if each.spans or each.end is not None or not each.in_store}
-        spans = sum(len(session.spans) for session in unwritten)
-        spans += sum(len(what) for _, what in queued if isinstance(what, Sequence))
-        counters.add("sessions_lost", len(lost))
+    def leave(self, items: Sequence[Record], timeout: float) -> None:
+        left = [item for item in items if not item[0].written]
+        lost, spans = len({session.rollout_id for session, _ in left}), _count_spans(left)
+        counters.add("sessions_lost", lost)
         counters.add("spans_dropped", spans)
         counters.warn(
-            "exit", f"recording ends with {len(lost)} sessions ({spans} spans) that could not be written to {self.name}"
+            "exit", f"recording ends with {lost} sessions ({spans} spans) that could not be written to {self.name}"
         )
-
-    def before_fork(self) -> None:
-        """A child process continues the sessions of its parent: their rollouts must be in the store by then."""
-        self.flush(PENDING_SECONDS)
-
-    def after_fork(self) -> None:
-        """In a child process: thread, locks and connections belong to the parent."""
-        self._store, self._owns_store = None, True
-        self._reset()
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        with asyncio.Runner() as runner:
-            last_beat = time.monotonic()
-            while not (self._stopping and not self._queue):
-                self._arrived.wait(HEARTBEAT_SECONDS)
-                if not self._stopping:
-                    self._urgent.wait(LINGER_SECONDS)
-                self._arrived.clear()
-                self._take()
-                if self._attempt(runner, self._write):
-                    self._forget_size()
-                    self._taken = 0
-                    self._forget_finished()
-                    self._finish_flushes()
-                if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
-                    self._attempt(runner, self._beat)
-                    last_beat = time.monotonic()
-                if self._is_prune_due():
-                    runner.run(self._prune())
+    async def run(self) -> None:
+        beating = asyncio.create_task(self._keep_alive())
+        try:
+            await super().run()
+        finally:
+            beating.cancel()
             if self._owns_store and self._store is not None:
                 with suppress(RuntimeError):  # at the end of the process, the store closes itself
-                    runner.run(self._store.close())
+                    await self._store.close()
 
-    def _take(self) -> None:
-        """Move what is queued to its sessions."""
-        for _ in range(len(self._queue)):
-            session, what = self._queue.popleft()
-            if isinstance(what, threading.Event):
-                self._flushes.append(what)
-                continue
-            assert session is not None
-            self._taken += 1
+    def take(self, batch: list[Record]) -> None:
+        for session, what in batch:
             self._open_sessions[session.attempt_id] = session
-            if session.process_id != os.getpid():  # its parent writes its start
-                session.in_store = True
-            if what is None:
-                session.begin()
-            elif isinstance(what, SessionEnd):
-                session.finish(what)
-            else:
-                self._taken_size += _size_of(what)
-                session.add_spans(what)
+            session.in_store = session.in_store or session.process_id != os.getpid()  # its parent writes its start
+            session.add(what)
 
-    def _forget_size(self) -> None:
-        with self._size_lock:
-            self._size -= self._taken_size
-        self._taken_size = 0
+    async def send(self, batch: list[Record]) -> None:
+        await self._write(self._opened(), [each for each in self._open_sessions.values() if each.is_changed])
+        self._open_sessions = {key: each for key, each in self._open_sessions.items() if each.end is None}
+        if self.is_failing:
+            counters.settle(f"store {self.name}")
+            self.is_failing = False
+        await self._prune()
 
-    def _attempt(self, runner: asyncio.Runner, work: Callable[[], Any]) -> bool:
-        """Do the work until the store takes it. False if the process ends before."""
-        while True:
-            try:
-                runner.run(work())
-            except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
-                if not self._pause(error):
-                    return False
-            else:
-                if self._failures:
-                    counters.settle(f"store {self.name}")
-                    self._failures = 0
-                return True
+    def is_temporary(self, error: Exception) -> bool:
+        return True
 
-    def _pause(self, error: Exception) -> bool:
-        """Wait after a failure. False if the process is about to end."""
+    def failed(self, error: Exception) -> None:
+        self.is_failing = True
         if isinstance(error, StoreClosedError):  # the user has closed the store that they had given
             self._store, self._owns_store = None, True
         counters.warn(
@@ -279,32 +306,25 @@ class Recorder:
             f"sessions cannot be recorded in {self.name}: {error}. The program goes on; up to {MOST_WAITING} records"
             " wait until they can be written, and are counted by agentlightning.recording_status()",
         )
-        pause = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
-        self._failures += 1
-        deadline = time.monotonic() + pause
-        while (left := deadline - time.monotonic()) > 0:
-            if self._stopping:
-                return False
-            time.sleep(min(left, 0.05))
-        return not self._stopping
 
-    async def _write(self) -> None:
-        sessions = list(self._open_sessions.values())
-        changed = [s for s in sessions if s.spans or s.end is not None or not s.in_store]
-        if changed:
-            await StoreWriter(self._opened()).write(changed)
-
-    async def _beat(self) -> None:
-        if self._open_sessions:
-            await StoreWriter(self._opened()).beat(list(self._open_sessions.values()))
-
-    def _is_prune_due(self) -> bool:
-        return current_settings().retention is not None and time.monotonic() >= self._next_prune
+    async def _keep_alive(self) -> None:
+        """Tell the store that sessions go on."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            going_on = [each for each in self._open_sessions.values() if each.in_store and not (each.end or each.lost)]
+            try:
+                for session in going_on:
+                    ids = session.rollout_id, session.attempt_id
+                    await self._opened().update_attempt(*ids, last_heartbeat_time=time.time())
+            except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
+                counters.warn("beat", f"the store {self.name} is not told that sessions go on: {error}")
+            await self._prune()
 
     async def _prune(self) -> None:
-        retention, self._next_prune = current_settings().retention, time.monotonic() + PRUNE_SECONDS
-        if retention is None or self._stopping:
+        retention = current_settings().retention
+        if retention is None or time.monotonic() < self._next_prune or self.is_closed:
             return
+        self._next_prune = time.monotonic() + PRUNE_SECONDS
         try:
             await self._opened().prune(retention)
         except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
@@ -312,73 +332,136 @@ class Recorder:
 
     def _opened(self) -> LightningStore:
         if self._store is None:
-            self._store = self._open()
+            if self._place is None:
+                problem = "cannot be opened in another process; give track_session a path or a URL instead"
+                raise ConfigError(f"{self.name} {problem}")
+            self._store = _open(self._place, self._token)
         return self._store
 
-    def _forget_finished(self) -> None:
-        over = [key for key, session in self._open_sessions.items() if session.end is not None]
-        for key in over:
-            del self._open_sessions[key]
+    # -- writing to a store. Errors other than REJECTED are raised, and all may be called again ------------------------
 
-    def _finish_flushes(self) -> None:
-        self._urgent.clear()
-        while self._flushes:
-            self._flushes.pop().set()
+    async def _write(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        """Write what is waiting of each session."""
+        for session in sessions:
+            if session.lost:
+                session.drop_spans()
+        live = [session for session in sessions if not session.lost]
+        await self._write_whole(store, [session for session in live if session.end and not session.in_store])
+        for session in live:
+            if session.end is None and not session.in_store:
+                session.in_store = await _in_some_form(session, lambda each: _start(store, each))
+        await self._write_spans(store, [session for session in live if session.spans and session.in_store])
+        for session in live:
+            if session.end is not None and session.in_store and not session.written:
+                await _end(store, session, session.end)
+
+    async def _write_whole(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        if not sessions:
+            return
+        written = sessions
+        try:
+            await store.add_records([session.whole() for session in sessions])
+        except REJECTED:
+            written = [s for s in sessions if await _in_some_form(s, lambda each: store.add_records([each.whole()]))]
+        for session in written:
+            counters.add("spans_written", len(session.spans))
+            session.spans = []
+            session.note_written()
+
+    async def _write_spans(self, store: LightningStore, sessions: Sequence[SessionRecord]) -> None:
+        for chunk in _chunks(sessions):
+            spans = [span for session in chunk for span in session.spans]
+            try:
+                await store.add_many_spans(spans)
+                counters.add("spans_written", len(spans))
+            except REJECTED:
+                for span in spans:
+                    await _write_alone(store, span)
+            for session in chunk:
+                session.spans = []
 
 
-class SessionSink:
-    """Passes the spans of a session on to its recorder, if it has one."""
-
-    def __init__(self, session: SessionRecord, recorder: Recorder | None) -> None:
-        self._session, self._recorder = session, recorder
-
-    @property
-    def server(self) -> tuple[str, str | None] | None:
-        """(URL, access token) of the server that the session is recorded on, if it is."""
-        return None if self._recorder is None else self._recorder.server
-
-    def is_known(self) -> bool:
-        """Whether the server knows the session, which a gateway on it needs to record its calls."""
-        return self._recorder is not None and self._recorder.ensure_begun(self._session)
-
-    def put(self, spans: Sequence[Span]) -> None:
-        if self._recorder is not None:
-            self._recorder.put(self._session, spans)
-
-    def end(self, end: SessionEnd) -> None:
-        if self._recorder is not None:
-            self._recorder.finish(self._session, end)
+async def _in_some_form(session: SessionRecord, write: Callable[[SessionRecord], Awaitable[object]]) -> bool:
+    """Write a session as it is, or else what the store can hold of it. Whether it took that."""
+    for each in (session, session.sanitized()):
+        try:
+            await write(each)
+        except REJECTED as error:
+            problem = error
+        else:
+            return True
+    session.reject(problem)
+    return False
 
 
-def _size_of(spans: Sequence[Span]) -> int:
-    """Characters of text in the attributes: what spans of agents mostly consist of."""
-    return sum(len(value) for span in spans for value in span.attributes.values() if type(value) is str)
+async def _start(store: LightningStore, session: SessionRecord) -> None:
+    await store.start_rollout(
+        session.task,
+        session.mode,
+        config=CONFIG,
+        metadata=session.metadata,
+        rollout_id=session.rollout_id,
+        queue=SESSION_QUEUE,
+        claim_id=session.claim_id,
+    )
+    await store.update_attempt(session.rollout_id, session.attempt_id, status="running")
+
+
+async def _end(store: LightningStore, session: SessionRecord, end: SessionEnd) -> None:
+    status = "succeeded" if end.failure is None else "failed"
+    try:
+        await store.update_attempt(session.rollout_id, session.attempt_id, status=status, metadata=end.metadata)
+    except REJECTED as error:
+        session.reject(error)
+    else:
+        session.note_written()
+
+
+async def _write_alone(store: LightningStore, span: Span) -> None:
+    try:
+        await store.add_span(sanitize_span(span))
+        counters.add("spans_written")
+    except REJECTED as error:
+        counters.add("spans_dropped")
+        counters.warn("rejected", f"the store rejects span {span.name!r} of {span.rollout_id}: {error}")
+
+
+def _chunks(sessions: Sequence[SessionRecord]) -> list[list[SessionRecord]]:
+    chunks: list[list[SessionRecord]] = []
+    size = SPANS_PER_CALL
+    for session in sessions:
+        if size + len(session.spans) > SPANS_PER_CALL:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(session)
+        size += len(session.spans)
+    return chunks
+
+
+def _count_spans(items: Sequence[Record]) -> int:
+    return sum(len(what) for _, what in items if isinstance(what, Sequence))
 
 
 # -- the recorders of this process -----------------------------------------------------------------------------------
 
 _recorders: dict[object, Recorder] = {}
 _lock = threading.Lock()
+_installed = threading.Event()
 
 
 def recorder_of(store: LightningStore | str | Path | None = None) -> Recorder:
     """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
     Raises ConfigError for anything else."""
-    if store is None:
-        key: object = (os.environ.get("AGL_STORE", ""), _directory())
-    elif isinstance(store, str | Path):
-        key = (str(store), _directory())
-    elif isinstance(store, LightningStore):
-        key = id(store)
-    else:
-        raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+    check_store(store)
+    directory = _directory()
+    place = store if isinstance(store, LightningStore) else str(store_url(store))
+    key = id(place) if isinstance(place, LightningStore) else (place, directory)
     found = _recorders.get(key)
     if found is None:
         with _lock:
-            found = _recorders.get(key)
-            if found is None:
-                _install()
-                found = _recorders[key] = _new_recorder(store)
+            _install()
+            found = _recorders.get(key) or _new_recorder(place, directory)
+            _recorders[key] = found
     return found
 
 
@@ -389,53 +472,66 @@ def _directory() -> str:
         return ""
 
 
-def _new_recorder(store: LightningStore | str | Path | None) -> Recorder:
-    if isinstance(store, LightningStore):
-        url, token = getattr(store, "url", None), getattr(store, "token", None)
-        return Recorder(_opener_like(store), repr(store), store, None if url is None else (url, token))
-    place = str(store) if store is not None else os.environ.get("AGL_STORE") or ""
-    if place.startswith(("http://", "https://")):
-        return Recorder(lambda: _client(place, None), place, server=(place, os.environ.get("AGL_TOKEN") or None))
+def _new_recorder(place: LightningStore | str, directory: str) -> Recorder:
+    if isinstance(place, LightningStore):
+        named, token = getattr(place, "path", None) or getattr(place, "url", None), getattr(place, "token", None)
+        return Recorder(repr(place), None if named is None else str(named), token, place)
     if "://" not in place and place != ":memory:":
-        place = str(Path(_directory(), Path(place or DEFAULT_STORE).expanduser()))
-    return Recorder(lambda: LightningStore(place), place)
+        place = str(Path(directory, Path(place).expanduser()))
+    return Recorder(place, place, os.environ.get("AGL_TOKEN") or None)
 
 
-def _opener_like(store: LightningStore) -> Callable[[], LightningStore]:
-    """Opens the same store again, in a child process."""
-    path, url, token, shown = *(getattr(store, name, None) for name in ("path", "url", "token")), repr(store)
-    if path is not None:
-        return lambda: LightningStore(path)
-    if url is not None:
-        return lambda: _client(url, token)
-
-    def refuse() -> LightningStore:
-        raise ConfigError(f"{shown} cannot be opened in another process; give track_session a path or a URL instead")
-
-    return refuse
+def _is_remote(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
 
 
-def _client(url: str, token: str | None) -> LightningStore:
+def _open(place: str, token: str | None) -> LightningStore:
+    if not _is_remote(place):
+        return LightningStore(place)
     from agentlightning.store.http.client import LightningStoreClient
 
-    return LightningStoreClient(url, token, patience=PATIENCE_SECONDS)
+    return LightningStoreClient(place, token, patience=PATIENCE)
 
 
-def flush_all(timeout: float) -> bool:
-    """Flush every recorder. False if one of them was not done in time."""
+def flush_recording(timeout: float = 10.0) -> bool:
+    """Wait until what was recorded so far is in the store: then it survives any end of the process. False if that took
+    longer than `timeout` seconds. The end of the process waits for it by itself, and so does that of a worker of
+    `multiprocessing`; `os._exit` in a process made by `os.fork` does not.
+
+        >>> with agl.track_session():
+        ...     agl.emit_message("here")
+        >>> agl.flush_recording()
+        True
+    """
     end_implicit()
+    return _flush(list(_recorders.values()), timeout)
+
+
+def _flush(recorders: Sequence[Recorder], timeout: float) -> bool:
     deadline = time.monotonic() + timeout
-    done = [each.flush(max(0.0, deadline - time.monotonic())) for each in list(_recorders.values())]
+    done = [each.flush(max(0.0, deadline - time.monotonic())) for each in recorders]
     return all(done)
 
 
-def waiting() -> int:
-    return sum(each.waiting for each in list(_recorders.values()))
+def recording_status() -> RecordingStatus:
+    """What this process has recorded, and what could not be.
+
+    >>> agl.recording_status().spans_dropped
+    0
+    """
+    return counters.status(sum(each.waiting for each in list(_recorders.values())))
+
+
+def end_implicit(*speakers: Speaker) -> None:
+    """End the implicit sessions of these tasks and threads, of all without any, so that readers find them finished."""
+    for inside in end_implicit_scopes(speakers):
+        if isinstance(inside.sink, SessionRecord):
+            inside.sink.finish()
 
 
 def _install() -> None:
     """Flush before a store is opened, and at the end of this process and of its children."""
-    if _recorders or _installed.is_set():
+    if _installed.is_set():
         return
     _installed.set()
     atexit.register(_close_all)
@@ -446,42 +542,28 @@ def _install() -> None:
         _in_worker(None)
 
 
-_installed = threading.Event()
-
-
 def _flush_pending() -> None:
     recorders = list(_recorders.values())
     if any(each.is_current_thread for each in recorders):
         return
     end_implicit()
-    for each in recorders:
-        if not each.is_failing:  # waiting would not help
-            each.flush(PENDING_SECONDS)
-
-
-def end_implicit(*speakers: Speaker) -> None:
-    """End the implicit sessions of these tasks and threads, of all without any, so that readers find them finished."""
-    for inside in end_implicit_scopes(speakers):
-        if isinstance(inside.sink, SessionSink):
-            inside.sink.end(SessionEnd(time.time()))
+    _flush([each for each in recorders if not each.is_failing], PENDING_SECONDS)  # else waiting would not help
 
 
 def _close_all() -> None:
     end_implicit()
     for each in list(_recorders.values()):
-        each.close()
+        each.close(EXIT_SECONDS)
 
 
 def _before_fork() -> None:
-    for each in list(_recorders.values()):
-        each.before_fork()
+    """A child process continues the sessions of its parent: their rollouts must be in the store by then."""
+    _flush(list(_recorders.values()), PENDING_SECONDS)
 
 
 def _after_fork() -> None:
     counters.after_fork()
     implicit_sessions.clear()  # They are the parent's.
-    for each in list(_recorders.values()):
-        each.after_fork()
 
 
 def _in_worker(_: object) -> None:

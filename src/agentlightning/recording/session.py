@@ -5,7 +5,8 @@ it starts and in `asyncio.to_thread`, belongs to it. It succeeds when its block 
 leaves it. Within an attempt of a runner, or in another session, it makes no rollout of its own: it is part of that one,
 so that the same code can be recorded in production and trained.
 
-What is emitted outside of all of these makes an implicit session (`begin_implicit`).
+What is emitted outside of all of these makes an implicit session (`begin_implicit`). `track_critical_path` records only
+what is marked.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
 import orjson
 
 from agentlightning.attempt_address import attempt_key, attempt_secret, trace_id_of
 from agentlightning.errors import ConfigError, Failure
-from agentlightning.recording.decorating import run_within
-from agentlightning.recording.recorder import Recorder, SessionSink, end_implicit, recorder_of
-from agentlightning.recording.records import SESSION, SessionEnd, SessionRecord
-from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, current_settings
+from agentlightning.recording.recorder import SESSION, SessionRecord, end_implicit, recorder_of
+from agentlightning.recording.settings import SAMPLING_RATE, RecordingSettings, check_store, current_settings
 from agentlightning.rollouts import RolloutMode
-from agentlightning.span import (
-    EXCEPTION,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_STACKTRACE,
-    EXCEPTION_TYPE,
-    new_trace_id,
-)
+from agentlightning.span import EXCEPTION, new_trace_id
 from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.emit import emit_annotation
-from agentlightning.tracing.scope import Lifetime, Scope, current_scope, current_speaker, enter_scope, implicit_sessions
-from agentlightning.tracing.status import counters
+from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
+from agentlightning.tracing.messages import json_text
+from agentlightning.tracing.outbox import counters
+from agentlightning.tracing.scope import (
+    Scope,
+    current_scope,
+    current_speaker,
+    enter_scope,
+    implicit_sessions,
+    mark_critical,
+)
 from agentlightning.tracing.tracer import record
-from agentlightning.tracing.values import json_text
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bits
 
@@ -56,7 +57,7 @@ IMPLICIT: Final = "implicit"
 PLAIN = (str, int, float, bool, type(None))
 
 
-class Session:
+class Session(Block):
     """One session; it also decorates functions. Created by `track_session`.
 
     >>> with agl.track_session() as session:
@@ -73,8 +74,7 @@ class Session:
         mode: RolloutMode | None,
         only_marked: bool,
     ) -> None:
-        if store is not None and not isinstance(store, LightningStore | str | Path):
-            raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
+        check_store(store)
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={metadata!r:.80} is not a dict")
         if name is not None and not isinstance(name, str):
@@ -84,51 +84,54 @@ class Session:
         self._task, self._store, self._name, self._metadata = task, store, name, metadata
         self._mode: RolloutMode | None = mode
         self._only_marked = only_marked
-        self._outer: Scope | None = None
+        self._scope: Scope | None = None
+        """That of the rollout that it is, or is part of."""
         self._own: SessionRecord | None = None
-        self._sink: SessionSink | None = None
         self._entered: AbstractContextManager[Scope] | None = None
-        self._lifetime = Lifetime()
 
     @property
     def rollout_id(self) -> str:
         """The id of its rollout."""
-        return self._scope().rollout_id
+        return self._begun().rollout_id
 
     @property
     def attempt_id(self) -> str:
         """The id of its attempt."""
-        return self._scope().attempt_id
+        return self._begun().attempt_id
 
-    def _scope(self) -> Scope | SessionRecord:
-        inside = self._own or self._outer
-        if inside is None:
+    def _begun(self) -> Scope:
+        if self._scope is None:
             raise ConfigError("the session has not begun; use `with agl.track_session() as session`")
-        return inside
+        return self._scope
 
     # -- as a block --------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Session:
-        if self._own is not None or self._outer is not None:
+    def __enter__(self) -> Self:
+        if self._scope is not None:
             raise ConfigError("a session is used once; call agl.track_session() for each block")
-        self._outer = current_scope()
-        if self._outer is not None:
-            self._outer.lifetime.only_marked |= self._only_marked
+        self._scope = current_scope()
+        if self._scope is None:
+            self._entered = enter_scope(self._begin_own())
+            self._entered.__enter__()
+        else:
+            self._scope.lifetime.only_marked |= self._only_marked
             self._annotate()
-            return self
-        self._entered = enter_scope(self._begin_own())
-        self._entered.__enter__()
         return self
 
     def _begin_own(self) -> Scope:
         """Begin it as a rollout of its own, without entering its scope."""
         settings = current_settings()
-        self._own = self._record(settings)
-        store = settings.store if self._store is None else self._store
-        self._sink = SessionSink(self._own, _begin(self._own, store) if _is_sampled(settings) else None)
-        scope = _scope_of(self._own, self._sink)
-        self._lifetime = scope.lifetime
-        self._lifetime.only_marked = self._only_marked
+        session = self._own = self._record(settings)
+        if settings.sampling_rate < 1 and random_bits(53) / 2**53 >= settings.sampling_rate:
+            counters.add("sessions_sampled_out")
+        else:
+            try:
+                recorder_of(settings.store if self._store is None else self._store).begin(session)
+            except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
+                counters.add("sessions_lost")
+                counters.warn("begin", f"a session cannot be recorded: {error}")
+        scope = self._scope = _scope_of(session)
+        scope.lifetime.only_marked = self._only_marked
         return scope
 
     def _annotate(self) -> None:
@@ -155,40 +158,33 @@ class Session:
             redact=settings.redact,
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._own is None or self._sink is None or self._entered is None:
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if self._own is None or self._entered is None:
             return  # it is part of another rollout
-        failure = None if error is None or _is_success(error) else Failure.of(error)
+        success = isinstance(error, SystemExit) and error.code in (None, 0)
+        failure = None if error is None or success else Failure.of(error)
         if failure is not None and current_scope() is not None:
-            _record_failure(failure)
+            record(EXCEPTION, exception_attributes(failure), error=f"{failure.type}: {failure.message}")
         entered, self._entered = self._entered, None
-        self._lifetime.end()
+        self._begun().lifetime.end()
         with suppress(ValueError):  # the block is left in another context than it was entered in
             entered.__exit__(None, None, None)
-        self._sink.end(SessionEnd(time.time(), failure))
-
-    async def __aenter__(self) -> Session:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, where)
+        self._own.finish(failure)
 
     # -- as a decorator ----------------------------------------------------------------------------------------------
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is a session, whose task are the arguments unless one was given."""
+        _refuse_generators(function, "track_session")
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-            task = _arguments(signature, args, kwargs) if self._task is None else self._task
-            name = self._name or function.__qualname__
-            return Session(task, self._store, name, self._metadata, self._mode, self._only_marked)
+            each = copy(self)
+            each._task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
+            each._name = self._name or function.__qualname__
+            return each
 
-        return run_within(function, session, "track_session")
+        return self._run_within(function, session)
 
 
 @overload
@@ -267,47 +263,16 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
     return carried
 
 
-def _scope_of(session: SessionRecord, sink: SessionSink) -> Scope:
+def _scope_of(session: SessionRecord) -> Scope:
     ids = session.rollout_id, session.attempt_id
-    trace_id = trace_id_of(session.attempt_id) or new_trace_id()
-    if sink.server is None:
-        return Scope(*ids, sink, trace_id=trace_id)
+    server = None if session.recorder is None else session.recorder.server
+    inside = Scope(*ids, session, trace_id=trace_id_of(session.attempt_id) or new_trace_id())
+    if server is None:
+        return inside
     client_headers.install()
-    address, token = sink.server
-    key = attempt_key(attempt_secret(token), *ids)
-    scope = Scope(*ids, sink, trace_id=trace_id, address=address.rstrip("/"), key=key)
-    scope.lifetime.is_known = sink.is_known
-    return scope
-
-
-def _is_sampled(settings: RecordingSettings) -> bool:
-    if settings.sampling_rate >= 1 or random_bits(53) / 2**53 < settings.sampling_rate:
-        return True
-    counters.add("sessions_sampled_out")
-    return False
-
-
-def _begin(session: SessionRecord, store: LightningStore | str | Path | None) -> Recorder | None:
-    try:
-        recorder = recorder_of(store)
-        return recorder if recorder.begin(session) else None
-    except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
-        counters.add("sessions_lost")
-        counters.warn("begin", f"a session cannot be recorded: {error}")
-        return None
-
-
-def _record_failure(failure: Failure) -> None:
-    attributes = {
-        EXCEPTION_TYPE: failure.type,
-        EXCEPTION_MESSAGE: failure.message,
-        EXCEPTION_STACKTRACE: failure.traceback,
-    }
-    record(EXCEPTION, attributes, error=f"{failure.type}: {failure.message}")
-
-
-def _is_success(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    inside.lifetime.is_known = session.is_known
+    key = attempt_key(attempt_secret(server[1]), *ids)
+    return replace(inside, address=server[0].rstrip("/"), key=key)
 
 
 def _snapshot(value: Any) -> Any:
@@ -320,9 +285,64 @@ def _snapshot(value: Any) -> Any:
         return loads(json_text(value).encode(errors="replace"))
 
 
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
-    try:
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        return {"args": args, "kwargs": kwargs}
+def _refuse_generators(function: Callable[..., Any], door: str) -> None:
+    """Raises ConfigError for a generator, whose code runs between other code."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{door} cannot decorate the generator {function.__qualname__}: its code runs between other code; open"
+            f" `with agl.{door}()` around the loop that consumes it"
+        )
+
+
+# -- only what is marked -----------------------------------------------------------------------------------------------
+
+# Within an attempt, its first block turns on recording of marked code alone: what lies in such a block is recorded, and
+# what comes outside of one from then on is not, but for rewards and the failure of the attempt. What is left out is
+# counted (`recording_status`). Outside of any attempt, a block is a session of its own.
+
+
+class CriticalPath(Block):
+    """A marked block. Created by `track_critical_path`.
+
+    >>> with agl.track_critical_path():
+    ...     agl.emit_message("recorded")
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if current_scope() is None:
+            self._stack.enter_context(track_session())
+        scope = current_scope()
+        if scope is not None:
+            scope.lifetime.only_marked = True
+        self._stack.enter_context(mark_critical())
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        self._stack.__exit__(kind, error, where)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function: its calls are marked."""
+        _refuse_generators(function, "track_critical_path")
+        return self._run_within(function, lambda args, kwargs: CriticalPath())
+
+
+@overload
+def track_critical_path(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def track_critical_path() -> CriticalPath: ...
+def track_critical_path(function: Any = None, /) -> Any:
+    """Mark a block, sync or async, or a function: from the first mark on, an attempt records only what is marked.
+
+        >>> with agl.track_session():
+        ...     with agl.track_critical_path():
+        ...         agl.emit_message("recorded")
+        ...     agl.emit_message("counted, and not recorded")
+        ...     agl.emit_reward(1.0)
+
+    Rewards and failures are always recorded. `track_session(only_marked=True)` leaves out what comes before the first
+    mark, too. Calls that a gateway answers are recorded by the gateway, marked or not.
+    """
+    return CriticalPath() if function is None else CriticalPath()(function)

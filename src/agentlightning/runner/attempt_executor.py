@@ -13,10 +13,10 @@ from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done
-from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter, failure_span
 from agentlightning.span import ERROR_TYPE, TURN_LIMIT_REACHED
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.outbox import Retry
 
 
 class AttemptExecutor:
@@ -27,7 +27,7 @@ class AttemptExecutor:
         store: LightningStoreBase,
         pool: HostPool,
         writer: SpanWriter,
-        retry: StoreRetry,
+        retry: Retry,
         *,
         worker_id: str,
         secret: str,

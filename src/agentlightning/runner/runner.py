@@ -38,10 +38,10 @@ from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
 from agentlightning.runner.hosts.host_connection import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
-from agentlightning.runner.retry import StoreRetry
 from agentlightning.runner.span_writer import SpanWriter
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
+from agentlightning.tracing.outbox import Retry
 
 # -- heartbeat -------------------------------------------------------------------------------------------------------
 
@@ -139,6 +139,8 @@ class RunnerStatistics:
     needs a process of its own."""
     crashes: int = 0
     """Agent processes that died."""
+    spans_dropped: int = 0
+    """Spans of agents that the store rejects in every form."""
 
 
 @dataclass(slots=True)
@@ -224,7 +226,7 @@ class Runner:
         self._heartbeat_seconds = _heartbeat_interval(heartbeat_seconds, lease_seconds)
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._retry = StoreRetry(patience)
+        self._retry = Retry(patience)
         self._heartbeat = Heartbeat(
             store,
             self.worker_id,
@@ -354,7 +356,8 @@ class Runner:
 
     @property
     def statistics(self) -> RunnerStatistics:
-        return replace(self._counts, running=len(self._active), crashes=self.pool.crashes)
+        dropped = self._writer.counts.dropped
+        return replace(self._counts, running=len(self._active), crashes=self.pool.crashes, spans_dropped=dropped)
 
     def _count(self, what: str, by: int = 1) -> None:
         self._counts = replace(self._counts, **{what: getattr(self._counts, what) + by})

@@ -1,6 +1,5 @@
 """Records what an agent does as spans of its attempt: the current scope, `emit_*`, the tracer and OTLP."""
 
-from agentlightning.tracing.agents import track_agent
 from agentlightning.tracing.emit import (
     emit_annotation,
     emit_completion,
@@ -12,8 +11,9 @@ from agentlightning.tracing.emit import (
     emit_reward,
     emit_step,
     emit_tool_call,
+    operation,
+    track_agent,
 )
-from agentlightning.tracing.operation import operation
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value
 
 __all__ = [

@@ -177,8 +177,8 @@ def repeated_failure(span: Span, spans: Sequence[Span]) -> float | None:
     """1 for a failed tool call that had failed before with the same arguments; give it a negative weight."""
     if tool_raised(span) is None:
         return None
-    same = [each for each in spans if tool_raised(each) and each.sequence_id < span.sequence_id]
-    return 1.0 if _tool_call(span) in map(_tool_call, same) else None
+    before = [each for each in spans if tool_raised(each) and each.sequence_id < span.sequence_id]
+    return 1.0 if _tool_call(span)[:2] in [_tool_call(each)[:2] for each in before] else None
 
 
 @air_rule
@@ -194,8 +194,9 @@ def retrieved_text_used(span: Span, spans: Sequence[Span]) -> float | None:
     the arguments of the tool did not contain."""
     if not _is_tool(span) or _failed(span):
         return None
-    known = " ".join(_words(_tool_call(span)[1]))
-    quotes = [quote for quote in _runs(_words(span.attributes.get(_result(span)))) if quote not in known]
+    _, arguments, result = _tool_call(span)
+    known = " ".join(_words(arguments))
+    quotes = [quote for quote in _runs(_words(result)) if quote not in known]
     later = (" ".join(_words(_answer(each))) for each in spans if each.sequence_id > span.sequence_id)
     return 1.0 if quotes and any(f" {quote} " in f" {answer} " for answer in later for quote in quotes) else None
 
@@ -223,16 +224,12 @@ def _failed(span: Span) -> bool:
     return span.status_code == "ERROR" or any(mark in span.attributes for mark in marks)
 
 
-def _tool_call(span: Span) -> tuple[str, str]:
-    """Name and arguments."""
-    of_step = span.name == names.OPERATION
-    name = names.OPERATION_LABEL if of_step else names.TOOL_NAME
-    arguments = names.OPERATION_INPUT if of_step else names.TOOL_ARGUMENTS
-    return str(span.attributes.get(name)), str(span.attributes.get(arguments))
-
-
-def _result(span: Span) -> str:
-    return names.OPERATION_OUTPUT if span.name == names.OPERATION else names.TOOL_RESULT
+def _tool_call(span: Span) -> tuple[str, str, Any]:
+    """Name, arguments and result."""
+    of_step = (names.OPERATION_LABEL, names.OPERATION_INPUT, names.OPERATION_OUTPUT)
+    of_tool = (names.TOOL_NAME, names.TOOL_ARGUMENTS, names.TOOL_RESULT)
+    name, arguments, result = map(span.attributes.get, of_step if span.name == names.OPERATION else of_tool)
+    return str(name), str(arguments), result
 
 
 def _answer(span: Span) -> str:

@@ -20,8 +20,8 @@ import orjson
 
 from agentlightning import span as names
 from agentlightning.span import SpanEvent
-from agentlightning.tracing import genai_messages
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.tracing import messages
+from agentlightning.util.json_values import dumps
 
 TOOL_DESCRIPTION: Final = "gen_ai.tool.description"
 TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
@@ -242,17 +242,15 @@ def _count(value: Any) -> int | None:
 
 
 def _list(value: Any) -> list[Any] | None:
-    if isinstance(value, str) and value.startswith("["):
-        value = parsed(value)
-    return value if isinstance(value, list) else None if value is None else [value]
+    found = messages.parse_json(value)
+    return found if isinstance(found, list) else None if value is None else [value]
 
 
 def _tokens(value: Any) -> list[int] | None:
-    found = parsed(value) if isinstance(value, str) else value
+    found = messages.parse_json(value)
     if isinstance(found, list) and found and isinstance(found[0], list):
         found = cast("list[Any]", found)[0]
-    items = cast("list[Any]", found) if isinstance(found, list) else []
-    return items if items and all(type(item) is int for item in items) else None
+    return found if isinstance(found, list) and found and {*map(type, cast("list[Any]", found))} == {int} else None
 
 
 def _finite(value: Any) -> float | None:
@@ -263,14 +261,6 @@ def _finite(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def parsed(text: Any) -> Any:
-    """The value of a JSON text; None if it is invalid."""
-    try:
-        return loads(text)
-    except (orjson.JSONDecodeError, TypeError):
-        return None
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -284,13 +274,10 @@ def _read_operation(source: str, attributes: Attributes) -> None:
 
 
 def _read_parameters(attributes: Attributes) -> None:
-    given = attributes["llm.invocation_parameters"]
-    values = parsed(given) if isinstance(given, str) else given
-    if not isinstance(values, dict):
-        return
+    given = messages.parse_json(attributes["llm.invocation_parameters"])
+    values = cast("Attributes", given) if isinstance(given, dict) else {}
     for name, target in PARAMETERS.items():
-        value = cast("Attributes", values).get(name)
-        if value is not None:
+        if (value := values.get(name)) is not None:
             attributes.setdefault(target, _list(value) if target == names.REQUEST_STOP else value)
 
 
@@ -308,8 +295,8 @@ def _read_by_operation(source: str, targets: Mapping[str, str], attributes: Attr
 def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, attributes: Attributes) -> None:
     if target in attributes:
         return
-    items = genai_messages.unflatten((key[len(prefix) :], attributes[key]) for key in keys)
-    found = genai_messages.tools(items) if target == names.TOOL_DEFINITIONS else genai_messages.messages(items, role)
+    items = messages.unflatten((key[len(prefix) :], attributes[key]) for key in keys)
+    found = messages.tools(items) if target == names.TOOL_DEFINITIONS else messages.recorded_messages(items, role)
     if found:
         _put_json(target, found, attributes)
 
@@ -317,7 +304,7 @@ def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, att
 def _read_whole(key: str, target: str, role: str, attributes: Attributes) -> None:
     if target in attributes or (not key.startswith("gen_ai.") and not _is_model_call(attributes)):
         return
-    if found := genai_messages.messages(attributes[key], role):
+    if found := messages.recorded_messages(attributes[key], role):
         _put_json(target, found, attributes)
 
 
@@ -337,7 +324,7 @@ def _read_events(attributes: Attributes, events: Iterable[SpanEvent]) -> None:
         elif event.name in EVENTS:
             target, role = EVENTS[event.name]
             body = next((event.attributes[key] for key in EVENT_BODIES if key in event.attributes), None)
-            found.setdefault(target, []).extend(genai_messages.from_event(body, event.attributes, role))
+            found.setdefault(target, []).extend(messages.event_messages(body, event.attributes, role))
     for target, read in found.items():
         if read and target not in attributes:
             _put_json(target, read, attributes)
@@ -361,27 +348,25 @@ def _put_json(target: str, value: Any, attributes: Attributes) -> None:
 
 def _read_dimensions(attributes: Attributes) -> None:
     """Decode our own reward dimensions from JSON text."""
-    value = attributes[names.REWARD_VALUES]
-    found = parsed(value) if isinstance(value, str) else None
-    if isinstance(found, dict):
-        attributes[names.REWARD_VALUES] = found
+    attributes[names.REWARD_VALUES] = messages.parse_json(attributes[names.REWARD_VALUES])
 
 
 def _read_first_dimension(attributes: Attributes) -> None:
     """0.x: the first of `agentlightning.reward.N.name` and `.value` is the reward."""
-    value = _finite(attributes.get(f"{REWARD_FAMILY}0.value"))
-    if value is not None and names.SCORE_VALUE not in attributes:
-        attributes[names.SCORE_VALUE] = value
-        attributes.setdefault(names.EVALUATION_NAME, attributes.get(f"{REWARD_FAMILY}0.name", "reward"))
+    name = attributes.get(f"{REWARD_FAMILY}0.name", "reward")
+    _set_reward(attributes.get(f"{REWARD_FAMILY}0.value"), name, attributes)
 
 
 def _read_old_reward(source: str, attributes: Attributes) -> None:
     given = attributes[source]
     if source != "reward":
-        value_object = parsed(given) if isinstance(given, str) else given
-        is_reward = isinstance(value_object, dict) and cast("Attributes", value_object).get("type") == "reward"
-        given = cast("Attributes", value_object).get("value") if is_reward else None
+        found = messages.parse_json(given)
+        given = messages.field(found, "value") if messages.field(found, "type") == "reward" else None
+    _set_reward(given, "reward", attributes)
+
+
+def _set_reward(given: Any, name: str, attributes: Attributes) -> None:
     value = _finite(given)
     if value is not None and names.SCORE_VALUE not in attributes:
         attributes[names.SCORE_VALUE] = value
-        attributes.setdefault(names.EVALUATION_NAME, "reward")
+        attributes.setdefault(names.EVALUATION_NAME, name)

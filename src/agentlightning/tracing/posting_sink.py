@@ -9,7 +9,6 @@ succeed without the reward that it was given.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -23,10 +22,9 @@ from urllib.parse import urlsplit
 from agentlightning.attempt_variables import PATIENCE, PATIENCE_SECONDS
 from agentlightning.errors import StoreServerError
 from agentlightning.span import Span
+from agentlightning.tracing.outbox import Tries
 
 TIMEOUT_SECONDS: Final = 10.0
-DELAYS_SECONDS: Final = (0.1, 0.5, 2.0)
-"""Pauses before a retry; the last one repeats."""
 
 
 class PostingSink:
@@ -35,36 +33,38 @@ class PostingSink:
     and the program ends with a non-zero exit code even if it goes on."""
 
     def __init__(self, address: str, key: str, patience: float | None = None) -> None:
-        self._address = address
-        self._url = urlsplit(address)
-        self._key = key
-        self._patience = _patience_seconds() if patience is None else patience
-        self._lock = threading.Lock()
-        self._connection: HTTPConnection | None = None
-        self._process = os.getpid()
+        self._address, self._url = address, urlsplit(address)
+        self._headers = {"Content-Type": "application/x-protobuf", "Authorization": f"Bearer {key}"}
+        self._patience = _patience() if patience is None else patience
+        self._open()
+
+    def _open(self) -> None:
+        """After a fork, lock and connection belong to the parent."""
+        self._lock, self._process = threading.Lock(), os.getpid()
+        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        self._connection = kind(self._url.hostname or "", self._url.port, timeout=TIMEOUT_SECONDS)
 
     def put(self, spans: Sequence[Span]) -> None:
-        from agentlightning.tracing.otlp import encode  # imports protobuf, which most programs never need
+        from agentlightning.tracing.otlp.encode import encode  # imports protobuf, which most programs never need
 
-        body = encode.encode(spans).SerializeToString()
-        deadline = time.monotonic() + self._patience
-        if os.getpid() != self._process:  # after a fork, lock and connection belong to the parent
-            self._lock, self._connection, self._process = threading.Lock(), None, os.getpid()
+        body, tries = encode(spans).SerializeToString(), Tries(self._patience)
+        if os.getpid() != self._process:
+            self._open()
         with self._lock:
-            problem = self._post(body, deadline)
+            problem = self._post(body, tries)
         if problem:
             names = ", ".join(sorted({span.name for span in spans}))
             lost = f"{len(spans)} spans ({names}) could not be sent to {self._address} and are lost: {problem}"
             _lost.append(lost)
             raise StoreServerError(lost)
 
-    def _post(self, body: bytes, deadline: float) -> str:
+    def _post(self, body: bytes, tries: Tries) -> str:
         """Post with retries; a description of the last problem, or "" if the server accepted the spans."""
-        for attempt in itertools.count():
+        while True:
             try:
                 status, answer = self._send(body)
             except (OSError, HTTPException) as error:
-                self._close()
+                self._connection.close()
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if status < 400:
@@ -72,28 +72,18 @@ class PostingSink:
                 problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return problem
-            pause = DELAYS_SECONDS[min(attempt, len(DELAYS_SECONDS) - 1)]
-            if time.monotonic() + pause > deadline:
+            pause = tries.pause()
+            if pause is None:
                 return f"{problem} (for {self._patience:g} s, see {PATIENCE})"
             time.sleep(pause)
-        raise AssertionError("unreachable")
 
     def _send(self, body: bytes) -> tuple[int, bytes]:
-        if self._connection is None:
-            kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
-            self._connection = kind(self._url.hostname or "", self._url.port, timeout=TIMEOUT_SECONDS)
-        headers = {"Content-Type": "application/x-protobuf", "Authorization": f"Bearer {self._key}"}
-        self._connection.request("POST", f"{self._url.path}/v1/traces", body, headers)
+        self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
         with self._connection.getresponse() as response:
             return response.status, response.read()
 
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
-
-def _patience_seconds() -> float:
+def _patience() -> float:
     try:
         return float(os.environ[PATIENCE])
     except (KeyError, ValueError):

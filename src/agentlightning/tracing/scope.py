@@ -77,7 +77,7 @@ class Lifetime:
     only_marked: bool = False
     """Only what lies in a block of `track_critical_path` is recorded."""
     prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
-    """Prompts that wait for their responses (`emit/model_calls.py`)."""
+    """Prompts that wait for their responses (`emit.py`)."""
     is_known: Callable[[], bool] | None = None
     """Whether the server knows the attempt; asked before a model call names it. None: it does."""
     at_end: Callable[[], None] | None = None

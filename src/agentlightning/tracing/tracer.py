@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import cache
+from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -37,6 +38,7 @@ from opentelemetry.trace import Status, StatusCode, format_span_id, format_trace
 
 from agentlightning.span import AGENT_NAME, Span
 from agentlightning.tracing.otlp.otel_span import INSTRUMENTATION, NANOSECONDS, plain_attributes, to_span
+from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
     Scope,
     agent_in,
@@ -47,22 +49,12 @@ from agentlightning.tracing.scope import (
     is_left_out,
     recording_scope,
 )
-from agentlightning.tracing.status import counters
 
 logger = logging.getLogger(__name__)
 
 _RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
 
-UNLIMITED = SpanLimits(
-    max_attributes=SpanLimits.UNSET,
-    max_events=SpanLimits.UNSET,
-    max_links=SpanLimits.UNSET,
-    max_span_attributes=SpanLimits.UNSET,
-    max_event_attributes=SpanLimits.UNSET,
-    max_link_attributes=SpanLimits.UNSET,
-    max_attribute_length=SpanLimits.UNSET,
-    max_span_attribute_length=SpanLimits.UNSET,
-)
+UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLimits.UNSET))
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
 
 

@@ -275,7 +275,7 @@ def test_an_endpoint_that_is_gone_costs_the_writer_nothing(caplog: pytest.LogCap
 
 def test_what_was_not_delivered_in_time_is_given_up(endpoint: Endpoint) -> None:
     endpoint.answers = [(503, {}, b"")]
-    exporter = OtlpExporter(endpoint.url, patience_seconds=0.0, delay_seconds=0.01)
+    exporter = OtlpExporter(endpoint.url, patience=0.0, delay_seconds=0.01)
     exporter.put([span(1)])
     eventually(lambda: len(endpoint.requests) == 1)
     exporter.put([span(2)])

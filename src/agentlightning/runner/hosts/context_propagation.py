@@ -36,7 +36,7 @@ from agentlightning.attempt_address import trace_id_of
 from agentlightning.runner import attempt_environ
 from agentlightning.span import new_trace_id
 from agentlightning.tracing import client_headers
-from agentlightning.tracing.agents import track_agent
+from agentlightning.tracing.emit import track_agent
 from agentlightning.tracing.posting_sink import PostingSink
 from agentlightning.tracing.scope import (
     Origin,

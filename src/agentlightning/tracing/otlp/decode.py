@@ -24,7 +24,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from agentlightning.errors import ConfigError
 from agentlightning.span import SpanEvent
 from agentlightning.tracing import conventions
-from agentlightning.tracing.otlp.otel_span import KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE
+from agentlightning.tracing.otlp.otel_span import add_extra_fields
 from agentlightning.tracing.sanitize import number
 from agentlightning.util.json_values import loads
 
@@ -114,8 +114,8 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
     events = tuple(map(_read_event, span.events)) if span.events else ()
-    links = [_read_link(link) for link in span.links] if span.links else None
-    _add_extra_fields(attributes, scope, span.kind, span.trace_state, links)
+    kind = KINDS[span.kind] if 2 <= span.kind < len(KINDS) else ""
+    add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
     code, message = "UNSET", None
     if span.HasField("status") and 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
@@ -232,37 +232,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise DecodeError("it is truncated")
 
 
-# -- common to both encodings ----------------------------------------------------------------------------------------
-
-
-def _add_extra_fields(
-    attributes: dict[str, Any], scope: tuple[str, str], kind: int, state: str, links: list[dict[str, Any]] | None
-) -> None:
-    """Add the fields that a `Span` lacks as attributes."""
-    name, version = scope
-    if name:
-        attributes[SCOPE_NAME] = name
-    if version:
-        attributes[SCOPE_VERSION] = version
-    if 2 <= kind < len(KINDS):
-        attributes[KIND] = KINDS[kind]
-    if state:
-        attributes[TRACE_STATE] = state
-    if links:
-        attributes[LINKS] = links
+# -- sequence numbers --------------------------------------------------------------------------------------------------
 
 
 def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
-    """The requested sequence number, or 0."""
+    """The requested sequence number; 0 (assigned by the store) if there is no valid one."""
     given = attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)
-    return 0 if given is None else _sequence_id(given)
-
-
-def _sequence_id(value: Any) -> int:
-    """The value as a sequence number; 0 (assigned by the store) if it is not a valid one."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(given, bool) or not isinstance(given, int | str):
         return 0
-    text = str(value)
+    text = str(given)
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 else 0
     return number if number <= MAX_SEQUENCE_ID else 0
 

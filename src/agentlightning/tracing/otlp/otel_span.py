@@ -40,7 +40,10 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     name, events = span.name, tuple(map(_event, span.events))
     scope = span.instrumentation_scope
     if scope is None or scope.name != INSTRUMENTATION:
-        _add_extra_fields(attributes, span)
+        kind = "" if span.kind is SpanKind.INTERNAL else span.kind.name.lower()
+        own = ("", "") if scope is None else (scope.name, scope.version or "")
+        state = "" if context is None else context.trace_state.to_header()
+        add_extra_fields(attributes, own, kind, state, list(map(_link, span.links)))
         name = conventions.complete(name, attributes, events)
     return Span(
         rollout_id=rollout_id,
@@ -59,18 +62,20 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     )
 
 
-def _add_extra_fields(attributes: dict[str, Any], span: ReadableSpan) -> None:
-    scope, context = span.instrumentation_scope, span.get_span_context()
-    if scope is not None:
-        attributes[SCOPE_NAME] = scope.name
-        if scope.version:
-            attributes[SCOPE_VERSION] = scope.version
-    if span.kind is not SpanKind.INTERNAL:
-        attributes[KIND] = span.kind.name.lower()
-    if span.links:
-        attributes[LINKS] = list(map(_link, span.links))
-    if context is not None and context.trace_state:
-        attributes[TRACE_STATE] = context.trace_state.to_header()
+def add_extra_fields(
+    attributes: dict[str, Any], scope: tuple[str, str], kind: str, state: str, links: list[dict[str, Any]]
+) -> None:
+    """Add the fields that a `Span` lacks as attributes. `scope`: its name and version."""
+    if scope[0]:
+        attributes[SCOPE_NAME] = scope[0]
+    if scope[1]:
+        attributes[SCOPE_VERSION] = scope[1]
+    if kind:
+        attributes[KIND] = kind
+    if state:
+        attributes[TRACE_STATE] = state
+    if links:
+        attributes[LINKS] = links
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.tracing.emit.framework_messages import (
+from agentlightning.tracing.messages import (
     is_message,
     message_text,
     messages_json,
