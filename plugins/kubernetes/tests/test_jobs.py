@@ -6,14 +6,14 @@ import re
 import sys
 
 import pytest
+from plugins.kubernetes.tests.cluster import Cluster
 from tests.deploy.kubernetes import errors
-from tests.runner.jobs.cluster import Cluster
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
-from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
-from agentlightning.runner.jobs.manifest import agent_container, attempt_job, read_template
 from agentlightning.server.app import Server
+from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
+from agentlightning_kubernetes.manifest import agent_container, attempt_job, read_template
 
 pytestmark = pytest.mark.integration
 

@@ -31,8 +31,8 @@ from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
 from agentlightning.runner.agents.spec import JobTemplate
 from agentlightning.runner.attempt_environ import current_variables
-from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
-from agentlightning.runner.jobs.manifest import PREFIX, agent_container, attempt_job, check_template
+from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
+from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, check_template, read_template
 
 # -- watcher ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +132,9 @@ class JobLostError(JobError):
 
 class JobAgent:
     """The agent. It is made in the fork server; what needs threads and connections is made in each host."""
+
+    alone = False
+    template = staticmethod(read_template)
 
     def __init__(self, template: JobTemplate) -> None:
         self._template = template
