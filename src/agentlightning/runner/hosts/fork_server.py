@@ -10,7 +10,6 @@ is ended after it. On Linux, processes that have left the group become children 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import faulthandler
 import gc
@@ -37,7 +36,7 @@ from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import load_agent, load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts import context_propagation
-from agentlightning.runner.hosts.agent_host import Setup, serve
+from agentlightning.runner.hosts.host import LoneHost, Setup, SharedHost
 from agentlightning.runner.hosts.messages import (
     Exited,
     Fork,
@@ -88,7 +87,7 @@ def main() -> None:
         return
     attempt_environ.install()
     install_globally()
-    if not _send(control, Loaded()):
+    if not _send(control, Loaded(setup.agent.alone)):
         return
     gc.collect()
     gc.freeze()  # keeps loaded pages shared between the hosts: the collector does not touch them
@@ -146,38 +145,35 @@ class ForkServer:
     def _receive(self) -> bool:
         """Read and execute the runner's requests; False when it has disconnected."""
         try:
-            data, ancillary, *_ = self._control.recvmsg(65536, socket.CMSG_SPACE(16 * 4))
+            data, fds, *_ = socket.recv_fds(self._control, 65536, 16)
         except ConnectionResetError:
             return False
-        for _, _, payload in ancillary:
-            fds = array.array("i")
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-            self._fds.extend(fds)
+        self._fds.extend(fds)
         for message in self._frames.feed(data):
             self._handle(message)
         return bool(data)
 
     def _handle(self, message: ToForkServer) -> None:
         if isinstance(message, Fork):
-            self._fork(message.host_id, self._fds.popleft(), message.single)
+            self._fork(message.host_id, self._fds.popleft(), message.alone)
             return
         for pid, child in self._children.items():
             if child.host_id == message.host_id:
                 os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
-    def _fork(self, host_id: int, fd: int, single: bool) -> None:
+    def _fork(self, host_id: int, fd: int, alone: bool) -> None:
         report = tempfile.TemporaryFile()  # noqa: SIM115  closed when the host is reaped
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._become_host(socket.socket(fileno=fd), report, single)
+            self._become_host(socket.socket(fileno=fd), report, alone)
         with suppress(OSError):  # both do it, so that neither has to wait for the other
             os.setpgid(pid, pid)
         os.close(fd)
         self._children[pid] = _Child(host_id, report)
 
-    def _become_host(self, sock: socket.socket, report: IO[bytes], single: bool) -> NoReturn:
+    def _become_host(self, sock: socket.socket, report: IO[bytes], alone: bool) -> NoReturn:
         code = 1
         try:
             os.setpgid(0, 0)
@@ -187,7 +183,7 @@ class ForkServer:
                 end.close()
             faulthandler.enable(report, all_threads=False)
             _reseed()
-            serve(sock, self._setup, single)
+            (LoneHost if alone else SharedHost)(sock, self._setup).serve()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:  # noqa: BLE001  a forked child must not return into the fork server's frames

@@ -49,6 +49,7 @@ class ForkServerProcess:
         self._control: socket.socket | None = None
         self._on_message: OnMessage | None = None
         self._on_lost: Callable[[], None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
 
     @property
     def spawned(self) -> bool:
@@ -88,6 +89,8 @@ class ForkServerProcess:
         """Receive messages in the running event loop."""
         self._on_message, self._on_lost = on_message, on_lost
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
+        if self.log is not None:
+            self._trimming = asyncio.create_task(self.log.trim_periodically())
 
     @property
     def _socket(self) -> socket.socket:
@@ -113,11 +116,11 @@ class ForkServerProcess:
             if self._on_lost is not None:
                 self._on_lost()
 
-    def fork(self, host_id: int, single: bool = False) -> socket.socket:
+    def fork(self, host_id: int, alone: bool) -> socket.socket:
         """Request a host and return our end of its socket. The host takes jobs once it has sent `Ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Fork(host_id, single), theirs)
+            self._send(Fork(host_id, alone), theirs)
         ours.setblocking(False)
         return ours
 
@@ -152,6 +155,8 @@ class ForkServerProcess:
             return
         if self._on_message is not None:
             asyncio.get_running_loop().remove_reader(self._control)
+        if self._trimming is not None:
+            self._trimming.cancel()
         self._control.close()
         self._control = None
         await asyncio.to_thread(_wait_or_kill, self._process)
