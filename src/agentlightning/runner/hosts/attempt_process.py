@@ -72,12 +72,8 @@ class RunningAttempt:
 
     def forward(self, spans: Sequence[Span]) -> None:
         """Forward spans as spans of this attempt, whatever ids they carry."""
-        ids = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
-        own = [
-            span if (span.rollout_id, span.attempt_id) == ids else replace(span, rollout_id=ids[0], attempt_id=ids[1])
-            for span in spans
-        ]
-        self.on_spans(list(map(agent_span, own)))
+        rollout_id, attempt_id = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
+        self.on_spans([agent_span(replace(each, rollout_id=rollout_id, attempt_id=attempt_id)) for each in spans])
 
 
 class AttemptProcess(asyncio.Protocol):

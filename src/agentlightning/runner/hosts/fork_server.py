@@ -1,6 +1,6 @@
 """The fork server: a process that imports the agent once and forks agent hosts on request.
 
-It reads a `Load` message from stdin, imports the agent, then serves the runner's requests over a socket. It stays
+It reads a `Load` message, imports the agent, then serves the runner's requests over the same socket. It stays
 single-threaded, so that a fork is safe and takes milliseconds, and imports nothing heavy that the agent does not
 import. When the runner disconnects, the hosts get SHUTDOWN_SECONDS to exit; then they are killed.
 
@@ -73,8 +73,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
         cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # many agents write lines to one log
-    (load,) = FrameDecoder(Load).feed(sys.stdin.buffer.read())
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    frames, load = FrameDecoder[Load](Load), None
+    while load is None:
+        load = next(frames.feed(control.recv(1 << 18) or sys.exit()), None)
     sys.path[:] = load.sys_path
     client_headers.install()
     context_propagation.install()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,7 +67,7 @@ class ForkServerProcess:
             # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
@@ -74,16 +75,7 @@ class ForkServerProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        load = replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {}))
-        self._send_load(load, self._process.stdin)
-
-    def _send_load(self, load: Load, stdin: IO[bytes] | None) -> None:
-        try:
-            if stdin is not None:
-                with stdin:
-                    stdin.write(encode(load))
-        except BrokenPipeError:
-            return  # it has exited already; `attach` notices
+        self._send(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
 
     def attach(self, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
         """Receive messages in the running event loop."""
@@ -128,12 +120,11 @@ class ForkServerProcess:
         """Kill a host with SIGKILL."""
         self._send(Kill(host_id))
 
-    def _send(self, message: Fork | Kill, passed: socket.socket | None = None) -> None:
-        fds = [] if passed is None else [passed.fileno()]
-        try:
-            socket.send_fds(self._socket, [encode(message)], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # `on_lost` follows
+    def _send(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
+        data = encode(message)
+        with suppress(BrokenPipeError, ConnectionResetError):  # `on_lost` follows
+            sent = socket.send_fds(self._socket, [data], [each.fileno() for each in passed]) if passed else 0
+            self._socket.sendall(data[sent:])
 
     @property
     def output(self) -> str:
