@@ -194,17 +194,16 @@ class RunnerConfig(Section):
     concurrency: int = Field(default=64, ge=1)
     """Rollouts that each host runs at the same time."""
     hosts: int = Field(default=1, ge=0)
-    """Processes that asynchronous agents share. 0: none here; `agl runner` runs the agent on the store's server."""
+    """Processes that run Python agents. 0: none here; `agl runner` runs the agent on the store's server."""
     limit_by_load: bool = True
     """Fewer groups of rollouts run at the same time while the key-value cache of the engine that samples is more than
     0.8 full, and more again below 0.6 (docs/concepts/updates.md). false: as many as `run.max_staleness` allows."""
     queue: str | None = None
     """The queue of the rollouts. None: with runners elsewhere that of their mode, train or val; with a runner here and
     a store that others use too, a private queue of the run."""
-    fresh_process: bool | None = None
-    """None: an attempt of a synchronous agent has a process to itself, forked from one that has imported the agent and
-    used again for the next one; others share `hosts` processes. true: each attempt has a new process. false: all share
-    `hosts` processes. Attempts that cannot share get processes of their own (docs/guides/your-own-agent.md)."""
+    fresh_process: bool = False
+    """Run each attempt on the main thread of its own process, forked from one that has imported the agent; `hosts` is
+    then ignored. Begins by itself where attempts cannot share a process (docs/guides/your-own-agent.md)."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """An attempt that takes longer is stopped."""
     max_attempts: int = Field(default=2, ge=1)

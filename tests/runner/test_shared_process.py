@@ -118,7 +118,7 @@ async def test_an_agent_that_changes_its_process_gets_one_of_its_own(
     agent: Any, start: Any, roll: Any, rewards_of: Any, caplog: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        runner = await start(agent, concurrency=3, fresh_process=False)
+        runner = await start(agent, concurrency=3)
         ended = await roll(*TASKS)
     assert [rollout.status for rollout in ended] == ["succeeded"] * len(TASKS)
     assert [(await rewards_of(rollout))[-1] for rollout in ended] == [1.0] * len(TASKS)
@@ -126,19 +126,9 @@ async def test_an_agent_that_changes_its_process_gets_one_of_its_own(
     assert len([text for text in caplog.messages if "--fresh-process" in text]) == 1
 
 
-@pytest.mark.parametrize("agent", [changes_directory, sets_an_alarm, captures_output, asks_for_a_loop])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_a_synchronous_agent_has_a_process_to_itself(
-    agent: Any, start: Any, roll: Any, rewards_of: Any, caplog: Any
-) -> None:
-    runner = await start(agent, concurrency=3)
-    assert [await rewards_of(rollout) for rollout in await roll(*TASKS)] == [[1.0]] * len(TASKS)
-    assert (runner.statistics.requeued, caplog.messages) == (0, [])
-
-
-@pytest.mark.parametrize("fresh_process", [None, True])
-async def test_what_a_synchronous_agent_does_in_threads_and_processes_is_its_attempts(
-    fresh_process: bool | None, start: Any, roll: Any, rewards_of: Any
+@pytest.mark.parametrize("fresh_process", [False, True])
+async def test_what_an_attempt_emits_in_a_thread_of_its_own_is_recorded_under_it(
+    fresh_process: bool, start: Any, roll: Any, rewards_of: Any
 ) -> None:
     def agent(task: dict[str, Any]) -> None:
         import threading
@@ -160,23 +150,6 @@ async def test_a_process_with_workers_of_pools_left_in_it_is_not_used_again(
     workers = [(await attempt_of(rollout)).metadata["output"] for rollout in await roll({}, {}, {})]
     assert len({pid for pids in workers for pid in pids}) == sum(len(set(pids)) for pids in workers)
     assert runner.statistics.crashes == 0
-
-
-async def test_what_a_thread_emits_where_attempts_share_a_process_is_not_guessed(
-    start: Any, roll: Any, rewards_of: Any, store: Any
-) -> None:
-    async def agent(task: dict[str, Any]) -> None:
-        import threading
-
-        import agentlightning as agl
-
-        thread = threading.Thread(target=agl.emit_reward, args=(float(task["number"]),))
-        thread.start()
-        thread.join()
-        await asyncio.sleep(task["pause"])
-
-    await start(agent, concurrency=3)
-    assert [await rewards_of(rollout) for rollout in await roll(*TASKS)] == [[float(n)] for n in range(len(TASKS))]
 
 
 async def test_a_reward_that_needs_the_main_thread_has_it(start: Any, roll: Any, rewards_of: Any) -> None:
@@ -284,7 +257,7 @@ async def test_a_crash_fails_the_attempt_that_caused_it_and_no_other(
     agent: Any, start: Any, roll: Any, store: Any, attempt_of: Any
 ) -> None:
     tasks = [{"pause": 0.3, "bad": number == 3} for number in range(8)]
-    runner = await start(agent, concurrency=8, max_rollouts=8, fresh_process=False)
+    runner = await start(agent, concurrency=8, max_rollouts=8)
     ended = {rollout.input["bad"]: rollout for rollout in await roll(*tasks)}
     assert {rollout.status for rollout in await store.query_rollouts() if not rollout.input["bad"]} == {"succeeded"}
     assert ended[True].status == "failed"
@@ -299,7 +272,7 @@ async def test_an_attempt_lost_to_a_crash_does_not_count_against_its_limit(start
             os._exit(3)
         raise RuntimeError("by itself")
 
-    await start(agent, concurrency=2, fresh_process=False)
+    await start(agent, concurrency=2)
     ended = await roll({"bad": True}, {"bad": False}, max_attempts=2)
     for rollout in ended:
         attempts = await store.query_attempts(rollout.rollout_id)

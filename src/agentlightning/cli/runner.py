@@ -37,16 +37,8 @@ ServerUrl = Annotated[
     ),
 ]
 Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent attempts.")]
-Hosts = Annotated[int, typer.Option(min=1, help="Processes that asynchronous Python agents share.")]
-FreshProcess = Annotated[
-    bool | None,
-    typer.Option(
-        "--fresh-process/--share-process",
-        help="Run every attempt in a new process; or all in --hosts processes (default: a process to itself for each "
-        "attempt of a synchronous Python agent, used again for the next one).",
-        show_default=False,
-    ),
-]
+Hosts = Annotated[int, typer.Option(min=1, help="Processes that run Python agents.")]
+FreshProcess = Annotated[bool, typer.Option("--fresh-process", help="Run every attempt in a new process.")]
 Queues = Annotated[list[str] | None, typer.Option(help="Claim only from this queue; repeatable.")]
 WorkerId = Annotated[str | None, typer.Option(help="Name of the worker in the store (default: host and process).")]
 Lease = Annotated[
@@ -102,7 +94,7 @@ def runner(
     reward: Reward = None,
     concurrency: Concurrency = 32,
     hosts: Hosts = 1,
-    fresh_process: FreshProcess = None,
+    fresh_process: FreshProcess = False,
     queue: Queues = None,
     token: Token = None,
     worker_id: WorkerId = None,

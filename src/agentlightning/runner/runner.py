@@ -155,14 +155,13 @@ class Runner:
     """Executes an agent on the rollouts of a store.
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once. A synchronous Python agent runs on the main thread of a process forked from one that has imported it,
-    which has no other attempt at the time and is used for the next one; other agents share `hosts` processes. With
-    `fresh_process=True` each attempt has a new process, with False synchronous agents share `hosts` processes as well.
-    Attempts that share get processes of their own, with a warning, once one changes what its process shares (working
-    directory, signals, redirected output) or calls a model from where its attempt cannot be told. An attempt lost to
-    another's crash is repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment
-    variables to the fields of a dict task that they hold; the fields in `hide` are given to the reward function only.
-    `cwd` is the working directory of the agent, `log` the file for its output.
+    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
+    process, forked from one that has imported the agent, and `hosts` is ignored. Processes of their own begin by
+    themselves, with a warning, once an attempt or a reward changes what its process shares (working directory, signals,
+    redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
+    repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
+    fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
+    working directory of the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources
@@ -186,7 +185,7 @@ class Runner:
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
-        fresh_process: bool | None = None,
+        fresh_process: bool = False,
         queues: Sequence[str] | None = None,
         max_rollouts: int | None = None,
         worker_id: str | None = None,

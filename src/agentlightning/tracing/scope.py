@@ -207,17 +207,28 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
-def is_awaited(task: asyncio.Future[Any], by: object, seen: set[object] | None = None) -> bool:
-    """Whether a task waits for another one to end, through whatever asyncio and anyio put between them."""
+def _is_waited_for(owner: Location | None) -> bool:
+    """Whether the current code is what an attempt itself runs, at `owner`, or what that waits for."""
+    thread, task = current_location()
+    if owner is None or owner in ((thread, task), (thread, None)):  # the second one: in a loop of its own
+        return True
+    if task is not None:
+        return is_awaited(task, owner[1])
+    call: Any = getattr(calls_of_pools, "future", None)
+    return call is None or bool(call._waiters or call._condition._waiters) or is_awaited(call, owner[1])
+
+
+calls_of_pools = threading.local()
+"""`future` is that of the call which a thread of a pool runs now."""
+
+
+def is_awaited(task: Any, by: object, seen: set[object] | None = None) -> bool:
+    """Whether the task `by` waits for a task or future to end, through whatever asyncio and anyio put between them."""
     seen = set() if seen is None else seen
     seen.add(task)
-    callbacks: list[tuple[Any, Any]] = getattr(task, "_callbacks", None) or []
-    for waiting in {each for callback, _ in callbacks for each in _wakes(callback)}:
-        if waiting is by or (
-            isinstance(waiting, asyncio.Future) and waiting not in seen and is_awaited(waiting, by, seen)
-        ):
-            return True
-    return False
+    callbacks = [*(each for each, _ in getattr(task, "_callbacks", None) or ()), *getattr(task, "_done_callbacks", ())]
+    waiting = {each for callback in callbacks for each in _wakes(callback)} - seen
+    return by in waiting or any(is_awaited(each, by, seen) for each in waiting)
 
 
 def _wakes(callback: Any) -> Generator[asyncio.Future[Any]]:
@@ -267,8 +278,8 @@ def uncertainty(report: bool = True) -> str:
     """ENDED or UNCERTAIN if the current code may work for another attempt than the one whose context it has; else "".
     With `report`, the runner hears of it, and runs attempts apart.
 
-    A task belongs to its attempt for certain where the attempt waits for it: one that nothing waits for may take the
-    work of others from a queue. So do the functions that it has threads run.
+    A task, or a function that a pool's thread runs, belongs to its attempt for certain where the attempt waits for it:
+    what nothing waits for may take the work of others from a queue.
     """
     inside, process = _scope.get(), _process
     if inside is not None and inside.lifetime.ended:
@@ -280,10 +291,9 @@ def uncertainty(report: bool = True) -> str:
             return ""
         found, what = UNCERTAIN, "a thread of an earlier attempt" if process.alone else "a thread without a context"
     else:
-        task, owner = current_task(), _owner.get()
-        if process.alone or task is None or owner is None or owner[1] is task or is_awaited(task, owner[1]):
+        if process.alone or _is_waited_for(_owner.get()):
             return ""
-        found, what = UNCERTAIN, "a task that its attempt does not wait for"
+        found, what = UNCERTAIN, "a task or thread that its attempt does not wait for"
     if report and process is not None and (process.alone or found == UNCERTAIN):
         process.on_doubt(f"{what} calls a model or emits something")
     return found

@@ -133,7 +133,6 @@ class JobLostError(JobError):
 class JobAgent:
     """The agent. It is made in the fork server; what needs threads and connections is made in each host."""
 
-    alone = False
     template = staticmethod(read_template)
 
     def __init__(self, template: JobTemplate) -> None:

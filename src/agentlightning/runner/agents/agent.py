@@ -39,11 +39,6 @@ from agentlightning.util.plugins import load_plugin
 class Agent(Protocol):
     """An agent of any kind."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether it is Python that blocks: its attempts then have processes of their own, which cost no more."""
-        ...
-
     def blocks(self, invocation: Invocation) -> bool:
         """Whether `start` blocks and has to be called in a thread."""
         ...
@@ -60,10 +55,6 @@ class FunctionAdapter:
     signature: Signature
     is_async: bool
 
-    @property
-    def alone(self) -> bool:
-        return not self.is_async
-
     def blocks(self, invocation: Invocation) -> bool:
         return not self.is_async
 
@@ -76,11 +67,6 @@ class LitAgentAdapter:
     """A LitAgent."""
 
     agent: LitAgent[Any]
-
-    @property
-    def alone(self) -> bool:
-        methods = [getattr(self.agent, name) for name in overridden(type(self.agent))]
-        return not all(map(inspect.iscoroutinefunction, methods))
 
     def blocks(self, invocation: Invocation) -> bool:
         return not inspect.iscoroutinefunction(method_for(self.agent, invocation.rollout.mode))
@@ -96,10 +82,6 @@ class AgentClass:
     """A class that is instantiated for each attempt; its `run` method is called."""
 
     kind: type[Any]
-
-    @property
-    def alone(self) -> bool:
-        return not inspect.iscoroutinefunction(self.kind.run)
 
     def blocks(self, invocation: Invocation) -> bool:
         return not inspect.iscoroutinefunction(self.kind.run)

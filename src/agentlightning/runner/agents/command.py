@@ -61,10 +61,6 @@ class Command:
     grace: float = 2.0
     """Seconds between SIGTERM and SIGKILL."""
 
-    @property
-    def alone(self) -> bool:
-        return False
-
     def blocks(self, invocation: Invocation) -> bool:
         return True
 

@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
+from agentlightning.tracing.scope import calls_of_pools
+
 
 def install() -> None:
     """Patch this process. Idempotent."""
@@ -24,6 +26,17 @@ def install() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        return submit(self, copy_context().run, fn, *args, **kwargs)
+        context, submitted = copy_context(), Future[Future[Any]]()
+
+        def run() -> Any:
+            calls_of_pools.future = submitted.result()
+            try:
+                return context.run(fn, *args, **kwargs)
+            finally:
+                del calls_of_pools.future
+
+        future = submit(self, run)
+        submitted.set_result(future)
+        return future
 
     ThreadPoolExecutor.submit = submit_in_context

@@ -88,7 +88,7 @@ def main() -> None:
         return
     attempt_environ.install()
     install_globally()
-    if not _send(control, Loaded(setup.agent.alone)):
+    if not _send(control, Loaded()):
         return
     gc.collect()
     gc.freeze()  # keeps loaded pages shared between the hosts: the collector does not touch them

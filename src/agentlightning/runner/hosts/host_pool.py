@@ -39,12 +39,12 @@ MAX_FAILED_STARTS = 3
 class HostPool:
     """Processes that run one agent.
 
-    `concurrency` attempts run at once. `fresh`: True, each has a new process; None, each is alone in one if the agent
-    is synchronous Python; False, or an agent of another kind: they share `hosts` processes. `env` maps environment
-    variables to the fields of a dict task that they hold; the fields in `hide` are given to the reward function only,
-    not to the agent. `cwd` is the working directory of the agent, `log` the file that its stdout and stderr are
-    appended to (default: this process's stderr). A stopped attempt has `grace` seconds to end. `on_change` is called
-    when capacity may have changed, `on_broken` when no process can be started.
+    `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each attempt has its own process,
+    whose main thread runs it and which exits with it. `env` maps environment variables to the fields of a dict task
+    that they hold; the fields in `hide` are given to the reward function only, not to the agent. `cwd` is the working
+    directory of the agent, `log` the file that its stdout and stderr are appended to (default: this process's stderr).
+    A stopped attempt has `grace` seconds to end. `on_change` is called when capacity may have changed, `on_broken` when
+    no process can be started.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HostPool:
         reward: Callable[..., Any] | str | None = None,
         concurrency: int = 32,
         hosts: int = 1,
-        fresh: bool | None = None,
+        fresh: bool = False,
         env: Mapping[str, str] | None = None,
         hide: Sequence[str] = (),
         cwd: str | Path | None = None,
@@ -66,12 +66,10 @@ class HostPool:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
         self.agent = agent_spec(agent)
-        self.fresh = bool(fresh)
-        self.alone = self.fresh
+        self.fresh = self.alone = fresh
         """Each attempt has a process to itself while it runs."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
-        self._may_share = fresh is False
         self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
         self._grace = grace
         self._on_change, self._on_broken = on_change, on_broken
@@ -79,7 +77,7 @@ class HostPool:
         fields = check_variables(env or {}, hide)
         load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
         self._fork_server = ForkServerProcess(load, cwd, log)
-        self._loaded: asyncio.Future[Loaded] | None = None
+        self._loaded: asyncio.Future[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
         self._connecting = set[asyncio.Task[Any]]()
         self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
@@ -102,12 +100,9 @@ class HostPool:
         self._fork_server.attach(self._on_message, self._on_fork_server_lost)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                loaded = await self._loaded
-                self.alone = self.alone or (loaded.alone and not self._may_share)
+                await self._loaded
                 self._notify_change()
-                while not (self.fresh or any(process.ready for process in self._processes.values())):
-                    if self.alone and not self._processes:
-                        self._fork(alone=True)
+                while self.capacity <= 0:
                     await self._changed.wait()
                     if self._broken is not None:
                         raise self._broken
@@ -219,7 +214,7 @@ class HostPool:
             self._on_exit(message)
         elif self._loaded is not None and not self._loaded.done():
             if isinstance(message, Loaded):
-                self._loaded.set_result(message)
+                self._loaded.set_result(None)
             else:
                 self._loaded.set_exception(AgentError(message.message))
 

@@ -72,9 +72,6 @@ class Kill(Message, frozen=True):
 class Loaded(Message, frozen=True):
     """The agent is imported; hosts can be forked."""
 
-    alone: bool
-    """Whether its attempts have a process each, unless its user decides otherwise."""
-
 
 class LoadFailed(Message, frozen=True):
     """The agent could not be imported."""
