@@ -105,6 +105,16 @@ async def test_the_job_is_that_of_the_template_with_the_attempt_added(cluster, t
     assert "AGL_TOKEN" not in variables
 
 
+@pytest.mark.parametrize("fresh_process", [False, True])
+async def test_fields_of_a_task_that_are_asked_for_are_variables_of_its_job(
+    fresh_process, cluster, template, start, roll
+):
+    await start(template("print(1)"), env={"QUESTION": "question"}, fresh_process=fresh_process)
+    await roll({"question": "Why?"})
+    [container] = cluster.created[0]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "QUESTION", "value": "Why?"} in container["env"]
+
+
 async def test_a_container_that_fails_is_a_failure_with_its_exit_code_and_log(template, start, roll, attempt_of):
     await start(template("raise SystemExit('no such file')"))
     [rollout] = await roll("task")

@@ -41,11 +41,6 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
         _current.reset(token)
 
 
-def current_variables() -> dict[str, str]:
-    """The variables that override those of the process in this context."""
-    return {name: value for name, value in (_current.get() or {}).items() if value is not None}
-
-
 @contextmanager
 def own_variables(variables: Mapping[str, str]) -> Generator[None]:
     """Within the block, the process itself has `variables`; whatever was set or deleted there, it has its own again

@@ -16,7 +16,7 @@ import gc
 import logging
 import math
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -28,7 +28,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
-from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
 from agentlightning.errors import AgentError
@@ -131,16 +130,17 @@ class ForkServer:
             end.setblocking(False)
 
     def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, _on_sigchld)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler, it writes to the wake-up socket
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ, self._receive)
-            selector.register(self._wake, selectors.EVENT_READ, self._reap)
-            connected = True
-            while connected:
-                for key, _ in selector.select(KILL_SECONDS if self._ended_groups else None):
-                    connected = key.data() and connected
-                self._kill_groups(time.monotonic())
+        connected = True
+        while connected:
+            seconds = KILL_SECONDS if self._ended_groups else None
+            readable, _, _ = select.select([self._control, self._wake], [], [], seconds)
+            if self._wake in readable:
+                self._reap()
+            if self._control in readable:
+                connected = self._receive()
+            self._kill_groups(time.monotonic())
         self._shut_down()
 
     def _receive(self) -> bool:
@@ -194,13 +194,10 @@ class ForkServer:
             sys.stderr.flush()
             os._exit(code)
 
-    def _reap(self) -> bool:
+    def _reap(self) -> None:
         """Collect the exit status of hosts that have exited, and report them."""
-        try:
-            while self._wake.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 child = self._children.pop(ended[0], None)  # or an orphan
@@ -208,7 +205,6 @@ class ForkServer:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
                     _signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
                     self._report(child, os.waitstatus_to_exitcode(ended[1]))
-        return True
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
@@ -254,10 +250,6 @@ def _child_pids() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
-
-
-def _on_sigchld(number: int, frame: FrameType | None) -> None:
-    """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
 
 
 def _reseed() -> None:

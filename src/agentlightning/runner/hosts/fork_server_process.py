@@ -18,19 +18,14 @@ from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError
 from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.runner.hosts.messages import (
-    Exited,
     Fork,
     FrameDecoder,
     FromForkServer,
     Kill,
     Load,
-    Loaded,
-    LoadFailed,
     MessageError,
     encode,
 )
-
-OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
 
 CLOSE_SECONDS = 5.0
 HOME = str(Path(__file__).resolve().parents[2])
@@ -39,17 +34,25 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.
 
 
 class ForkServerProcess:
-    """`spawn` starts the process, `attach` starts receiving its messages, `close` ends it."""
+    """`spawn` starts the process, `attach` starts receiving its messages, `close` ends it. `on_lost` is called when it
+    has disconnected."""
 
-    def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        cwd: str | Path | None,
+        log: str | Path | None,
+        on_message: Callable[[FromForkServer], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._load = load
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self.log = None if log is None else AgentLog(log)
         self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._on_message: OnMessage | None = None
-        self._on_lost: Callable[[], None] | None = None
+        self._on_message, self._on_lost = on_message, on_lost
+        self._attached = False
         self._trimming: asyncio.Task[None] | None = None
 
     @property
@@ -77,9 +80,9 @@ class ForkServerProcess:
             )
         self._send(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
 
-    def attach(self, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
+    def attach(self) -> None:
         """Receive messages in the running event loop."""
-        self._on_message, self._on_lost = on_message, on_lost
+        self._attached = True
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
         if self.log is not None:
             self._trimming = asyncio.create_task(self.log.trim_periodically())
@@ -99,14 +102,12 @@ class ForkServerProcess:
             data = b""
         try:
             for message in self._frames.feed(data):
-                if self._on_message is not None:
-                    self._on_message(message)
+                self._on_message(message)
         except MessageError:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._socket)
-            if self._on_lost is not None:
-                self._on_lost()
+            self._on_lost()
 
     def fork(self, host_id: int, alone: bool) -> socket.socket:
         """Request a host and return our end of its socket. The host takes jobs once it has sent `Ready`."""
@@ -144,7 +145,7 @@ class ForkServerProcess:
         """End the process and all of its hosts. Idempotent."""
         if self._control is None or self._process is None:
             return
-        if self._on_message is not None:
+        if self._attached:
             asyncio.get_running_loop().remove_reader(self._control)
         if self._trimming is not None:
             self._trimming.cancel()

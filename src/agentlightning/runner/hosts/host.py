@@ -183,11 +183,11 @@ class Host:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
         resources = named_resources.validate_python(job.resources)
         invocation.resources = bind_resources(resources, job.server_url, job.environment)
-        variables = attempt_environ.task_variables(invocation.task, self._setup.fields)
+        fields = attempt_environ.task_variables(invocation.task, self._setup.fields)
+        invocation.environment = {**fields, **job.environment}  # of a command, in its own process
+        variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         if isinstance(self._setup.agent, AgentClass):
             variables |= task_variable(invocation.task)
-        # A command overrides these by the attempt's own (`command.py`).
-        variables |= in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
             output = await self._run(invocation)
         invocation.check_process()

@@ -76,7 +76,7 @@ class HostPool:
         reward_spec = None if reward is None else function_spec(reward)
         fields = check_variables(env or {}, hide)
         load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
-        self._fork_server = ForkServerProcess(load, cwd, log)
+        self._fork_server = ForkServerProcess(load, cwd, log, self._on_message, self._on_fork_server_lost)
         self._loaded: asyncio.Future[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
         self._connecting = set[asyncio.Task[Any]]()
@@ -97,7 +97,7 @@ class HostPool:
         """Wait until the agent is imported and attempts can run. Raises AgentError."""
         self.spawn()
         self._loaded = asyncio.get_running_loop().create_future()
-        self._fork_server.attach(self._on_message, self._on_fork_server_lost)
+        self._fork_server.attach()
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._loaded
