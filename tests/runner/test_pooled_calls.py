@@ -156,6 +156,8 @@ async def waits():
     assert await asyncio.to_thread(here) == certain
     assert await asyncio.get_running_loop().run_in_executor(None, here) == certain
     assert await anyio.to_thread.run_sync(here) == certain
+    assert await asyncio.to_thread(lambda: asyncio.run(here_async())) == certain
+    assert await asyncio.gather(own(), asyncio.to_thread(waits_a_moment)) == [certain] * 2
     assert await asyncio.gather(own(), here_async(), asyncio.gather(own())) == [certain, certain, [certain]]
     assert await asyncio.wait_for(own(), 5) == certain
     assert await asyncio.wait_for(here_async(), 5) == certain

@@ -20,11 +20,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
+from types import CellType
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 from weakref import WeakSet
@@ -207,38 +209,43 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
+calls_of_pools = threading.local()
+"""`future` is that of the call which a thread of a pool runs now."""
+
+
 def _is_waited_for(owner: Location | None) -> bool:
     """Whether the current code is what an attempt itself runs, at `owner`, or what that waits for."""
     thread, task = current_location()
     if owner is None or owner in ((thread, task), (thread, None)):  # the second one: in a loop of its own
         return True
-    if task is not None:
-        return is_awaited(task, owner[1])
-    call: Any = getattr(calls_of_pools, "future", None)
-    return call is None or bool(call._waiters or call._condition._waiters) or is_awaited(call, owner[1])
+    found = [each for each in (task, getattr(calls_of_pools, "future", None)) if each is not None]
+    return not found or any(is_awaited(each, owner[1], set()) for each in found)
 
 
-calls_of_pools = threading.local()
-"""`future` is that of the call which a thread of a pool runs now."""
-
-
-def is_awaited(task: Any, by: object, seen: set[object] | None = None) -> bool:
-    """Whether the task `by` waits for a task or future to end, through whatever asyncio and anyio put between them."""
-    seen = set() if seen is None else seen
-    seen.add(task)
-    callbacks = [*(each for each, _ in getattr(task, "_callbacks", None) or ()), *getattr(task, "_done_callbacks", ())]
+def is_awaited(future: Any, by: object, seen: set[object]) -> bool:
+    """Whether the task `by`, or a thread, waits for a future to end, through whatever asyncio and anyio put between
+    them. `seen`: futures that it does not wait for."""
+    if isinstance(future, Future) and (future._waiters or future._condition._waiters):  # type: ignore[attr-defined]
+        return True
+    seen.add(future)
+    callbacks = (
+        *(each for each, _ in getattr(future, "_callbacks", None) or ()),
+        *getattr(future, "_done_callbacks", ()),
+    )
     waiting = {each for callback in callbacks for each in _wakes(callback)} - seen
     return by in waiting or any(is_awaited(each, by, seen) for each in waiting)
 
 
-def _wakes(callback: Any) -> Generator[asyncio.Future[Any]]:
+def _wakes(callback: Any) -> Generator[object]:
     """The futures and tasks that a callback of a task wakes: those it holds, and those that wait in what it holds."""
-    cells = [cell.cell_contents for cell in getattr(callback, "__closure__", None) or ()]
-    for each in (getattr(callback, "__self__", None), *getattr(callback, "args", ()), *cells):
-        queue = getattr(each, "_done", each)  # of `asyncio.as_completed`
+    cells = [cell.cell_contents for cell in getattr(callback, "__closure__", None) or () if cell != CellType()]
+    bound = getattr(callback, "__self__", None)
+    for each in (bound, *(callback.args if isinstance(callback, partial) else ()), *cells):
+        queue = getattr(bound, "_done", each)  # of `asyncio.as_completed`
+        getters: Any = getattr(queue, "_getters", ()) if isinstance(queue, asyncio.Queue) else ()
         host = getattr(getattr(each, "cancel_scope", None), "_host_task", None)  # of anyio's TaskGroup
-        waiting = (each, host, getattr(each, "_parent_task", None), *getattr(queue, "_getters", ()))
-        yield from (found for found in waiting if isinstance(found, asyncio.Future))
+        waiting = (each, host, getattr(each, "_parent_task", None), *getters)
+        yield from (found for found in waiting if isinstance(found, asyncio.Future | Future))
 
 
 # -- processes of a runner ---------------------------------------------------------------------------------------------
