@@ -37,7 +37,6 @@ from agentlightning.tracing.scope import (
     Scope,
     current_agent,
     inherited_scope,
-    process_scope,
     runner_process,
     uncertainty,
 )
@@ -49,7 +48,7 @@ Headers = MutableMapping[str, str]
 def attempt_headers(url: str) -> dict[str, str]:
     """Headers for a request to `url` in the current context; empty for other servers."""
     process = runner_process()
-    inside = inherited_scope() or process_scope() if process is not None else inherited_scope()
+    inside = inherited_scope() or (None if process is None else process.attempt)
     address = inside.address if inside is not None else process.address if process else _address_of_process()
     if not address or not (url.startswith(address) and url[len(address) : len(address) + 1] in ("", "/", "?")):
         return {}
