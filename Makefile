@@ -10,7 +10,7 @@ CHECK_PYTHON = import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("e
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PLUGINS := ./plugins/sglang ./plugins/tinker ./plugins/weights
+PLUGINS := ./plugins/kubernetes ./plugins/sglang ./plugins/tinker ./plugins/weights
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integration test-slow test-chaos test-pythons lint type contracts check bench peers frameworks frameworks-table examples docs reference site clean

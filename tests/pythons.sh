@@ -19,7 +19,7 @@ for python in python3.{11..19} "${HOME:-/root}"/.pyenv/versions/3.*/bin/python; 
     place=.peers/python-$found
     if [ ! -e "$place/.installed" ] || [ pyproject.toml -nt "$place/.installed" ]; then
         test -x "$place/bin/python" || "$python" -m venv "$place"
-        "$place/bin/pip" install --quiet --disable-pip-version-check -e '.[kubernetes,parquet,postgres]' -e plugins/weights "${PACKAGES[@]}"
+        "$place/bin/pip" install --quiet --disable-pip-version-check -e '.[parquet,postgres]' -e plugins/kubernetes -e plugins/weights "${PACKAGES[@]}"
         touch "$place/.installed"
     fi
     echo "Python $found"

@@ -203,7 +203,7 @@ class RunnerConfig(Section):
     a store that others use too, a private queue of the run."""
     fresh_process: bool = False
     """Run each attempt on the main thread of its own process, forked from one that has imported the agent; `hosts` is
-    then ignored. Begins by itself where an agent changes its working directory, handles signals or redirects output."""
+    then ignored. Begins by itself where attempts cannot share a process (docs/guides/your-own-agent.md)."""
     timeout_seconds: float = Field(default=120.0, gt=0)
     """An attempt that takes longer is stopped."""
     max_attempts: int = Field(default=2, ge=1)

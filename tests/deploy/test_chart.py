@@ -14,9 +14,9 @@ from starlette.routing import Match
 from tests.deploy.commands import check_command
 from tests.deploy.kubernetes import ROOT, errors, helm
 
-from agentlightning.runner.jobs.manifest import attempt_job, read_template
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
+from agentlightning_kubernetes.manifest import attempt_job, read_template
 
 CHART = ROOT / "deploy" / "helm" / "agentlightning"
 RENDERED = Path(__file__).parent / "rendered"

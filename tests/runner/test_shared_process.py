@@ -126,6 +126,32 @@ async def test_an_agent_that_changes_its_process_gets_one_of_its_own(
     assert len([text for text in caplog.messages if "--fresh-process" in text]) == 1
 
 
+@pytest.mark.parametrize("fresh_process", [False, True])
+async def test_what_an_attempt_emits_in_a_thread_of_its_own_is_recorded_under_it(
+    fresh_process: bool, start: Any, roll: Any, rewards_of: Any
+) -> None:
+    def agent(task: dict[str, Any]) -> None:
+        import threading
+
+        import agentlightning as agl
+
+        thread = threading.Thread(target=agl.emit_reward, args=(float(task["number"]),))
+        thread.start()
+        thread.join()
+
+    await start(agent, concurrency=3, fresh_process=fresh_process)
+    assert [await rewards_of(rollout) for rollout in await roll(*TASKS)] == [[float(n)] for n in range(len(TASKS))]
+
+
+async def test_a_process_with_workers_of_pools_left_in_it_is_not_used_again(
+    start: Any, roll: Any, attempt_of: Any
+) -> None:
+    runner = await start(starts_a_pool, concurrency=1)
+    workers = [(await attempt_of(rollout)).metadata["output"] for rollout in await roll({}, {}, {})]
+    assert len({pid for pids in workers for pid in pids}) == sum(len(set(pids)) for pids in workers)
+    assert runner.statistics.crashes == 0
+
+
 async def test_a_reward_that_needs_the_main_thread_has_it(start: Any, roll: Any, rewards_of: Any) -> None:
     async def agent(task: Any) -> str:
         return "an answer"

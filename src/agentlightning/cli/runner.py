@@ -174,12 +174,14 @@ def _job_template(path: Path, agent: str | None, api: str | None, start_seconds:
     """The agent whose attempts are Jobs. Raises ConfigError."""
     from agentlightning.errors import ConfigError
     from agentlightning.runner.agents.spec import CommandLine, agent_spec
-    from agentlightning.runner.jobs.manifest import read_template
+    from agentlightning.util.plugins import load_plugin
 
     command = None if agent is None else agent_spec(agent)
     if command is not None and not isinstance(command, CommandLine):
         raise ConfigError(f"--agent {agent} is Python; with --job it is the command of the container, in any language")
-    return read_template(path, () if command is None else command.words, api, start_seconds)
+    return load_plugin("agents", "kubernetes").template(
+        path, () if command is None else command.words, api, start_seconds
+    )
 
 
 def _fields(texts: list[str] | None) -> dict[str, str] | None:

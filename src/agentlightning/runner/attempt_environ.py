@@ -2,12 +2,12 @@
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
 inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
-`subprocess` inherits them; threads and pools propagate them with the context (`hosts/context_propagation.py`).
+`subprocess` inherits them; a ThreadPoolExecutor runs each function in the context that it was submitted in.
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
 
-The working directory, signals and redirected standard streams are those of the whole process: the functions that change
-them ask `process_state.on_change` first, which raises where attempts share the process.
+The working directory, signals, redirected standard streams and pools of processes are those of the whole process: the
+functions that change them ask `process_state.on_change` first, which raises where attempts share the process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing.process import BaseProcess
 from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError, ConfigError
@@ -40,9 +41,18 @@ def overlay(variables: Mapping[str, str]) -> Generator[None]:
         _current.reset(token)
 
 
-def current_variables() -> dict[str, str]:
-    """The variables that override those of the process in this context."""
-    return {name: value for name, value in (_current.get() or {}).items() if value is not None}
+@contextmanager
+def own_variables(variables: Mapping[str, str]) -> Generator[None]:
+    """Within the block, the process itself has `variables`; whatever was set or deleted there, it has its own again
+    afterwards."""
+    own = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - own.keys():
+            del os.environ[name]
+        os.environ.update(own)
 
 
 @contextmanager
@@ -116,14 +126,17 @@ PROCESS_STATE: Final = (
     *((os, name) for name in ("chdir", "fchdir")),
     *((signal, name) for name in ("signal", "alarm", "setitimer")),
     *((kind, "__enter__") for kind in (contextlib.redirect_stdout, contextlib.redirect_stderr)),
+    (BaseProcess, "start"),
 )
-"""Functions that change what all attempts in a process share."""
+"""Functions that change what all attempts in a process share, or start another one that attempts may share."""
 
 
 class ProcessState:
     """Says who wants to change the state of this process. Without `on_change`, it may be changed."""
 
     on_change: Callable[[str], None] | None = None
+    on_bare_use: Callable[[str], None] = staticmethod(lambda _: None)
+    """Told of each variable that is read outside of any attempt's, and of programs that are started there."""
     _home: str
     _handlers: dict[int, Any]
 
@@ -164,6 +177,8 @@ class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
 
     def __getitem__(self, key: str) -> str:
         layer = _current.get()
+        if layer is None:
+            process_state.on_bare_use(key)
         if layer is None or key not in layer:
             return super().__getitem__(key)
         value = layer[key]
@@ -219,6 +234,9 @@ _ENV_POSITION = 10
 
 
 def _popen(process: subprocess.Popen[Any], original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if _current.get() is not None and len(args) <= _ENV_POSITION and kwargs.get("env") is None:
-        kwargs["env"] = cast(Mapping[str, str], os.environ.copy())
+    if len(args) <= _ENV_POSITION and kwargs.get("env") is None:
+        if _current.get() is None:
+            process_state.on_bare_use("subprocess.Popen")
+        else:
+            kwargs["env"] = cast(Mapping[str, str], os.environ.copy())
     original(process, *args, **kwargs)

@@ -10,7 +10,7 @@ from agentlightning.errors import AgentError, AgentTimeoutError, ConflictError, 
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
-from agentlightning.runner.hosts.host_connection import LostAttemptError
+from agentlightning.runner.hosts.attempt_process import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.hosts.messages import Done
 from agentlightning.runner.span_writer import SpanWriter, failure_span

@@ -36,7 +36,7 @@ from agentlightning.resources import NamedResources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentLike
 from agentlightning.runner.attempt_executor import AttemptExecutor
-from agentlightning.runner.hosts.host_connection import LostAttemptError
+from agentlightning.runner.hosts.attempt_process import LostAttemptError
 from agentlightning.runner.hosts.host_pool import HostPool
 from agentlightning.runner.span_writer import SpanWriter
 from agentlightning.store.base import LightningStoreBase
@@ -158,11 +158,12 @@ class Runner:
 
     The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
     run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of its own
-    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a warning,
-    once an agent or reward changes what its process shares: the working directory, signals, redirected output. An
-    attempt lost to another's crash is repeated in a process of its own. Neither counts against `max_attempts`. `env`
-    maps environment variables to the fields of a dict task that they hold; the fields in `hide` are given to the reward
-    function only. `cwd` is the working directory of the agent, `log` the file for its output.
+    process, forked from one that has imported the agent, and `hosts` is ignored. Processes of their own begin by
+    themselves, with a warning, once an attempt or a reward changes what its process shares (working directory, signals,
+    redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
+    repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
+    fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
+    working directory of the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources

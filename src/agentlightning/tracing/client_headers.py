@@ -3,14 +3,14 @@
 `install()` patches `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib`. Requests to the server of
 the current attempt, and to no other, get the attempt's key, W3C `traceparent` and `baggage`, so that calls of a client
 shared between attempts are attributed one by one. Headers that are already present are kept; nothing else changes.
-Requests of a task that works on another attempt's queue items, or whose attempt is uncertain or has ended, and those of
-reward functions are marked as such.
+Requests whose attempt is uncertain or has ended, and those of reward functions, are marked as such.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
@@ -28,14 +28,18 @@ from agentlightning.attempt_address import (
     AGENT_BAGGAGE,
     ATTEMPT_BAGGAGE,
     ATTEMPT_HEADER,
-    ENDED,
     JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
-    UNCERTAIN,
     WORK_HEADER,
     root_span_id_of,
 )
-from agentlightning.tracing.scope import Scope, current_agent, current_scope, foreign_work, inherited_scope
+from agentlightning.tracing.scope import (
+    Scope,
+    current_agent,
+    inherited_scope,
+    runner_process,
+    uncertainty,
+)
 
 Headers = MutableMapping[str, str]
 """Headers with case-insensitive names."""
@@ -43,19 +47,23 @@ Headers = MutableMapping[str, str]
 
 def attempt_headers(url: str) -> dict[str, str]:
     """Headers for a request to `url` in the current context; empty for other servers."""
-    inside = inherited_scope()
-    address = _address_of_process() if inside is None else inside.address
+    process = runner_process()
+    inside = inherited_scope() or (None if process is None else process.attempt)
+    address = inside.address if inside is not None else process.address if process else _address_of_process()
     if not address or not (url.startswith(address) and url[len(address) : len(address) + 1] in ("", "/", "?")):
         return {}
-    if inside is None:
+    if inside is None and process is None:
         return _baggage({})
-    if inside.role == "judge":
+    if inside is not None and inside.role == "judge":
         return {JUDGE_HEADER: inside.attempt_id}
-    if (scope := current_scope()) is not None:
-        return _headers_of(scope)
-    if (other := foreign_work()) is not None:
-        return {WORK_HEADER: other.key} if other.key else {}
-    return {WORK_HEADER: ENDED if inside.lifetime.ended else UNCERTAIN} if inside.key else {}
+    is_explicit = EXPLICIT.match(url, len(address)) is not None
+    if uncertain := uncertainty(report=not is_explicit):
+        return {} if is_explicit or (inside is not None and not inside.key) else {WORK_HEADER: uncertain}
+    return {} if inside is None else _headers_of(inside)
+
+
+EXPLICIT: Final = re.compile("/(key/(?!agl-worker-)|rollout/|proxy/rollout/|v1/traces|v1/agl)")
+"""Paths that name an attempt, or are none of model calls."""
 
 
 def _headers_of(scope: Scope) -> dict[str, str]:
@@ -141,8 +149,9 @@ def _patch_urllib3(module: ModuleType) -> None:
 
     @wraps(urlopen)
     def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        port = f":{self.port}" if self.port else ""
-        if (more := attempt_headers(f"{self.scheme}://{self.host}{port}")) and len(args) <= _HEADERS_POSITION:
+        port, path = f":{self.port}" if self.port else "", kwargs.get("url") or (args[1] if len(args) > 1 else "/")
+        url = f"{self.scheme}://{self.host}{port}{path if str(path).startswith('/') else '/'}"
+        if (more := attempt_headers(url)) and len(args) <= _HEADERS_POSITION:
             given = kwargs.get("headers")
             headers = module.HTTPHeaderDict(self.headers if given is None else given)
             _add_missing(headers, more)
@@ -190,12 +199,6 @@ def install() -> None:
     for name in list(_PATCHES):
         if (module := sys.modules.get(name)) is not None and _is_fully_imported(module):
             _patch(name, module)
-
-
-def when_imported(name: str, patch: Callable[[Any], None]) -> None:
-    """Patch a module now, or as soon as it is imported."""
-    _PATCHES.setdefault(name, patch)
-    install()
 
 
 def _is_fully_imported(module: ModuleType) -> bool:

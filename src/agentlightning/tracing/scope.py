@@ -1,12 +1,10 @@
 """The current scope: the attempt, the agent and the span sink of the code that runs.
 
 The runner enters `scope(...)` around an agent. Everything emitted within, in the same thread, in tasks it starts and in
-`asyncio.to_thread`, belongs to that attempt. Bare threads inherit no context, and no attempt is guessed for them: a
-reward recorded for the wrong attempt is worse than one dropped with a warning.
+`asyncio.to_thread`, belongs to that attempt, until the attempt ends. Bare threads inherit no context.
 
-Inheritance ends when the attempt ends. A task or thread that takes an item which another attempt has put into a queue
-has no scope until it takes an item of its own attempt again (`runner/hosts/context_propagation.py` tracks queues). An
-answer is no such item: one that comes through a queue that the task made itself, from a task that serves its attempt.
+In a process that a runner gives to one attempt at a time, what has no context belongs to that attempt. Where attempts
+share one, none is guessed: `uncertainty` says which code may work for another attempt than its context names.
 
 A program whose environment names an attempt (`AGL_EVENT_URL`, `AGL_KEY`) is in that attempt's scope wherever no other
 scope is entered.
@@ -22,16 +20,18 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
+from types import CellType
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import unquote
 from weakref import WeakSet
 
-from agentlightning.attempt_address import trace_id_of
+from agentlightning.attempt_address import ENDED, UNCERTAIN, trace_id_of
 from agentlightning.span import EXCEPTION, REWARD, Span, new_trace_id
 from agentlightning.tracing.posting_sink import PostingSink
 
@@ -65,15 +65,7 @@ class WaitingPrompt:
 class Lifetime:
     """The mutable state of a scope."""
 
-    certain: bool = True
-    """Neither `ended` nor `ambiguous`; checked first because it nearly always holds."""
     ended: bool = False
-    ambiguous: bool = False
-    """A task or thread that it started passed on another attempt's work in an untracked way, so that an inherited scope
-    is no longer reliable."""
-
-    served: WeakSet[Scope] = field(default_factory=WeakSet["Scope"])
-    """The other attempts whose items its tasks and threads have taken from queues, as a shared connection's do."""
     only_marked: bool = False
     """Only what lies in a block of `track_critical_path` is recorded."""
     prompts: list[WaitingPrompt] = field(default_factory=list["WaitingPrompt"])
@@ -87,10 +79,7 @@ class Lifetime:
         at_end, self.at_end = self.at_end, None
         if at_end is not None:
             at_end()
-        self.ended, self.certain = True, False
-
-    def mark_ambiguous(self) -> None:
-        self.ambiguous, self.certain = True, False
+        self.ended = True
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -121,8 +110,6 @@ _agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None
 _owner: ContextVar[Location | None] = ContextVar("agentlightning_main", default=None)
 """The thread and task of the attempt itself. Elsewhere its scope is inherited."""
 _marked: ContextVar[bool] = ContextVar("agentlightning_marked", default=False)
-_run: ContextVar[Scope | None] = ContextVar("agentlightning_work", default=None)
-"""The attempt that had put the last item taken from a queue, where the scope is inherited."""
 
 
 def current_scope() -> Scope | None:
@@ -130,17 +117,7 @@ def current_scope() -> Scope | None:
     inside = _scope.get()
     if inside is None:
         return process_scope()
-    if inside.lifetime.certain and _run.get() is None:  # the common case
-        return inside
-    return inside if _is_valid(inside) else None
-
-
-def _is_valid(inside: Scope) -> bool:
-    if inside.lifetime.ended:
-        return False
-    if (work := _run.get()) is not None:
-        return work is inside
-    return not inside.lifetime.ambiguous or is_owner()
+    return None if inside.lifetime.ended else inside
 
 
 # -- implicit sessions -----------------------------------------------------------------------------------------------
@@ -154,11 +131,6 @@ _entered: list[Scope | None] = []
 """Scopes that are entered now, anywhere in the process; None for one that runs nothing but attempts."""
 
 
-def forbid_implicit() -> None:
-    """This process runs attempts alone: what none of them emits is dropped."""
-    _entered.append(None)
-
-
 def current_speaker() -> Speaker:
     """The asyncio task that runs, else the thread."""
     return current_task() or threading.current_thread()
@@ -167,6 +139,8 @@ def current_speaker() -> Speaker:
 def recording_scope() -> Scope | None:
     """Where `emit_*` and `operation` record: the current scope, else the implicit session of this task or thread, which
     begins here. None where an attempt or a session is open elsewhere, and in what an earlier one has started."""
+    if _process is not None and _scope.get() is None and uncertainty():
+        return None
     inside = current_scope()
     if inside is not None or _entered or _scope.get() is not None:
         return inside
@@ -192,10 +166,10 @@ _EVENTS: Final = re.compile(r"^(https?://.+?)/(?:api/rollouts|rollout)/([^/]+)/a
 
 
 def process_scope() -> Scope | None:
-    """The attempt that the whole process runs for, according to its environment; None if it names none.
-
-    Reads the environment of the process itself, not that of an attempt that shares the process with others.
-    """
+    """The attempt that the whole process runs for: the one that a runner has given it to, else the one in its
+    environment. Reads the environment of the process itself, not that of an attempt that shares it with others."""
+    if _process is not None:
+        return _process.attempt
     url, key = _process_variable(EVENT_URL), _process_variable(KEY)
     return _scope_of(url, key) if url and key else None
 
@@ -224,10 +198,6 @@ def mark_owner() -> None:
     _owner.set(current_location())
 
 
-def is_owner() -> bool:
-    return _owner.get() == current_location()
-
-
 def current_location() -> Location:
     return threading.get_ident(), current_task()
 
@@ -239,58 +209,101 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Who has put an item into a queue."""
-
-    attempt: Scope
-    """On whose behalf."""
-    started_by: Scope | None
-    """The attempt that has started the task or thread; None for the attempt's own."""
+calls_of_pools = threading.local()
+"""`future` is that of the call which a thread of a pool runs now."""
 
 
-def origin_of_work() -> Origin | None:
-    """On whose behalf the current code puts items into queues; None if unknown."""
-    inside = _scope.get()
-    started_by = None if is_owner() else inside
-    if (work := _run.get()) is not None:
-        return Origin(work, started_by)
-    return Origin(inside, started_by) if inside is not None and _is_valid(inside) else None
+def _is_waited_for(owner: Location | None) -> bool:
+    """Whether the current code is what an attempt itself runs, at `owner`, or what that waits for."""
+    thread, task = current_location()
+    if owner is None or owner in ((thread, task), (thread, None)):  # the second one: in a loop of its own
+        return True
+    found = [each for each in (task, getattr(calls_of_pools, "future", None)) if each is not None]
+    return not found or any(is_awaited(each, owner[1], set()) for each in found)
 
 
-def take_work(origin: Origin, own_queue: bool = False) -> bool:
-    """Note that an item was taken from a queue, which the current task or thread has made itself if `own_queue`. True
-    if it was put for another attempt than the inherited one: what this task or thread does next has no scope.
+def is_awaited(future: Any, by: object, seen: set[object]) -> bool:
+    """Whether the task `by`, or a thread, waits for a future to end, through whatever asyncio and anyio put between
+    them. `seen`: futures that it does not wait for."""
+    if isinstance(future, Future) and (future._waiters or future._condition._waiters):  # type: ignore[attr-defined]
+        return True
+    seen.add(future)
+    callbacks = (
+        *(each for each, _ in getattr(future, "_callbacks", None) or ()),
+        *getattr(future, "_done_callbacks", ()),
+    )
+    waiting = {each for callback in callbacks for each in _wakes(callback)} - seen
+    return by in waiting or any(is_awaited(each, by, seen) for each in waiting)
 
-    Two kinds of items change nothing: those taken by an attempt's own task, such as a client from a pool of clients,
-    and answers to requests, such as those of a tool server's connection that another attempt has opened.
+
+def _wakes(callback: Any) -> Generator[object]:
+    """The futures and tasks that a callback of a task wakes: those it holds, and those that wait in what it holds."""
+    cells = [cell.cell_contents for cell in getattr(callback, "__closure__", None) or () if cell != CellType()]
+    bound = getattr(callback, "__self__", None)
+    for each in (bound, *(callback.args if isinstance(callback, partial) else ()), *cells):
+        queue = getattr(bound, "_done", each)  # of `asyncio.as_completed`
+        getters: Any = getattr(queue, "_getters", ()) if isinstance(queue, asyncio.Queue) else ()
+        host = getattr(getattr(each, "cancel_scope", None), "_host_task", None)  # of anyio's TaskGroup
+        waiting = (each, host, getattr(each, "_parent_task", None), *getters)
+        yield from (found for found in waiting if isinstance(found, asyncio.Future | Future))
+
+
+# -- processes of a runner ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RunnerProcess:
+    """This process, if a runner runs attempts in it."""
+
+    alone: bool
+    """One attempt at a time."""
+    on_doubt: Callable[[str], None]
+    """Told what nobody knows the attempt of."""
+    address: str = ""
+    """URL of the server of its attempts."""
+    attempt: Scope | None = None
+    """With `alone`: the one that runs."""
+    earlier: WeakSet[threading.Thread] = field(default_factory=WeakSet[threading.Thread])
+    """Threads from before it."""
+
+
+_process: RunnerProcess | None = None
+
+
+def serve_attempts(*, alone: bool, on_doubt: Callable[[str], None]) -> None:
+    """From now on, this process runs attempts of a runner and nothing else: what none of them emits is dropped."""
+    global _process
+    _process = RunnerProcess(alone, on_doubt)
+    _entered.append(None)
+
+
+def runner_process() -> RunnerProcess | None:
+    return _process
+
+
+def uncertainty(report: bool = True) -> str:
+    """ENDED or UNCERTAIN if the current code may work for another attempt than the one whose context it has; else "".
+    With `report`, the runner hears of it, and runs attempts apart.
+
+    A task, or a function that a pool's thread runs, belongs to its attempt for certain where the attempt waits for it:
+    what nothing waits for may take the work of others from a queue.
     """
-    inside = _scope.get()
-    if inside is None or is_owner():
-        return False
-    if own_queue and origin.started_by is not None and (_run.get() or inside) in origin.started_by.lifetime.served:
-        return False
-    if origin.attempt is not inside:
-        inside.lifetime.served.add(origin.attempt)
-    _run.set(origin.attempt)
-    return origin.attempt is not inside
-
-
-def current_work() -> Scope | None:
-    """The attempt that had put the last item taken from a queue in this context, if any."""
-    return _run.get()
-
-
-def continue_work(work: Scope | None) -> None:
-    """Note that what this task or thread does next is for the attempt that a task it waited for works for."""
-    if work is not None and _scope.get() is not None and not is_owner():
-        _run.set(work)
-
-
-def foreign_work() -> Scope | None:
-    """The other attempt whose item was taken last in this context, if any."""
-    work = _run.get()
-    return None if work is None or work is _scope.get() else work
+    inside, process = _scope.get(), _process
+    if inside is not None and inside.lifetime.ended:
+        found, what = ENDED, "a task or thread that has outlived its attempt"
+    elif process is None:
+        return ""
+    elif inside is None:
+        if process.alone and threading.current_thread() not in process.earlier:
+            return ""
+        found, what = UNCERTAIN, "a thread of an earlier attempt" if process.alone else "a thread without a context"
+    else:
+        if process.alone or _is_waited_for(_owner.get()):
+            return ""
+        found, what = UNCERTAIN, "a task or thread that its attempt does not wait for"
+    if report and process is not None and (process.alone or found == UNCERTAIN):
+        process.on_doubt(f"{what} calls a model or emits something")
+    return found
 
 
 def is_left_out(inside: Scope, name: str) -> bool:
@@ -358,14 +371,21 @@ def scope(
 @contextmanager
 def enter_scope(inside: Scope) -> Generator[Scope]:
     """Run the block, and the tasks it starts, in a scope."""
-    scope_token, work_token, main_token = _scope.set(inside), _run.set(None), _owner.set(current_location())
+    scope_token, main_token = _scope.set(inside), _owner.set(current_location())
     _entered.append(inside)
+    outer = _process and _process.attempt
+    if _process is not None:
+        _process.address = inside.address
+        if _process.alone:
+            _process.attempt = inside
+            _process.earlier = _process.earlier if outer else WeakSet(threading.enumerate())
     try:
         yield inside
     finally:
+        if _process is not None:
+            _process.attempt = outer
         _entered.remove(inside)
         _owner.reset(main_token)
-        _run.reset(work_token)
         _scope.reset(scope_token)
 
 

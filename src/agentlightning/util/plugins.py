@@ -7,8 +7,9 @@ A `Registry` holds the parts of one kind. Whatever it holds is named in the same
     path/file.py:Class    the same in a file
 
 The kinds that have a registry are `losses`, `credit_rules`, `algorithms`, `rewards`, `trackers`, `hooks`, `datasets`,
-`engines` and `backends`; docs/guides/extend.md shows each. Three more are found by their entry points alone:
+`engines` and `backends`; docs/guides/extend.md shows each. Four more are found by their entry points alone:
 
+    agents          a kind of agent: `kubernetes`, for `agl.JobTemplate` and `agl runner --job`
     publishers      a class that publishes each version of the weights of a run: `policy.weights`
     server_routes   a function that opens routes of `agl serve` for models of this machine
     commands        a function that adds a verb to the `agl` program

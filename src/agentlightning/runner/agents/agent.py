@@ -4,7 +4,7 @@ An agent is given as
 
 - `module:name` or `path/to/file.py:name`: Python, imported by the process that runs it;
 - any other text, or a list of words: a command in any language (see `command.py`);
-- a `JobTemplate`: a command in a Kubernetes Job for each attempt (see `runner/jobs`);
+- a `JobTemplate`: a command in a Kubernetes Job for each attempt (`plugins/kubernetes`);
 - an object: a function, sync or async; a `LitAgent`, instance or class; or a class with a `run` method and a
   constructor without arguments, instantiated for each attempt (it reads `os.environ` and posts its reward to
   `AGL_EVENT_URL`).
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from agentlightning.errors import AgentError
+from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.arguments import Invocation, Signature
 from agentlightning.runner.agents.command import Command, check_executable
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent, method_for, overridden
@@ -33,6 +33,7 @@ from agentlightning.runner.agents.spec import (
     agent_spec,
     not_callable_message,
 )
+from agentlightning.util.plugins import load_plugin
 
 
 class Agent(Protocol):
@@ -93,9 +94,10 @@ def load_agent(agent: AgentLike | AgentSpec, *, grace: float = 2.0) -> Agent:
     """Load an agent into this process. A stopped command has `grace` seconds to exit. Raises AgentError."""
     spec = agent if isinstance(agent, Reference | Pickled | CommandLine) else agent_spec(agent)
     if isinstance(spec, JobTemplate):
-        from agentlightning.runner.jobs.job_agent import JobAgent  # httpx, which other agents may not need
-
-        return JobAgent(spec)
+        try:
+            return load_plugin("agents", "kubernetes")(spec)
+        except ConfigError as error:
+            raise AgentError(f"agent {spec}: {error}") from error
     if isinstance(spec, CommandLine):
         check_executable(spec.words, FORMS)
         return Command(spec.words, grace)

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
-from agentlightning.util.plugins import Registry
+from agentlightning.util.plugins import Registry, announced
 
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
 _MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
@@ -67,7 +67,7 @@ class CommandLine(Struct, frozen=True, tag=True):
 
 
 class JobTemplate(Struct, frozen=True, tag=True):
-    """An agent whose attempts run in Kubernetes Jobs: `agl runner --job` from Python.
+    """An agent whose attempts run in Kubernetes Jobs: `agl runner --job` from Python. Needs `plugins/kubernetes`.
 
     >>> str(agl.JobTemplate(b'{"apiVersion": "batch/v1", "kind": "Job"}', ("python", "agent.py")))
     'a Kubernetes Job running python agent.py'
@@ -94,8 +94,10 @@ AgentLike = Callable[..., Any] | LitAgent[Any] | type | str | Sequence[str] | Jo
 
 
 def agent_spec(agent: AgentLike) -> AgentSpec:
-    """The specification of an agent. Imports nothing. Raises AgentError for an object that cannot be an agent."""
+    """The specification of an agent. Imports nothing. Raises AgentError for an object that cannot be an agent, and
+    MissingExtraError for a `JobTemplate` without its plugin."""
     if isinstance(agent, JobTemplate):
+        announced("agents", "kubernetes")
         return agent
     if isinstance(agent, str):
         return _reference(agent) or CommandLine(_split_command(agent))

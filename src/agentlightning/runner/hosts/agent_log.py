@@ -6,6 +6,7 @@ periodically: the end of a file over the limit is moved to `NAME.1`, and the fil
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,11 @@ class AgentLog:
     def previous(self) -> Path:
         """File with the end of the truncated output."""
         return self.path.with_name(f"{self.path.name}.1")
+
+    async def trim_periodically(self) -> None:
+        while True:
+            await asyncio.to_thread(self.trim)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def trim(self) -> None:
         """Rotate the file if it exceeds the limit. Output written between copying and truncating is lost."""

@@ -1,6 +1,6 @@
 """The fork server: a process that imports the agent once and forks agent hosts on request.
 
-It reads a `Load` message from stdin, imports the agent, then serves the runner's requests over a socket. It stays
+It reads a `Load` message, imports the agent, then serves the runner's requests over the same socket. It stays
 single-threaded, so that a fork is safe and takes milliseconds, and imports nothing heavy that the agent does not
 import. When the runner disconnects, the hosts get SHUTDOWN_SECONDS to exit; then they are killed.
 
@@ -10,14 +10,13 @@ is ended after it. On Linux, processes that have left the group become children 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import faulthandler
 import gc
 import logging
 import math
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -29,7 +28,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
-from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
 from agentlightning.errors import AgentError
@@ -37,7 +35,7 @@ from agentlightning.runner import attempt_environ
 from agentlightning.runner.agents.agent import load_agent, load_object
 from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.hosts import context_propagation
-from agentlightning.runner.hosts.agent_host import Setup, serve
+from agentlightning.runner.hosts.host import LoneHost, Setup, SharedHost
 from agentlightning.runner.hosts.messages import (
     Exited,
     Fork,
@@ -74,8 +72,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
         cast(TextIOWrapper, stream).reconfigure(line_buffering=True)  # many agents write lines to one log
-    (load,) = FrameDecoder(Load).feed(sys.stdin.buffer.read())
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    frames, load = FrameDecoder[Load](Load), None
+    while load is None:
+        load = next(frames.feed(control.recv(1 << 18) or sys.exit()), None)
     sys.path[:] = load.sys_path
     client_headers.install()
     context_propagation.install()
@@ -131,53 +130,51 @@ class ForkServer:
             end.setblocking(False)
 
     def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, _on_sigchld)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler, it writes to the wake-up socket
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ, self._receive)
-            selector.register(self._wake, selectors.EVENT_READ, self._reap)
-            connected = True
-            while connected:
-                for key, _ in selector.select(KILL_SECONDS if self._ended_groups else None):
-                    connected = key.data() and connected
-                self._kill_groups(time.monotonic())
+        connected = True
+        while connected:
+            seconds = KILL_SECONDS if self._ended_groups else None
+            readable, _, _ = select.select([self._control, self._wake], [], [], seconds)
+            if self._wake in readable:
+                self._reap()
+            if self._control in readable:
+                connected = self._receive()
+            self._kill_groups(time.monotonic())
         self._shut_down()
 
     def _receive(self) -> bool:
         """Read and execute the runner's requests; False when it has disconnected."""
         try:
-            data, ancillary, *_ = self._control.recvmsg(65536, socket.CMSG_SPACE(16 * 4))
+            data, fds, *_ = socket.recv_fds(self._control, 65536, 16)
         except ConnectionResetError:
             return False
-        for _, _, payload in ancillary:
-            fds = array.array("i")
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-            self._fds.extend(fds)
+        self._fds.extend(fds)
         for message in self._frames.feed(data):
             self._handle(message)
         return bool(data)
 
     def _handle(self, message: ToForkServer) -> None:
         if isinstance(message, Fork):
-            self._fork(message.host_id, self._fds.popleft(), message.single)
+            self._fork(message.host_id, self._fds.popleft(), message.alone)
             return
         for pid, child in self._children.items():
             if child.host_id == message.host_id:
                 os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
-    def _fork(self, host_id: int, fd: int, single: bool) -> None:
+    def _fork(self, host_id: int, fd: int, alone: bool) -> None:
         report = tempfile.TemporaryFile()  # noqa: SIM115  closed when the host is reaped
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._become_host(socket.socket(fileno=fd), report, single)
+            self._become_host(socket.socket(fileno=fd), report, alone)
         with suppress(OSError):  # both do it, so that neither has to wait for the other
             os.setpgid(pid, pid)
         os.close(fd)
         self._children[pid] = _Child(host_id, report)
 
-    def _become_host(self, sock: socket.socket, report: IO[bytes], single: bool) -> NoReturn:
+    def _become_host(self, sock: socket.socket, report: IO[bytes], alone: bool) -> NoReturn:
         code = 1
         try:
             os.setpgid(0, 0)
@@ -187,7 +184,7 @@ class ForkServer:
                 end.close()
             faulthandler.enable(report, all_threads=False)
             _reseed()
-            serve(sock, self._setup, single)
+            (LoneHost if alone else SharedHost)(sock, self._setup).serve()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:  # noqa: BLE001  a forked child must not return into the fork server's frames
@@ -197,13 +194,10 @@ class ForkServer:
             sys.stderr.flush()
             os._exit(code)
 
-    def _reap(self) -> bool:
+    def _reap(self) -> None:
         """Collect the exit status of hosts that have exited, and report them."""
-        try:
-            while self._wake.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 child = self._children.pop(ended[0], None)  # or an orphan
@@ -211,7 +205,6 @@ class ForkServer:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
                     _signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
                     self._report(child, os.waitstatus_to_exitcode(ended[1]))
-        return True
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
@@ -257,10 +250,6 @@ def _child_pids() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
-
-
-def _on_sigchld(number: int, frame: FrameType | None) -> None:
-    """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
 
 
 def _reseed() -> None:

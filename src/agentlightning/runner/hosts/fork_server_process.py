@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,19 +18,14 @@ from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError
 from agentlightning.runner.hosts.agent_log import AgentLog
 from agentlightning.runner.hosts.messages import (
-    Exited,
     Fork,
     FrameDecoder,
     FromForkServer,
     Kill,
     Load,
-    Loaded,
-    LoadFailed,
     MessageError,
     encode,
 )
-
-OnMessage = Callable[[Loaded | LoadFailed | Exited], None]
 
 CLOSE_SECONDS = 5.0
 HOME = str(Path(__file__).resolve().parents[2])
@@ -38,17 +34,26 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from agentlightning.runner.
 
 
 class ForkServerProcess:
-    """`spawn` starts the process, `attach` starts receiving its messages, `close` ends it."""
+    """`spawn` starts the process, `attach` starts receiving its messages, `close` ends it. `on_lost` is called when it
+    has disconnected."""
 
-    def __init__(self, load: Load, cwd: str | Path | None, log: str | Path | None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        cwd: str | Path | None,
+        log: str | Path | None,
+        on_message: Callable[[FromForkServer], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._load = load
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self.log = None if log is None else AgentLog(log)
         self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._on_message: OnMessage | None = None
-        self._on_lost: Callable[[], None] | None = None
+        self._on_message, self._on_lost = on_message, on_lost
+        self._attached = False
+        self._trimming: asyncio.Task[None] | None = None
 
     @property
     def spawned(self) -> bool:
@@ -65,7 +70,7 @@ class ForkServerProcess:
             # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 cwd=self._cwd,
@@ -73,21 +78,14 @@ class ForkServerProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        load = replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {}))
-        self._send_load(load, self._process.stdin)
+        self._send(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
 
-    def _send_load(self, load: Load, stdin: IO[bytes] | None) -> None:
-        try:
-            if stdin is not None:
-                with stdin:
-                    stdin.write(encode(load))
-        except BrokenPipeError:
-            return  # it has exited already; `attach` notices
-
-    def attach(self, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
+    def attach(self) -> None:
         """Receive messages in the running event loop."""
-        self._on_message, self._on_lost = on_message, on_lost
+        self._attached = True
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
+        if self.log is not None:
+            self._trimming = asyncio.create_task(self.log.trim_periodically())
 
     @property
     def _socket(self) -> socket.socket:
@@ -104,20 +102,18 @@ class ForkServerProcess:
             data = b""
         try:
             for message in self._frames.feed(data):
-                if self._on_message is not None:
-                    self._on_message(message)
+                self._on_message(message)
         except MessageError:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._socket)
-            if self._on_lost is not None:
-                self._on_lost()
+            self._on_lost()
 
-    def fork(self, host_id: int, single: bool = False) -> socket.socket:
+    def fork(self, host_id: int, alone: bool) -> socket.socket:
         """Request a host and return our end of its socket. The host takes jobs once it has sent `Ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Fork(host_id, single), theirs)
+            self._send(Fork(host_id, alone), theirs)
         ours.setblocking(False)
         return ours
 
@@ -125,12 +121,11 @@ class ForkServerProcess:
         """Kill a host with SIGKILL."""
         self._send(Kill(host_id))
 
-    def _send(self, message: Fork | Kill, passed: socket.socket | None = None) -> None:
-        fds = [] if passed is None else [passed.fileno()]
-        try:
-            socket.send_fds(self._socket, [encode(message)], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # `on_lost` follows
+    def _send(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
+        data = encode(message)
+        with suppress(BrokenPipeError, ConnectionResetError):  # `on_lost` follows
+            sent = socket.send_fds(self._socket, [data], [each.fileno() for each in passed]) if passed else 0
+            self._socket.sendall(data[sent:])
 
     @property
     def output(self) -> str:
@@ -150,8 +145,10 @@ class ForkServerProcess:
         """End the process and all of its hosts. Idempotent."""
         if self._control is None or self._process is None:
             return
-        if self._on_message is not None:
+        if self._attached:
             asyncio.get_running_loop().remove_reader(self._control)
+        if self._trimming is not None:
+            self._trimming.cancel()
         self._control.close()
         self._control = None
         await asyncio.to_thread(_wait_or_kill, self._process)

@@ -56,7 +56,7 @@ class Fork(Message, frozen=True):
     """Fork a host. Its end of a socket pair is passed with the message."""
 
     host_id: int
-    single: bool = False
+    alone: bool = False
     """For one attempt at a time, which runs on the main thread."""
 
 
@@ -146,6 +146,8 @@ class Done(Message, frozen=True):
     """The agent's return value as shortened JSON; None if it was the reward."""
     needs_process: str = ""
     """What the attempt touched that all attempts in its process share: its result means nothing."""
+    last: bool = False
+    """The process is of no further use: workers of pools are left in it."""
 
 
 ToForkServer = Fork | Kill

@@ -30,9 +30,8 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
 from agentlightning.runner.agents.spec import JobTemplate
-from agentlightning.runner.attempt_environ import current_variables
-from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
-from agentlightning.runner.jobs.manifest import PREFIX, agent_container, attempt_job, check_template
+from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
+from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, check_template, read_template
 
 # -- watcher ---------------------------------------------------------------------------------------------------------
 
@@ -133,6 +132,8 @@ class JobLostError(JobError):
 class JobAgent:
     """The agent. It is made in the fork server; what needs threads and connections is made in each host."""
 
+    template = staticmethod(read_template)
+
     def __init__(self, template: JobTemplate) -> None:
         self._template = template
         try:
@@ -160,7 +161,7 @@ class JobAgent:
             rollout_id=invocation.rollout.rollout_id,
             attempt_id=attempt.attempt_id,
             labels=self._labels,
-            variables={**current_variables(), **invocation.environment, **task},
+            variables={**invocation.environment, **task},
             timeout_seconds=invocation.rollout.config.timeout_seconds,
             start_seconds=self._template.start_seconds,
             owner=_owner(),

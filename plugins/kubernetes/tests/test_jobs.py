@@ -6,14 +6,14 @@ import re
 import sys
 
 import pytest
+from plugins.kubernetes.tests.cluster import Cluster
 from tests.deploy.kubernetes import errors
-from tests.runner.jobs.cluster import Cluster
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
-from agentlightning.runner.jobs.api import KubernetesApi, KubernetesError
-from agentlightning.runner.jobs.manifest import agent_container, attempt_job, read_template
 from agentlightning.server.app import Server
+from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
+from agentlightning_kubernetes.manifest import agent_container, attempt_job, read_template
 
 pytestmark = pytest.mark.integration
 
@@ -103,6 +103,16 @@ async def test_the_job_is_that_of_the_template_with_the_attempt_added(cluster, t
     assert variables["AGL_ROLLOUT_ID"] == rollout.rollout_id
     assert variables["MODE"] == "job"
     assert "AGL_TOKEN" not in variables
+
+
+@pytest.mark.parametrize("fresh_process", [False, True])
+async def test_fields_of_a_task_that_are_asked_for_are_variables_of_its_job(
+    fresh_process, cluster, template, start, roll
+):
+    await start(template("print(1)"), env={"QUESTION": "question"}, fresh_process=fresh_process)
+    await roll({"question": "Why?"})
+    [container] = cluster.created[0]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "QUESTION", "value": "Why?"} in container["env"]
 
 
 async def test_a_container_that_fails_is_a_failure_with_its_exit_code_and_log(template, start, roll, attempt_of):

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import orjson
+import yaml
 
-from agentlightning.errors import ConfigError, MissingExtraError
+from agentlightning.errors import ConfigError
 from agentlightning.runner.agents.spec import JobTemplate
 
 DEFAULT_DEADLINE_SECONDS: Final = 86_400
@@ -43,10 +44,6 @@ def _parse(text: str, path: Path) -> Any:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    try:
-        import yaml
-    except ImportError:
-        raise MissingExtraError("pyyaml", "kubernetes") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -5,11 +5,17 @@ import shlex
 import sys
 
 import pytest
-from tests.runner.jobs.cluster import Cluster
+from plugins.kubernetes.tests.cluster import Cluster
+from tests.cli.conftest import invoke, start
 
+import agentlightning as agl
+from agentlightning.errors import MissingExtraError
 from agentlightning.rollouts import EnqueueRolloutRequest
+from agentlightning.runner import Runner
 from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.util import plugins
 
+__all__ = ["invoke", "start"]
 JOB = {
     "apiVersion": "batch/v1",
     "kind": "Job",
@@ -53,3 +59,14 @@ def test_a_job_that_cannot_be_one_is_refused_in_one_line(invoke, tmp_path, monke
     result = invoke("runner", "--server", "http://127.0.0.1:9", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_without_the_plugin_the_error_says_what_to_install(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(json.dumps(JOB))
+    entry_points = plugins.entry_points
+    monkeypatch.setattr(plugins, "entry_points", lambda **given: entry_points(**{**given, "group": "nothing"}))
+    result = invoke("runner", "--server", "http://127.0.0.1:9", "--job", "job.yaml")
+    assert (result.exit_code, "pip install ./plugins/kubernetes" in result.stderr) == (2, True), result.output
+    with pytest.raises(MissingExtraError, match=r"pip install \./plugins/kubernetes"):
+        Runner(agl.InMemoryLightningStore(), agl.JobTemplate(json.dumps(JOB).encode()), secret="s")

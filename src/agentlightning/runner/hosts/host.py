@@ -1,0 +1,431 @@
+"""A host: the process that runs attempts of an agent, forked from one that has imported it.
+
+It runs many attempts at a time (async agents as tasks, commands and rewards in threads), or one at a time on its main
+thread, where it may change directory and handle signals, and where whatever has no context belongs to it. An attempt
+that does so beside others is interrupted, and the runner repeats it in a process of its own. A host sends emitted spans
+to the runner immediately, and the end of an attempt after all of its spans. This is the only place where an exception
+of an agent becomes a record. The host exits when the runner closes its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, Final, cast
+
+import orjson
+from opentelemetry.sdk.trace import ReadableSpan
+
+from agentlightning.attempt_variables import in_process_environment
+from agentlightning.errors import Failure, MissingRewardError
+from agentlightning.resources import named_resources
+from agentlightning.runner import attempt_environ
+from agentlightning.runner.agents.agent import Agent, AgentClass
+from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
+from agentlightning.runner.agents.command import CommandError, task_variable
+from agentlightning.runner.agents.loading import user_traceback
+from agentlightning.runner.agents.reward import RewardFunction, check_reward, looks_like_reward
+from agentlightning.runner.hosts.messages import (
+    Done,
+    FrameDecoder,
+    FromHost,
+    Job,
+    MessageError,
+    Ready,
+    Spans,
+    Started,
+    Stopping,
+    ToHost,
+    encode,
+)
+from agentlightning.span import JUDGE, REWARD_MISSING, Span
+from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
+from agentlightning.tracing.otlp.otel_span import to_span
+from agentlightning.tracing.posting_sink import PostingSink
+from agentlightning.tracing.sanitize import sanitize_span
+from agentlightning.tracing.scope import current_scope, inherited_scope, mark_owner, scope, serve_attempts
+from agentlightning.tracing.tracer import flush
+from agentlightning.util.json_values import dumps, loads
+
+OUTPUT_CHARACTERS: Final = 16_384
+"""Maximum length of the output that is stored with the attempt."""
+NEEDS_PROCESS: Final = ("main thread", "no current event loop in thread", "attempt_ambiguous", "worker_ambiguous")
+"""Parts of errors that an attempt alone in its process would not have raised."""
+BARE: Final = re.compile("(OPENAI|ANTHROPIC|AGL)_(?!PATIENCE)|subprocess")
+"""What differs between attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all hosts of a fork server share."""
+
+    agent: Agent
+    reward: RewardFunction | None
+    slots: int
+    fields: Mapping[str, str]
+    """Environment variable -> the field of a dict task it holds."""
+    hidden: Sequence[str]
+    """Fields of a dict task that are hidden from the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Sends the spans of one attempt to the runner."""
+
+    job_id: int
+    send: Callable[[Spans], None]
+    remote: PostingSink
+    """Used in processes forked from this one: two processes cannot write to one socket."""
+    process: int
+
+    def put(self, spans: Sequence[Span]) -> None:
+        if os.getpid() == self.process:
+            self.send(Spans(self.job_id, tuple(spans)))
+        else:
+            self.remote.put(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _RewardSink:
+    """Records the spans of a reward function in the attempt it scores, marked as not the agent's own."""
+
+    sink: _Sink
+
+    def put(self, spans: Sequence[Span]) -> None:
+        self.sink.put([replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans])
+
+
+class Host:
+    """The single host of this process. `attempt_environ` and the tracer are installed already."""
+
+    alone = False
+
+    def __init__(self, sock: socket.socket, setup: Setup) -> None:
+        self._sock, self._setup, self._process = sock, setup, os.getpid()
+        self._running: dict[int, Invocation] = {}
+        self._sending = threading.Lock()
+        serve_attempts(alone=self.alone, on_doubt=self._separate)
+        threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: FromHost) -> None:
+        # Called from any thread, sends immediately: a reward is on its way before the agent makes its next call.
+        data = _encoded(message)
+        with suppress(BrokenPipeError, ConnectionResetError), self._sending:  # disconnected: `_receive` ends all
+            self._sock.sendall(data)
+
+    def _receive(self) -> None:
+        """Handle messages until the runner disconnects. Then kill the commands and exit without waiting for threads.
+        What else was started here, such as the workers of pools, goes with the process group (`fork_server.py`)."""
+        frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
+        self._send(Ready(os.getpid()))
+        with suppress(ConnectionResetError):
+            while data := self._sock.recv(1 << 18):
+                for message in frames.feed(data):
+                    self._handle(message)
+        for invocation in list(self._running.values()):
+            invocation.cancelled = True
+            if invocation.program is not None:
+                invocation.program.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _handle(self, message: ToHost) -> None:
+        if isinstance(message, Job):
+            task = without_hidden_fields(message.rollout.input, self._setup.hidden)
+            invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
+            self._running[message.job_id] = invocation
+            self._start(message.job_id, self._attempt(message, invocation))
+        elif (invocation := self._running.get(message.job_id)) is not None:
+            invocation.cancelled = True
+            self._cancel(message.job_id)
+            if invocation.program is not None:
+                invocation.program.terminate()
+
+    # -- one attempt -------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, job: Job, invocation: Invocation) -> None:
+        """Error boundary: every exception of the agent becomes a record."""
+        self._send(Started(job.job_id))
+        failure: Failure | None = None
+        output: Any = None
+        ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
+        address, key = job.server_url, job.environment.get("AGL_KEY", "")
+        sink = _Sink(job.job_id, self._send, PostingSink(address, key), self._process)
+        with scope(*ids, sink, address=address, key=key):
+            try:
+                output = shorten_output(await self._result(job, invocation, sink))
+            except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
+                error = error.with_traceback(None) if isinstance(error, CommandError) else user_traceback(error)
+                failure = Failure.of(error)
+                if not self.alone:
+                    invocation.needs_process = invocation.needs_process or _needs_process(error)
+                if not invocation.cancelled and not invocation.needs_process:
+                    emit_exception(error)
+            flush()
+        del self._running[job.job_id]
+        self._send(Done(job.job_id, failure, output, invocation.needs_process, self._tidy_up()))
+
+    async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
+        """The agent's return value, unless it was the reward. Rewards are recorded."""
+        resources = named_resources.validate_python(job.resources)
+        invocation.resources = bind_resources(resources, job.server_url, job.environment)
+        fields = attempt_environ.task_variables(invocation.task, self._setup.fields)
+        invocation.environment = {**fields, **job.environment}  # of a command, in its own process
+        variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
+        if isinstance(self._setup.agent, AgentClass):
+            variables |= task_variable(invocation.task)
+        with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
+            output = await self._run(invocation)
+        invocation.check_process()
+        if self._setup.reward is None:
+            return _record_output(output)
+        # Outside of the attempt's environment, so that its own model calls are not redirected.
+        given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
+        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
+        reward = self._setup.reward
+        with scope(*ids, _RewardSink(sink), "judge", address=job.server_url, role="judge"):
+            try:
+                value = check_reward(await self._call(reward.start, given, output), reward.source)
+            except MissingRewardError as error:
+                value = None
+                emit_annotation({REWARD_MISSING: str(error)})
+        invocation.check_process()
+        if value is not None:
+            emit_reward(value)
+        return output
+
+    def _separate(self, what: str) -> None:
+        """All attempts that run here need processes of their own."""
+        for invocation in list(self._running.values()) if os.getpid() == self._process else ():
+            invocation.needs_process = what
+
+    # -- how code is run, once for each kind of host -----------------------------------------------------------------
+
+    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+        """Start an attempt. Called in the thread that receives messages, as `_cancel`."""
+        raise NotImplementedError
+
+    def _cancel(self, job_id: int) -> None:
+        """Acknowledge that an attempt is to be stopped, and interrupt what it awaits."""
+        raise NotImplementedError
+
+    async def _run(self, invocation: Invocation) -> Any:
+        """The agent's return value."""
+        return await self._call(self._setup.agent.start, invocation)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call code of the user, and await what it returns, if that is to be awaited."""
+        raise NotImplementedError
+
+    def _tidy_up(self) -> bool:
+        """Undo what an attempt has changed. Whether this process is of no further use."""
+        return False
+
+
+class SharedHost(Host):
+    """Runs attempts at the same time, in one event loop and in threads."""
+
+    def __init__(self, sock: socket.socket, setup: Setup) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(setup.slots, thread_name_prefix="agent")
+        attempt_environ.process_state.on_change = self._refuse_change
+        attempt_environ.process_state.on_bare_use = self._refuse_bare_use
+        super().__init__(sock, setup)
+
+    def serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+        def start() -> None:
+            task = self._tasks[job_id] = self._loop.create_task(work)
+            task.add_done_callback(lambda _: self._tasks.pop(job_id))
+
+        self._loop.call_soon_threadsafe(start)
+
+    def _cancel(self, job_id: int) -> None:
+        def cancel() -> None:
+            self._send(Stopping(job_id))  # the loop is alive
+            if job_id in self._tasks:
+                self._loop.call_soon(self._tasks[job_id].cancel)  # after its first step: else it could not end
+
+        self._loop.call_soon_threadsafe(cancel)
+
+    async def _run(self, invocation: Invocation) -> Any:
+        if self._setup.agent.blocks(invocation):
+            return await super()._run(invocation)
+        return await _awaited(self._setup.agent.start(invocation))
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
+        future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        value, error = future.result()
+        if (error := cancelled or error) is not None:
+            raise error
+        return await _awaited(value)
+
+    def _refuse_change(self, what: str) -> None:
+        """Called before the state of this process changes. Raises where that is seen by other attempts."""
+        if os.getpid() != self._process:
+            return
+        inside = inherited_scope()
+        for invocation in list(self._running.values()):
+            if inside is None or invocation.rollout.attempt.attempt_id == inside.attempt_id:
+                invocation.needs_process = what
+        raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
+
+    def _refuse_bare_use(self, what: str) -> None:
+        """Called where code without variables of an attempt reads one of the process, or starts a program with them."""
+        own = inherited_scope() is not None or threading.current_thread().name.startswith("agl-")
+        if own or not self._running or not (BARE.match(what) or what in self._setup.fields):
+            return
+        self._separate(f"a thread without a context uses {what}")
+        raise OwnProcessNeededError(f"{what} is used in a thread that has not the variables of any attempt")
+
+
+class LoneHost(Host):
+    """Runs one attempt at a time on the main thread, where signals and libraries that insist on it work."""
+
+    alone = True
+
+    def __init__(self, sock: socket.socket, setup: Setup) -> None:
+        self._work: SimpleQueue[Coroutine[Any, Any, None]] = SimpleQueue()
+        self._loop = asyncio.Runner()
+        """One loop for all attempts: a client that is made once belongs to it."""
+        self._awaiting: asyncio.Task[Any] | None = None
+        attempt_environ.process_state.save()
+        super().__init__(sock, setup)
+
+    def serve(self) -> None:
+        while True:
+            with suppress(StopIteration):
+                self._work.get().send(None)  # no loop runs it, so what it awaits does not suspend it: see `_call`
+
+    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+        self._work.put(work)
+
+    def _cancel(self, job_id: int) -> None:
+        self._send(Stopping(job_id))
+        if (task := self._awaiting) is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        value, error = _result_or_error(function, *args)
+        if error is not None:
+            raise error
+        return self._loop.run(self._wait_for(value), context=copy_context()) if inspect.isawaitable(value) else value
+
+    async def _wait_for(self, value: Any) -> Any:
+        self._awaiting = asyncio.current_task()
+        if any(invocation.cancelled for invocation in self._running.values()):
+            raise asyncio.CancelledError
+        mark_owner()
+        return await value
+
+    def _tidy_up(self) -> bool:
+        attempt_environ.process_state.restore()
+        pools = sys.modules.get("multiprocessing.process")
+        return pools is not None and bool(pools.active_children())  # which work in the name of this attempt
+
+
+def _encoded(message: FromHost) -> bytes:
+    """Encode a message; spans with values that cannot be encoded are sanitized."""
+    try:
+        return encode(message)
+    except MessageError as error:
+        if isinstance(message, Spans):
+            return encode(Spans(message.job_id, tuple(map(sanitize_span, message.spans))))
+        if isinstance(message, Done):
+            return encode(Done(message.job_id, Failure.of(error)))
+        raise
+
+
+def without_hidden_fields(task: Any, hidden: Sequence[str]) -> Any:
+    """The task without its hidden fields."""
+    if not hidden or not isinstance(task, Mapping):
+        return task
+    return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
+
+
+def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    # A future cannot carry every exception: StopIteration and KeyboardInterrupt would be lost.
+    mark_owner()
+    try:
+        return function(*args), None
+    except BaseException as error:  # noqa: BLE001  raised again by `_call`
+        return None, error
+
+
+def _needs_process(error: BaseException | None) -> str:
+    """What an error says that an attempt alone in its process would not have raised; "" for others."""
+    while error is not None:
+        if any(each in str(error) for each in NEEDS_PROCESS):
+            return f"{type(error).__name__}: {error}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+# -- return values ------------------------------------------------------------------------------------------
+
+
+def _record_output(output: Any) -> Any:
+    """Record a returned reward or returned spans, and return None for them; return any other output unchanged."""
+    if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
+        _record_spans(cast("list[Span | ReadableSpan]", output))
+    elif looks_like_reward(output):
+        emit_reward(check_reward(output, "the agent"))
+    else:
+        return output
+    return None
+
+
+def _record_spans(spans: list[Span | ReadableSpan]) -> None:
+    """Record spans that an agent returned as spans of its attempt."""
+    inside = current_scope()
+    if inside is None:
+        raise RuntimeError("an attempt runs inside a scope")
+    rollout, attempt = inside.rollout_id, inside.attempt_id
+    inside.sink.put(
+        [
+            replace(span, rollout_id=rollout, attempt_id=attempt)
+            if isinstance(span, Span)
+            else to_span(span, rollout, attempt)
+            for span in spans
+        ]
+    )
+
+
+def shorten_output(output: Any) -> Any:
+    """The output as a JSON value; the beginning of its text if it exceeds OUTPUT_CHARACTERS."""
+    try:
+        text = dumps(output, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return repr(output)[:OUTPUT_CHARACTERS]
+    if len(text) <= OUTPUT_CHARACTERS:
+        return loads(text)
+    return (output if isinstance(output, str) else text.decode())[:OUTPUT_CHARACTERS]
