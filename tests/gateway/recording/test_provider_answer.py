@@ -15,22 +15,11 @@ from tests.support.provider_streams import (
     response_events,
 )
 
-from agentlightning.gateway.dialects.anthropic.request import MESSAGES as ANTHROPIC
+from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall
 from agentlightning.gateway.dialects.base import ReplyMetadata
-from agentlightning.gateway.dialects.openai.chat import CHAT as CHAT_COMPLETIONS
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
-from agentlightning.gateway.dialects.output import (
-    ReasoningDelta,
-    RefusalDelta,
-    SignedReasoning,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
-from agentlightning.gateway.dialects.provider_events import UsageReport
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.sse import event_data
-from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
 from agentlightning.testing.provider import chat_answer
 
 CHAT, MESSAGES = "chat/completions", "messages"
@@ -42,14 +31,14 @@ class Translated:
     """A provider's answer on its way to a client of another dialect."""
 
     def __init__(self, path):
-        self.response = ProviderResponse(path)
-        self.response.choices[0] = ProviderAnswer(call_prefix="call_")
+        self.response = DIALECTS[path].response()
+        self.response.choices[0] = Answer(call_prefix="call_")
         self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0, 0)
 
     def read(self, data):
-        for event in self.response.read(data):
-            if isinstance(event, UsageReport):
-                self.head.add_usage(event)
+        self.response.read(data)
+        head = self.head
+        head.cached_tokens, head.cache_write_tokens, head.reasoning_tokens = self.response.details
 
 
 def stream(path, events):
@@ -71,16 +60,14 @@ def part(index, text, **begun):
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_arguments_are_shown_as_they_are_written(path):
+def test_arguments_are_shown_as_they_were_written(path):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":6,"b":7}'}}
     use = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 6, "b": 7}}
     events = chat_events(["Let me."], [call]) if path == CHAT else messages_events([{"type": "text", "text": "x"}, use])
     pieces, answer = stream(path, events)
-    begun, *parts, ended = [piece for piece in pieces if not isinstance(piece, str)]
-    assert begun == ToolCallStart(0, "call_1", "add")
-    assert [piece.text for piece in parts] == ['{"a":6', ',"b":7}']
-    assert (ended.call.arguments, answer.answer.finish_reason) == ('{"a":6,"b":7}', "tool_calls")
-    assert answer.answer.parts()[-1] == ended.call
+    (shown,) = [piece for piece in pieces if not isinstance(piece, str)]
+    assert shown == ToolCall(0, "call_1", "add", '{"a":6,"b":7}') == answer.answer.parts()[-1]
+    assert answer.answer.finish_reason == "tool_calls"
 
 
 @settings(max_examples=25)
@@ -88,31 +75,33 @@ def test_arguments_are_shown_as_they_are_written(path):
 def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
     written = {"one": '{"a": [1, 2, {"b": "}"}]}', "two": '{"c": "\\"{"}'}
     rest = {name: [*text] for name, text in written.items()}
-    events, content = [], ""
+    events, content, begun = [], "", []
     for turn in [*turns, *(["one"] * 40 + ["two"] * 40 if whole else [])]:
         if turn == "text":
             content += "."
             events.append({"choices": [{"index": 0, "delta": {"content": "."}}]})
         elif rest[turn]:
-            begun = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
-            events.append(calls_of([part(len(turn) + ord(turn[0]), rest[turn].pop(0), **begun)]))
+            first = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
+            begun += [turn] if first else []
+            events.append(calls_of([part(len(turn) + ord(turn[0]), rest[turn].pop(0), **first)]))
     pieces, answer = stream(CHAT, events)
-    under_way, shown = None, {}
-    for piece in pieces:
-        match piece:
-            case ToolCallStart():
-                assert under_way is None
-                under_way, shown[piece.id] = piece.id, ""
-            case ToolCallDelta():
-                shown[under_way] += piece.text
-            case ToolCallEnd():
-                assert (under_way, shown[under_way]) == (piece.call.id, piece.call.arguments)
-                under_way = None
-            case _:
-                assert under_way is None
     taken = {name: text[: len(text) - len(rest[name])] for name, text in written.items()}
-    assert shown == {name: text for name, text in taken.items() if text}
-    assert answer.answer.content == content
+    shown = [(piece.id, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+    assert shown == [(name, taken[name]) for name in begun]
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == answer.answer.content == content
+
+
+def test_a_call_is_shown_once_it_is_complete_and_holds_up_what_follows():
+    answer = Answer()
+    answer.add_call(0, "a", "f", '{"x": ')
+    answer.add_text("Well.")
+    assert answer.take_new() == []
+    answer.add_call(0, None, None, "1}")
+    assert answer.take_new() == [ToolCall(0, "a", "f", '{"x": 1}'), "Well."]
+    answer.add_call(1, "b", "g", "{}")
+    assert answer.take_new() == []
+    answer.end_call(1)
+    assert answer.take_new() == [ToolCall(1, "b", "g", "{}")]
 
 
 def test_a_call_that_goes_on_after_its_end_is_the_providers_mistake():
@@ -228,7 +217,8 @@ def test_what_is_not_as_expected_is_passed_over(path, place, odd):
 
 def assert_written(pieces, answer):
     """Every dialect has words for it."""
-    for dialect, body in ((CHAT_COMPLETIONS, {"messages": HI}), (ANTHROPIC, {"messages": HI}), (RESPONSES, ITEMS)):
+    for path, body in ((CHAT, {"messages": HI}), (MESSAGES, {"messages": HI}), ("responses", ITEMS)):
+        dialect = DIALECTS[path]
         request = dialect.read(orjson.dumps(body), ResponseLookup())
         reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
         parts = [reply.start([answer.answer]), *(reply.event(answer.answer, piece) for piece in pieces)]

@@ -9,11 +9,12 @@ import pytest
 from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
+from agentlightning.gateway.answer import Answer, Usage
 from agentlightning.gateway.dialects.base import ReplyMetadata
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
-from agentlightning.gateway.dialects.provider_events import Usage
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.recording.provider_response import ProviderAnswer, ProviderResponse
+from agentlightning.gateway.dialects.responses import RESPONSES
+from agentlightning.gateway.record import output_messages
 from agentlightning.testing.provider import Reply, chat_answer
 
 PARIS, ROME = '{"city":"Paris"}', '{"city":"Rome"}'
@@ -88,14 +89,17 @@ STREAMS = {
 
 
 def recorded(response, index=0):
-    return response.choices[index].recorded_message("stop")["parts"]
+    answer = response.choices[index]
+    answer.take_new(done=True)
+    (message,) = json.loads(output_messages(answer, "stop"))
+    return message["parts"]
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_streamed_calls_are_told_apart(name):
     expected, events = STREAMS[name]
-    forwarded, translated = ProviderResponse("chat/completions"), ProviderResponse("chat/completions")
-    answer = translated.choices[0] = ProviderAnswer(call_prefix="call_")
+    forwarded, translated = DIALECTS["chat/completions"].response(), DIALECTS["chat/completions"].response()
+    answer = translated.choices[0] = Answer(call_prefix="call_")
     for event in events:
         forwarded.read(event)
         translated.read(event)
@@ -108,7 +112,7 @@ def test_streamed_calls_are_told_apart(name):
 
 
 def test_whole_calls_are_told_apart_by_their_places():
-    response = ProviderResponse("chat/completions")
+    response = DIALECTS["chat/completions"].response()
     response.read(
         chat_answer(None, [call("", id=""), call("", id=""), call(PARIS, index=0), call({"city": "Rome"}, index=0)])
     )
@@ -137,7 +141,7 @@ SAID = {"type": "text", "content": "Four."}
 )
 @pytest.mark.parametrize("place", ["message", "delta"])
 def test_content_comes_as_text_as_parts_and_with_thoughts(message, parts, place):
-    response = ProviderResponse("chat/completions")
+    response = DIALECTS["chat/completions"].response()
     response.read({"choices": [{"index": 0, place: message, "finish_reason": "stop"}]})
     assert recorded(response) == parts
 
@@ -152,14 +156,14 @@ def test_content_comes_as_text_as_parts_and_with_thoughts(message, parts, place)
     ],
 )
 def test_the_usage_stands_in_several_places(event):
-    response = ProviderResponse("chat/completions")
+    response = DIALECTS["chat/completions"].response()
     response.read(event)
     response.read({"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0}})
     assert response.usage == Usage(3, 2)
 
 
 def test_two_choices_stay_two_with_or_without_their_numbers():
-    response = ProviderResponse("chat/completions")
+    response = DIALECTS["chat/completions"].response()
     response.read({"choices": [{"message": {"content": text}, "finish_reason": "stop"} for text in ("One.", "Two.")]})
     assert [recorded(response, index)[0]["content"] for index in (0, 1)] == ["One.", "Two."]
 
@@ -170,10 +174,10 @@ PATCH = {"id": "ctc_1", "type": "custom_tool_call", "call_id": "c1", "name": "ap
 
 def test_hosted_and_custom_calls_of_every_dialect_are_recorded():
     custom = {"type": "tool_call", "id": "c1", "name": "apply_patch", "arguments": {"input": "*** Begin"}}
-    whole = ProviderResponse("responses")
+    whole = DIALECTS["responses"].response()
     whole.read(response_answer([HOSTED, PATCH]))
     assert recorded(whole) == [HOSTED, custom]
-    streamed = ProviderResponse("responses")
+    streamed = DIALECTS["responses"].response()
     streamed.read({"type": "response.output_item.added", "output_index": 0, "item": HOSTED | {"status": "in_progress"}})
     streamed.read({"type": "response.output_item.done", "output_index": 0, "item": HOSTED})
     streamed.read({"type": "response.output_item.added", "output_index": 1, "item": PATCH | {"input": ""}})
@@ -184,7 +188,7 @@ def test_hosted_and_custom_calls_of_every_dialect_are_recorded():
     streamed.read({"type": "response.completed", "response": response_answer([HOSTED, PATCH])})
     assert (recorded(streamed), streamed.choices[0].recorded_reason) == ([HOSTED, custom], "tool_calls")
     use = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}}
-    messages = ProviderResponse("messages")
+    messages = DIALECTS["messages"].response()
     messages.read({"type": "content_block_start", "index": 0, "content_block": use | {"input": {}}})
     delta = {"type": "input_json_delta", "partial_json": '{"query":"x"}'}
     messages.read({"type": "content_block_delta", "index": 0, "delta": delta})
@@ -222,7 +226,7 @@ def test_a_custom_call_of_a_function_provider_is_written_as_one():
     request = RESPONSES.read(
         orjson.dumps({"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}), ResponseLookup()
     )
-    response = ProviderResponse("responses")
+    response = DIALECTS["responses"].response()
     item = {"id": "fc_1", "type": "function_call", "call_id": "c1", "name": "apply_patch", "arguments": "no JSON"}
     for event in response_events([item]):
         response.read(json.loads(event.partition(b"data: ")[2]))

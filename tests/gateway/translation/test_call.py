@@ -12,9 +12,9 @@ from tests.support.provider_streams import chat_events, messages_answer, message
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
-from agentlightning.gateway.dialects.openai.chat import CHAT
+from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
-from agentlightning.gateway.translation.attachments import as_chat
+from agentlightning.gateway.translation.common import as_chat
 from agentlightning.testing.provider import Reply, chat_answer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}

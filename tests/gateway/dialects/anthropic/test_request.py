@@ -8,8 +8,7 @@ from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.dialects.anthropic.reply import RAW_ARGUMENTS
-from agentlightning.gateway.dialects.anthropic.request import read_request
+from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS, read_request
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat

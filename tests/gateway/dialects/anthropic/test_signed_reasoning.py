@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.provider_streams import messages_answer, messages_events
 
-from agentlightning.gateway.dialects.anthropic.signed_reasoning import decode_signed_reasoning, encode_signed_reasoning
+from agentlightning.gateway.answer import decode_signed_reasoning, encode_signed_reasoning
 from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.testing.provider import Reply

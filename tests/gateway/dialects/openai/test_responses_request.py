@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
-from agentlightning.gateway.dialects.openai.responses_request import read_request
 from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.responses import read_request
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 

@@ -1,0 +1,141 @@
+"""Writes the body for OpenAI's responses, for models that no other API serves.
+
+Nothing is stored at the provider (`store` is false): the history is sent whole, with the reasoning items of earlier
+turns and their `encrypted_content`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from agentlightning.chat.base import Message
+from agentlightning.gateway.answer import Json
+from agentlightning.gateway.dialects.base import Request
+from agentlightning.gateway.dialects.content_parts import object_of
+from agentlightning.gateway.dialects.message_digest import turn_key
+from agentlightning.gateway.dialects.output_constraint import Constraint
+from agentlightning.gateway.translation.chat import chat_extras
+from agentlightning.gateway.translation.common import (
+    Extras,
+    TurnLookup,
+    as_items,
+    as_text,
+    is_unchanged,
+    reject_unsupported,
+    response_format_of,
+    turns_of,
+    unknown_params,
+)
+from agentlightning.gateway.upstream.provider import Provider
+
+_NAMES: Final = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
+"""The sampling parameters of the API, by their names in `SamplingParams`."""
+
+
+def responses_body(request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup) -> Json:
+    """The body of POST /v1/responses. Raises ApiError 400 naming an unsupported field."""
+    known = {*_NAMES, "stop"}  # Stop strings are applied here.
+    reject_unsupported(
+        [("n", request.n, request.n == 1), *unknown_params(params, known)], request, provider, "responses"
+    )
+    instructions, items = _items(turns_of(request.messages), find_turn)
+    body: Json = {"model": model, "input": items, "store": False}
+    if instructions:
+        body["instructions"] = instructions
+    body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
+    body |= _tools(request)
+    if (shape := response_format_of(request.raw)) is not None:
+        inner = object_of(shape, "json_schema")
+        body["text"] = {"format": {"type": shape["type"], **inner}}
+    if request.logprobs:
+        body["include"] = ["message.output_text.logprobs"]
+        body |= {"top_logprobs": top} if (top := request.params.top_logprobs) else {}
+    if request.stream:
+        body["stream"] = True
+    return body
+
+
+def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
+    """(system prompt, items of the conversation)."""
+    instructions: list[str] = []
+    items: list[Json] = []
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        match message["role"]:
+            case "system" if not items:
+                instructions.append(as_text(content, "the system prompt"))
+            case "assistant":
+                items += _assistant_content(
+                    message, find_turn(turn_key(messages[index - 1] if index else None, message))
+                )
+            case "tool":
+                call_id = message.get("tool_call_id")
+                items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
+            case role:
+                items.append({"role": role, "content": as_items(content)})
+    return "\n\n".join(filter(None, instructions)), items
+
+
+def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
+    """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
+    if is_unchanged("responses", before, message):
+        return before
+    items = [item for item in before or message.get("sealed") or () if item["type"] == "reasoning"]
+    if content := message.get("content"):
+        items.append({"role": "assistant", "content": as_items(content)})
+    return items + [_call(call) for call in message.get("tool_calls") or ()]
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    fields = {"name": function["name"], "arguments": function["arguments"]}
+    return {"type": "function_call", "call_id": call.get("id"), **fields}
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _tools(request: Request) -> Json:
+    """Tools default to strict here, unlike in chat completions, so that `strict` is always set."""
+    if request.forbidden_tools:
+        return {"tools": [_tool(tool["function"]) for tool in request.forbidden_tools], "tool_choice": "none"}
+    if not request.tools:
+        return {}
+    found: Json = {"tools": [_tool(tool["function"]) for tool in request.tools]}
+    if (choice := _choice(request.constraint)) is not None:
+        found["tool_choice"] = choice
+    if request.constraint.single_tool_call:
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _tool(function: Mapping[str, Any]) -> Json:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    tool: Json = {"type": "function", "strict": bool(function.get("strict")), "parameters": parameters}
+    return tool | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
+
+
+def _choice(constraint: Constraint) -> Any:
+    names = sorted(constraint.names) if constraint.names is not None else []
+    if constraint.requires_tool_call and len(names) == 1:
+        return {"type": "function", "name": names[0]}
+    if constraint.names is None:
+        return "required" if constraint.requires_tool_call else None
+    mode = "required" if constraint.requires_tool_call else "auto"
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+# -- other fields -----------------------------------------------------------------------------------------------------
+
+
+def responses_extras(request: Request, model: str) -> Extras:
+    """The other fields: user, reasoning effort, service tier, cache."""
+    raw = request.raw
+    body, taken = chat_extras(request, model)
+    names = set(taken)
+    for name, (outer, inner) in (("reasoning_effort", ("reasoning", "effort")), ("verbosity", ("text", "verbosity"))):
+        if isinstance(value := raw.get(name), str):
+            body[outer] = {inner: value}
+            names.add(name)
+    return body, frozenset(names)
