@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from agentlightning.gateway.dialects.registry import DIALECTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
 from agentlightning.gateway.upstream.provider import Price

@@ -257,7 +257,9 @@ class ResponsesReplyWriter:
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         if not self.items:
-            self._add_items(answer)
+            for event in answer.events:
+                self.event(answer, event)
+            self.end(answers)
         return dumps(self._final(answer))
 
     def start(self, answers: Sequence[Answer]) -> bytes:
@@ -305,25 +307,6 @@ class ResponsesReplyWriter:
             self.items if is_stored else (),
             request.num_instructions,
         )
-
-    def _add_items(self, answer: Answer) -> None:
-        """Add the items of an answer that was not streamed."""
-        for part in answer.parts():
-            match part:
-                case ReasoningDelta():
-                    self.items.append(self._reasoning(part.text, "completed"))
-                case SignedReasoning():
-                    self._sign(answer, part)
-                case str() | RefusalDelta():
-                    content = _text_part(part) if isinstance(part, str) else _refusal_part(part.text)
-                    self.items.append(self._message(content, "completed"))
-                case ToolCall():
-                    self.items.append(self._call(part, "completed"))
-                case _:
-                    pass
-        if all(item["type"] == "reasoning" for item in self.items):
-            self.items.append(self._message(_text_part(""), "completed"))
-        self._finish_last(answer)
 
     def _finish_last(self, answer: Answer) -> None:
         last = self.items[-1]

@@ -12,11 +12,11 @@ from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.chat import ECHOED
 from agentlightning.gateway.dialects.content_parts import Content, object_of
 from agentlightning.gateway.dialects.message_digest import turn_key
-from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.common import (
     Extras,
     TurnLookup,
     as_chat,
+    openai_tools,
     response_format_of,
     results_first,
     split_attachments,
@@ -35,7 +35,7 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     body: Json = {"model": model, "messages": messages}
     names = {"max_tokens": provider.limit_name}
     body |= {names.get(name, name): _on_the_wire(name, value) for name, value in params.items()}
-    body |= _chat_tools(request)
+    body |= openai_tools(request, lambda tool: tool, nested=True)
     if (shape := response_format_of(request.raw)) is not None:
         body["response_format"] = shape
     if request.n > 1:
@@ -46,19 +46,6 @@ def chat_body(request: Request, provider: Provider, model: str, params: Json, fi
     if request.stream:
         body["stream"] = True
     return body
-
-
-def _chat_tools(request: Request) -> Json:
-    if request.forbidden_tools:
-        return {"tools": request.forbidden_tools, "tool_choice": "none"}
-    if not request.tools:
-        return {}
-    found: Json = {"tools": request.tools}
-    if (choice := _chat_choice(request.constraint)) is not None:
-        found["tool_choice"] = choice
-    if request.constraint.single_tool_call:
-        found["parallel_tool_calls"] = False
-    return found
 
 
 def _on_the_wire(name: str, value: Any) -> Any:
@@ -111,17 +98,6 @@ _CHAT_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_ca
 
 def _chat_content(message: Message, content: Content) -> Any:
     return None if not content and message.get("tool_calls") else as_chat(content)
-
-
-def _chat_choice(constraint: Constraint) -> Any:
-    names = sorted(constraint.names) if constraint.names is not None else []
-    if constraint.requires_tool_call and len(names) == 1:
-        return {"type": "function", "function": {"name": names[0]}}
-    if constraint.names is None:
-        return "required" if constraint.requires_tool_call else None
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    mode = "required" if constraint.requires_tool_call else "auto"
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 # -- other fields -----------------------------------------------------------------------------------------------------

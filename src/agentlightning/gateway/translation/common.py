@@ -101,6 +101,33 @@ def split_stops(path: str, stops: Sequence[str]) -> tuple[tuple[str, ...], tuple
     return tuple(stop for stop in stops if stop.strip()), tuple(stop for stop in stops if not stop.strip())
 
 
+# -- tools of OpenAI's APIs --------------------------------------------------------------------------------------------
+
+
+def openai_tools(request: Request, written: Callable[[Json], Json], nested: bool) -> Json:
+    """The tools of a request, each as it is `written`, and their choice; chat completions nests the details of a choice
+    below the name of its kind (`nested`), responses does not."""
+    if request.forbidden_tools:
+        return {"tools": [written(tool) for tool in request.forbidden_tools], "tool_choice": "none"}
+    if not request.tools:
+        return {}
+    found: Json = {"tools": [written(tool) for tool in request.tools]}
+    constraint = request.constraint
+    mode = "required" if constraint.requires_tool_call else "auto"
+    names = [_choice("function", {"name": name}, nested) for name in sorted(constraint.names or ())]
+    if constraint.names is None:
+        found |= {"tool_choice": mode} if constraint.requires_tool_call else {}
+    elif constraint.requires_tool_call and len(names) == 1:
+        found["tool_choice"] = names[0]
+    else:
+        found["tool_choice"] = _choice("allowed_tools", {"mode": mode, "tools": names}, nested)
+    return found | ({"parallel_tool_calls": False} if constraint.single_tool_call else {})
+
+
+def _choice(kind: str, details: Json, nested: bool) -> Json:
+    return {"type": kind, **({kind: details} if nested else details)}
+
+
 # -- the order of turns ------------------------------------------------------------------------------------------------
 
 

@@ -6,15 +6,14 @@ turns and their `encrypted_content`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from agentlightning.chat.base import Message
 from agentlightning.gateway.answer import Json
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.dialects.message_digest import turn_key
-from agentlightning.gateway.dialects.output_constraint import Constraint
 from agentlightning.gateway.translation.chat import chat_extras
 from agentlightning.gateway.translation.common import (
     Extras,
@@ -22,6 +21,7 @@ from agentlightning.gateway.translation.common import (
     as_items,
     as_text,
     is_unchanged,
+    openai_tools,
     reject_unsupported,
     response_format_of,
     turns_of,
@@ -44,7 +44,7 @@ def responses_body(request: Request, provider: Provider, model: str, params: Jso
     if instructions:
         body["instructions"] = instructions
     body |= {_NAMES[name]: value for name, value in params.items() if name in _NAMES}
-    body |= _tools(request)
+    body |= openai_tools(request, _tool, nested=False)
     if (shape := response_format_of(request.raw)) is not None:
         inner = object_of(shape, "json_schema")
         body["text"] = {"format": {"type": shape["type"], **inner}}
@@ -93,37 +93,12 @@ def _call(call: Json) -> Json:
     return {"type": "function_call", "call_id": call.get("id"), **fields}
 
 
-# -- tools -----------------------------------------------------------------------------------------------------------
-
-
-def _tools(request: Request) -> Json:
+def _tool(tool: Json) -> Json:
     """Tools default to strict here, unlike in chat completions, so that `strict` is always set."""
-    if request.forbidden_tools:
-        return {"tools": [_tool(tool["function"]) for tool in request.forbidden_tools], "tool_choice": "none"}
-    if not request.tools:
-        return {}
-    found: Json = {"tools": [_tool(tool["function"]) for tool in request.tools]}
-    if (choice := _choice(request.constraint)) is not None:
-        found["tool_choice"] = choice
-    if request.constraint.single_tool_call:
-        found["parallel_tool_calls"] = False
-    return found
-
-
-def _tool(function: Mapping[str, Any]) -> Json:
+    function = tool["function"]
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    tool: Json = {"type": "function", "strict": bool(function.get("strict")), "parameters": parameters}
-    return tool | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
-
-
-def _choice(constraint: Constraint) -> Any:
-    names = sorted(constraint.names) if constraint.names is not None else []
-    if constraint.requires_tool_call and len(names) == 1:
-        return {"type": "function", "name": names[0]}
-    if constraint.names is None:
-        return "required" if constraint.requires_tool_call else None
-    mode = "required" if constraint.requires_tool_call else "auto"
-    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+    found: Json = {"type": "function", "strict": bool(function.get("strict")), "parameters": parameters}
+    return found | {key: function[key] for key in ("name", "description") if function.get(key) is not None}
 
 
 # -- other fields -----------------------------------------------------------------------------------------------------

@@ -64,64 +64,133 @@ class UpstreamRequest:
     """The provider's name of the model, which rate limits refer to."""
 
 
-class UpstreamCall:
-    """One call to a provider, with its retries. Use it once, as `async with`."""
+_BYTES_PER_TOKEN: Final = 4
+"""Bytes of a JSON response for each output token, roughly."""
+_CACHE_MARK: Final = b'"cache_control"'
+_HOUR_MARK: Final = b'"1h"'
 
-    __slots__ = (
-        *("body", "headers", "request", "retries", "status", "trailing_bytes", "_accounting", "_chunks", "_failures"),
-        *("_first_chunk", "_num_events", "_pool", "_response", "_server", "_unanswered", "_wait_left"),
-    )
+
+class CallAccount:
+    """The account of one call: its tokens and dollars are estimated and reserved before it is sent, and settled after
+    it. A try whose response breaks off is charged for by the provider, so it counts as well."""
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
         self.request = request
+        self.usage: Usage | None = None
+        """Usage of the response."""
+        self._lost = Usage()
+        """Usage of the tries whose response broke off."""
+        self.cost: float | None = None
+        """US dollars of all tries; None without a price or a response."""
+        self._estimated_tokens = 0
+        """The tokens that the rate limit reckons with until the usage is known."""
+        self._is_settled = False
         self.body = b""
         """The whole response, if it is not streamed."""
-        self.trailing_bytes = b""
-        """The incomplete event at the end of a streamed response."""
         self.headers: Headers = ()
         """Headers of the last response."""
+        self._num_events = 0
+        self._pool = pool
+        self._price = request.price or pool.provider.price
+        self._reservation: Reservation | None = None
+        self._uncharged = Usage()
+        """The part of `lost` that is not charged to the budget yet."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the call's span: the provider, the usage and cost of all tries."""
+        attributes: dict[str, Any] = {names.PROVIDER_NAME: self._pool.provider.name}
+        if self.usage is not None:
+            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
+            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
+        if self.cost is not None:
+            attributes[names.COST] = self.cost
+        return attributes
+
+    async def _reserve(self) -> None:
+        """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
+        budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
+        budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
+        prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
+        self._estimated_tokens = prompt + output
+        if not budgets.config:
+            return
+        # Writing a prompt to a cache costs more than reading it.
+        written = prompt if _CACHE_MARK in request.body else 0
+        hour = written if _HOUR_MARK in request.body else 0
+        worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
+        dollars = self._price.dollars(worst) if self._price else 0.0
+        self._reservation = await budgets.reserve(request.rollout_id, dollars, self._estimated_tokens)
+
+    def settle(self, usage: Usage | None) -> None:
+        """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self.usage = usage or Usage(
+            self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
+        )
+        if self._price is not None:
+            self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
+            self._pool.dollars += self.cost
+        if self._reservation is not None:
+            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
+
+    def _record_lost(self) -> None:
+        """Record a response that broke off, by its Content-Length or else by the output limit."""
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        limit = 0 if self.request.stream else self._max_output_tokens
+        output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
+        lost = Usage(self._max_prompt_tokens // 2, output_tokens)
+        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
+
+    def _charge_lost(self) -> None:
+        """Charge the broken-off tries before the next one. Raises ApiError 402 if the budget is spent."""
+        uncharged, self._uncharged = self._uncharged, Usage()
+        if self._reservation is not None and uncharged.tokens:
+            self._reservation.charge(*self._spend_of(uncharged))
+
+    def _spend_of(self, usage: Usage) -> tuple[float, int]:
+        """(US dollars, tokens)."""
+        return self._price.dollars(usage) if self._price is not None else 0.0, usage.tokens
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return max_prompt_tokens(self.request.body, self._pool.provider.image_tokens)
+
+    @property
+    def _max_output_tokens(self) -> int:
+        limit = self.request.max_output_tokens
+        return self._pool.provider.max_output_tokens if limit is None else limit
+
+
+class UpstreamCall(CallAccount):
+    """One call to a provider, with its retries. Use it once, as `async with`."""
+
+    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
+        super().__init__(pool, request)
+        self.trailing_bytes = b""
+        """The incomplete event at the end of a streamed response."""
         self.status = 0
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._accounting = CallAccounting(pool, request)
-        self._pool = pool
         self._server: Server | None = None
         self._response: Response | None = None
         self._unanswered = False
         """Whether a request was sent and got no response."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
-        self._num_events = 0
         self._failures = 0
         """The retries that followed a failure, and not a rate limit."""
         self._wait_left = pool.provider.max_wait_seconds
 
-    @property
-    def usage(self) -> Usage | None:
-        """Usage of the response."""
-        return self._accounting.usage
-
-    @property
-    def cost(self) -> float | None:
-        """US dollars of all tries; None without a price or a response."""
-        return self._accounting.cost
-
     def attributes(self) -> dict[str, Any]:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        return {
-            names.PROVIDER_NAME: self._pool.provider.name,
-            names.PROVIDER_RETRIES: self.retries,
-            **self._accounting.attributes(),
-        }
+        return super().attributes() | {names.PROVIDER_RETRIES: self.retries}
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response that the caller gets."""
         return self._pool.redactor.redact_headers(visible_headers(self.headers))
-
-    def settle(self, usage: Usage | None) -> None:
-        """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        self._accounting.settle(usage, self._num_events or len(self.body) // _BYTES_PER_TOKEN)
 
     async def __aenter__(self) -> Self:
         await self._acquire()
@@ -135,19 +204,18 @@ class UpstreamCall:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._accounting.is_settled and self._response is not None:
+        if not self._is_settled and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
         await self._end()
 
     async def _acquire(self) -> None:
         """Reserve the budget, and wait for the rate limit."""
-        pool, tokens = self._pool, self._accounting.estimate_tokens()
-        if pool.budgets.config:
-            await self._accounting.reserve()
+        pool = self._pool
+        await self._reserve()
         try:
-            await pool.rate_limiter.acquire(tokens)
+            await pool.rate_limiter.acquire(self._estimated_tokens)
         except BaseException:
-            self._accounting.release()
+            self._release()
             raise
         pool.record_start()
 
@@ -184,7 +252,7 @@ class UpstreamCall:
             tried.append(self._server or self._pool.servers[0])
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            self._accounting.charge_lost()
+            self._charge_lost()
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
@@ -259,13 +327,17 @@ class UpstreamCall:
         """Close the response, settle what is open, and release the rate limit and the reservation."""
         if self._response is not None:
             await self._close_response()
-        accounting = self._accounting
-        if self._unanswered and not accounting.is_settled:
-            accounting.settle(None)  # The provider read the prompt, and will charge for it.
-        elif accounting.lost.tokens and not accounting.is_settled:
-            accounting.settle(Usage())
-        self._pool.rate_limiter.release(accounting.estimated_tokens, accounting.used_tokens)
-        accounting.release()
+        if self._unanswered and not self._is_settled:
+            self.settle(None)  # The provider read the prompt, and will charge for it.
+        elif self._lost.tokens and not self._is_settled:
+            self.settle(Usage())
+        used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
+        self._pool.rate_limiter.release(self._estimated_tokens, used)
+        self._release()
+
+    def _release(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
 
     def _headers(self, server: Server) -> Headers:
         configured, requested = server.headers, self.request.headers
@@ -273,7 +345,7 @@ class UpstreamCall:
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
-            self._accounting.record_lost(self.headers)
+            self._record_lost()
         else:
             self._unanswered = error.reason == "timeout"
         return from_transport(self._pool.provider, error)
@@ -317,130 +389,3 @@ class UpstreamCall:
 def _without_duplicates(requested: Headers, configured: Headers) -> list[tuple[bytes, bytes]]:
     configured_names = {name for name, _ in configured}
     return [(name, value) for name, value in requested if name not in configured_names]
-
-
-# -- accounting --------------------------------------------------------------------------------------------------------
-
-# Tokens and dollars are estimated and reserved before a call is sent, and settled after it. A try whose response breaks
-# off is charged for by the provider, so it counts as well.
-
-_BYTES_PER_TOKEN: Final = 4
-"""Bytes of a JSON response for each output token, roughly."""
-_CACHE_MARK: Final = b'"cache_control"'
-_HOUR_MARK: Final = b'"1h"'
-
-
-class CallAccounting:
-    """The account of one call. Ends with `release`."""
-
-    __slots__ = (
-        "_pool",
-        "_request",
-        "_reservation",
-        "_uncharged",
-        "cost",
-        "estimated_tokens",
-        "is_settled",
-        "lost",
-        "usage",
-    )
-
-    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
-        self.usage: Usage | None = None
-        """Usage of the response."""
-        self.lost = Usage()
-        """Usage of the tries whose response broke off."""
-        self.cost: float | None = None
-        """US dollars of all tries; None without a price or a response."""
-        self.estimated_tokens = 0
-        """The tokens that the rate limit reckons with until the usage is known."""
-        self.is_settled = False
-        self._pool = pool
-        self._request = request
-        self._reservation: Reservation | None = None
-        self._uncharged = Usage()
-        """The part of `lost` that is not charged to the budget yet."""
-
-    @property
-    def price(self) -> Price | None:
-        return self._request.price or self._pool.provider.price
-
-    @property
-    def used_tokens(self) -> int:
-        return (self.usage.tokens if self.usage else 0) + self.lost.tokens
-
-    def attributes(self) -> dict[str, Any]:
-        """Attributes of the call's span: the usage and cost of all tries."""
-        attributes: dict[str, Any] = {}
-        if self.usage is not None:
-            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self.lost.input_tokens
-            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self.lost.output_tokens
-        if self.cost is not None:
-            attributes[names.COST] = self.cost
-        return attributes
-
-    def estimate_tokens(self) -> int:
-        """An upper bound of the call's tokens. The prompt counts only if a budget or a token limit is configured."""
-        needs_prompt = self._pool.budgets.config or self._pool.provider.tokens_per_minute
-        self.estimated_tokens = (self._max_prompt_tokens if needs_prompt else 0) + self._max_output_tokens
-        return self.estimated_tokens
-
-    async def reserve(self) -> None:
-        """Reserve the worst case of the call. Raises ApiError 402 if it exceeds the budget."""
-        prompt_tokens = self.estimated_tokens - self._max_output_tokens
-        dollars = self.price.dollars(self._worst_usage(prompt_tokens)) if self.price else 0.0
-        self._reservation = await self._pool.budgets.reserve(self._request.rollout_id, dollars, self.estimated_tokens)
-
-    def settle(self, usage: Usage | None, output_tokens: int = 0) -> None:
-        """Record the usage that the provider reports. None: it reports none, so it is estimated from `output_tokens`.
-        Idempotent."""
-        if self.is_settled:
-            return
-        self.is_settled = True
-        self.usage = usage or Usage(self._max_prompt_tokens // 2, output_tokens)
-        if self.price is not None:
-            self.cost = self.price.dollars(self.usage) + self.price.dollars(self.lost)
-            self._pool.dollars += self.cost
-        if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
-
-    def record_lost(self, headers: Headers) -> None:
-        """Record a response that broke off, by its Content-Length or else by the output limit."""
-        length = next((value for name, value in headers if name == b"content-length"), b"")
-        limit = 0 if self._request.stream else self._max_output_tokens
-        output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
-        lost = Usage(self._max_prompt_tokens // 2, output_tokens)
-        self.lost, self._uncharged = self.lost + lost, self._uncharged + lost
-
-    def charge_lost(self) -> None:
-        """Charge the broken-off tries before the next one. Raises ApiError 402 if the budget is spent."""
-        uncharged, self._uncharged = self._uncharged, Usage()
-        if self._reservation is not None and uncharged.tokens:
-            self._reservation.charge(*self._spend_of(uncharged))
-
-    def release(self) -> None:
-        """Release the reservation. Idempotent."""
-        if self._reservation is not None:
-            self._reservation.release()
-
-    def _spend_of(self, usage: Usage) -> tuple[float, int]:
-        """(US dollars, tokens)."""
-        return self.price.dollars(usage) if self.price is not None else 0.0, usage.tokens
-
-    def _worst_usage(self, prompt_tokens: int) -> Usage:
-        """The most expensive usage: writing a prompt to a cache costs more than reading it."""
-        if _CACHE_MARK not in self._request.body:
-            return Usage(prompt_tokens, self._max_output_tokens)
-        hour = prompt_tokens if _HOUR_MARK in self._request.body else 0
-        return Usage(
-            prompt_tokens, self._max_output_tokens, written_tokens=prompt_tokens - hour, written_hour_tokens=hour
-        )
-
-    @property
-    def _max_prompt_tokens(self) -> int:
-        return max_prompt_tokens(self._request.body, self._pool.provider.image_tokens)
-
-    @property
-    def _max_output_tokens(self) -> int:
-        limit = self._request.max_output_tokens
-        return self._pool.provider.max_output_tokens if limit is None else limit
