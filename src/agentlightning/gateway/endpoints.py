@@ -36,6 +36,7 @@ from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.http import (
     ClientDisconnected,
     ResponseWriter,
+    cancel_on_disconnect,
     offload,
     parse_object,
     read_body,
@@ -187,8 +188,8 @@ class Endpoints:
             except Exception as error:
                 await record_rejection(self.store, path, caller, body, error, started)
                 raise
-            with self.watch.track(caller.attempt):
-                await serve(scope, receive, writer)
+            with self.watch.track(caller.attempt), cancel_on_disconnect(receive):
+                await serve(writer)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         headers, caller = await self._caller(scope)
@@ -242,7 +243,7 @@ class Endpoints:
                 raise error from None
             return self.resolver.resolve(path, headers, caller, body, context.given)
 
-    async def _prepare(self, call: ResolvedCall, size: int) -> Handler:
+    async def _prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the
         handler itself."""
         if call.route.servers is None:

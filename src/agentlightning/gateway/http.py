@@ -133,8 +133,33 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes; shorten the conversation", code="body_too_large")
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client disconnects."""
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
+    task, disconnected, exited = asyncio.current_task(), False, False
+    assert task is not None
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not exited:
+            disconnected = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        task.uncancel()
+        raise ClientDisconnected from None
+    finally:
+        exited = True
+        watcher.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
     message: MutableMapping[str, Any] = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, cast
 
 from msgspec import structs
-from starlette.types import Receive, Scope
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, StoreError
@@ -28,7 +26,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.call import ForwardedCall, run_to_completion
 from agentlightning.gateway.forwarding.record import ProviderRecord
 from agentlightning.gateway.forwarding.translated import translate
-from agentlightning.gateway.http import PASSED, ClientDisconnected, ResponseWriter, offload, wait_for_disconnect
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
@@ -40,37 +38,6 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
-
-# -- disconnect ------------------------------------------------------------------------------------------------------
-
-# Cancels the task of a forwarded call when its client disconnects.
-
-
-@contextmanager
-def cancel_on_disconnect(receive: Receive) -> Generator[None]:
-    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
-    task, disconnected, exited = asyncio.current_task(), False, False
-    assert task is not None
-
-    def on_disconnect(watcher: asyncio.Task[None]) -> None:
-        nonlocal disconnected
-        if not watcher.cancelled() and not exited:
-            disconnected = True
-            task.cancel()
-
-    watcher = asyncio.create_task(wait_for_disconnect(receive))
-    watcher.add_done_callback(on_disconnect)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not disconnected:
-            raise
-        task.uncancel()
-        raise ClientDisconnected from None
-    finally:
-        exited = True
-        watcher.cancel()
-
 
 # -- token count -----------------------------------------------------------------------------------------------------
 
@@ -189,12 +156,10 @@ class ForwardingService:
         self._counters.unattributed += context is None
         return await offload(size // PASSED, partial(self._prepare, call, context))
 
-    async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
-        client disconnects."""
+    async def run(self, forward: ForwardedCall, writer: ResponseWriter) -> None:
+        """Forward a call. Failures are recorded as well. Raises ApiError and StoreError."""
         try:
-            with cancel_on_disconnect(receive):
-                await forward.run(self.record, writer)
+            await forward.run(self.record, writer)
         finally:
             self._note_provider(forward.record)
         self._count_tokens(forward.record.response.usage or Usage())

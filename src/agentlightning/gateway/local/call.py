@@ -13,8 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from starlette.types import Receive
-
 from agentlightning import span as names
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import Engine, Sample, SamplingParams
@@ -25,8 +23,7 @@ from agentlightning.gateway.callers.replay import RecordedAnswer
 from agentlightning.gateway.concurrency import released_slot
 from agentlightning.gateway.dialects.base import ReplyWriter, Request
 from agentlightning.gateway.dialects.raw_request import as_json, chat_message
-from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.http import PASSED, ClientDisconnected, ResponseWriter, offload, wait_for_disconnect
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload
 from agentlightning.gateway.local.answer import SampledAnswer, TopLogprobs
 from agentlightning.gateway.local.conversation import Prompt
 from agentlightning.gateway.local.update_gate import InFlightCall, UpdateGate
@@ -77,7 +74,7 @@ class LocalCall:
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
-    """Why the call was cancelled."""
+    """What cancelled the call."""
 
     @property
     def attempt(self) -> tuple[str, str] | None:
@@ -121,8 +118,9 @@ class LocalCall:
         answer = choice.answer
 
         def show(events: Sequence[Event]) -> None:
-            for event in events if on_event is not None else ():
-                on_event(answer, event)
+            if on_event is not None:
+                for event in events:
+                    on_event(answer, event)
 
         def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()) -> None:
             show(answer.feed(token_ids, logprobs, tops))
@@ -233,21 +231,18 @@ class LocalCall:
 # -- the reply ---------------------------------------------------------------------------------------------------------
 
 Events = asyncio.Queue[tuple[Answer, Event] | None]
-"""Events of answers; None if the sampling has ended or the client has disconnected."""
+"""Events of answers; None if the sampling has ended."""
 
 
 async def send_reply(
     call: LocalCall,
     run: Callable[[LocalCall, OnEvent | None], Awaitable[None]],
     reply: ReplyWriter,
-    *,
     finish: Callable[[], None],
-    receive: Receive,
     writer: ResponseWriter,
 ) -> None:
     """Sample with `run` and send the reply: events while it is sampled if the client streams, else one JSON body. Calls
-    `finish` when everything is sampled and recorded, before the client can know. Raises ClientDisconnected, and what
-    `run` raises."""
+    `finish` when everything is sampled and recorded, before the client can know. Raises what `run` raises."""
     events: Events = asyncio.Queue()
     opened, stream, answers = False, call.request.stream, call.answers
 
@@ -255,17 +250,13 @@ async def send_reply(
         events.put_nowait((answer, event))
 
     sampling = asyncio.ensure_future(run(call, put if stream else None))
-    disconnect = asyncio.create_task(wait_for_disconnect(receive))
-    for task in (sampling, disconnect):
-        task.add_done_callback(lambda _: events.put_nowait(None))
+    sampling.add_done_callback(lambda _: events.put_nowait(None))
     try:
         with writer.kept_alive(lambda: stream):
             while (event := await events.get()) is not None:
                 start = b"" if opened else reply.start(answers)
                 await writer.send_events(start + _take_all(reply, event, events))
                 opened = True
-            if not sampling.done():
-                raise ClientDisconnected
             await sampling
         if stream:
             ending = (b"" if opened else reply.start(answers)) + reply.end(answers)
@@ -277,11 +268,10 @@ async def send_reply(
             finish()
             await writer.send_json(200, body)
     except asyncio.CancelledError as error:
-        if error.args and isinstance(error.args[0], ApiError):  # the attempt has ended
-            call.end_reason = error.args[0]
+        call.end_reason = error
         raise
     finally:
-        await _finish_task(call, sampling, disconnect)
+        await _finish_task(call, sampling)
 
 
 def _take_all(reply: ReplyWriter, first: tuple[Answer, Event], events: Events) -> bytes:
@@ -296,12 +286,10 @@ def _take_all(reply: ReplyWriter, first: tuple[Answer, Event], events: Events) -
     return b"".join(parts)
 
 
-async def _finish_task(call: LocalCall, sampling: asyncio.Future[None], disconnect: asyncio.Task[None]) -> None:
+async def _finish_task(call: LocalCall, sampling: asyncio.Future[None]) -> None:
     """Leave no task running. Complete answers are recorded even if the client has disconnected."""
-    disconnect.cancel()
     if not call.is_sampled:
         sampling.cancel()
-    await asyncio.wait({sampling, disconnect})
-    if disconnect.cancelled() or sampling.cancelled() or (error := sampling.exception()) is None:
-        return
-    logger.error("a call whose client disconnected could not be recorded", exc_info=error)
+    await asyncio.wait({sampling})
+    if call.end_reason and not sampling.cancelled() and (error := sampling.exception()) is not None:
+        logger.error("a call whose client disconnected could not be recorded", exc_info=error)

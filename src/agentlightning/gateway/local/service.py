@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from starlette.types import Receive, Scope
-
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers
@@ -79,9 +77,7 @@ class LocalService:
             return await offload(size, partial(estimate_prompt_tokens, request.raw))
         return len(prompt.token_ids)
 
-    async def prepare(
-        self, call: ResolvedCall, size: int
-    ) -> Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]:
+    async def prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """Prepare the prompts and parameters of a request of `size` bytes; returns what serves it. Raises ApiError."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
         caller, model, dialect = call.caller, call.route.name, DIALECTS[call.path]
@@ -181,17 +177,10 @@ class LocalService:
     # -- sampling and after it -------------------------------------------------------------------------------------
 
     async def _serve(
-        self,
-        call: LocalCall,
-        reply: ReplyWriter,
-        context: AttemptContext | None,
-        scope: Scope,
-        receive: Receive,
-        writer: ResponseWriter,
+        self, call: LocalCall, reply: ReplyWriter, context: AttemptContext | None, writer: ResponseWriter
     ) -> None:
-        finish = partial(self._store_response, call, reply)
         try:
-            await send_reply(call, self._run, reply, finish=finish, receive=receive, writer=writer)
+            await send_reply(call, self._run, reply, partial(self._store_response, call, reply), writer)
         finally:
             # A call that failed does not count against the limit on turns.
             if context is not None and call.turn_limit is not None and not call.is_sampled:

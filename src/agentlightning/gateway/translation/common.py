@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import Json
+from agentlightning.gateway.answer import THOUGHTS, Json
 from agentlightning.gateway.dialects.base import ApiPath, Request
 from agentlightning.gateway.dialects.content_parts import Content, Part, joined, non_empty_parts, object_of
 from agentlightning.gateway.dialects.fields import MESSAGES_PARAMS, RESPONSES_PARAMS, shorten
-from agentlightning.gateway.dialects.message_digest import same_meaning
+from agentlightning.gateway.dialects.message_digest import same_meaning, turn_key
 from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.upstream.provider import Provider
@@ -166,14 +166,21 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def is_unchanged(path: ApiPath, before: Sequence[Json], turn: Message) -> bool:
-    """Whether a turn of the assistant means the same as `before`, the blocks or items that its provider wrote."""
-    response = DIALECTS[path].response()
-    is_blocks = path == "messages"
+def known_turn(
+    path: ApiPath, messages: Sequence[Message], index: int, find_turn: TurnLookup
+) -> tuple[list[Json] | None, list[Json]]:
+    """(the blocks or items that the provider wrote of a turn of the assistant, if it still means the same; what to send
+    back of the turn if it does not)."""
+    turn = messages[index]
+    before = find_turn(turn_key(messages[index - 1] if index else None, turn))
+    response, is_blocks = DIALECTS[path].response(), path == "messages"
     response.read({"type": "message", "content": before} if is_blocks else {"object": "response", "output": before})
     answer = response.choice()
     answer.take_new(done=True)
-    return bool(before) and same_meaning(answer.message) == same_meaning(turn)
+    is_unchanged = bool(before) and same_meaning(answer.message) == same_meaning(turn)
+    kinds = THOUGHTS if is_blocks else ("reasoning",)
+    thoughts = [block for block in before or turn.get("sealed") or () if block["type"] in kinds]
+    return before if is_unchanged else None, thoughts
 
 
 # -- content -----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.gateway.answer import THOUGHTS, Json
+from agentlightning.gateway.answer import Json
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import has_attachments, object_of
-from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.translation.common import (
@@ -20,7 +19,7 @@ from agentlightning.gateway.translation.common import (
     TurnLookup,
     as_blocks,
     as_text,
-    is_unchanged,
+    known_turn,
     reject_unsupported,
     response_format_of,
     split_stops,
@@ -30,15 +29,8 @@ from agentlightning.gateway.translation.common import (
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.util.json_values import loads
 
-_EFFORTS: Final[Mapping[str, tuple[str, int]]] = {
-    "minimal": ("low", 1024),
-    "low": ("low", 2048),
-    "medium": ("medium", 8192),
-    "high": ("high", 16384),
-    "xhigh": ("xhigh", 32768),
-    "max": ("max", 32768),
-}
-"""Reasoning effort -> Anthropic's name for it, and the thinking budget for models that take a number of tokens."""
+_EFFORTS: Final = {"minimal": 1024, "low": 2048, "medium": 8192, "high": 16384, "xhigh": 32768, "max": 32768}
+"""Reasoning effort -> the thinking budget for models that take a number of tokens."""
 _ANTHROPIC_FIELDS: Final = ("thinking", "output_config", "cache_control")
 """Anthropic's fields that callers of other dialects may send as well."""
 _BUDGET_MODELS: Final = re.compile(r"claude-(3-7-|(opus|sonnet|haiku)-4(-[015])?(-\d{8}|-latest)?$)")
@@ -67,9 +59,7 @@ def messages_body(request: Request, provider: Provider, model: str, params: Json
     body |= _tools(request)
     if shape is not None:
         body["output_config"] = {"format": {"type": "json_schema", "schema": shape["json_schema"].get("schema")}}
-    if request.stream:
-        body["stream"] = True
-    return body
+    return body | ({"stream": True} if request.stream else {})
 
 
 _CONTINUE: Final = "Continue."
@@ -83,9 +73,9 @@ def _continuation(last: Json, request: Request, provider: Provider) -> Json:
     """The turn after the last one, which is the assistant's. Raises ApiError 400 where it calls tools whose results are
     not there."""
     if any(block.get("type") == "tool_use" for block in last["content"]):
+        message = "the last message calls tools, and their results do not follow, as the provider"
         name = "messages" if "messages" in request.raw else "input"
-        message = "the last message calls tools, and their results do not follow"
-        raise bad_request(name, f"{message}, as the provider {provider.name!r} demands; add them")
+        raise bad_request(name, f"{message} {provider.name!r} demands; add them")
     return {"role": "user", "content": [{"type": "text", "text": _CONTINUE}]}
 
 
@@ -94,14 +84,15 @@ _PARAMS: Final = frozenset({"max_tokens", "temperature", "top_p", "top_k", "stop
 
 
 def _reject_unsupported(request: Request, provider: Provider, params: Json) -> None:
-    shape = response_format_of(request.raw)
+    shape, temperature = response_format_of(request.raw), params.get("temperature") or 0
     raw: list[tuple[str, Any, bool]] = [
         ("n", request.n, request.n == 1),
         ("logprobs", request.logprobs, not request.logprobs),
-        ("temperature", params.get("temperature"), (params.get("temperature") or 0) <= 1),
+        ("temperature", temperature, temperature <= 1),
         ("response_format", shape, shape is None or shape["type"] in ("json_schema", "json_object")),
+        *unknown_params(params, _PARAMS),
     ]
-    reject_unsupported([*raw, *unknown_params(params, _PARAMS)], request, provider, "messages")
+    reject_unsupported(raw, request, provider, "messages")
 
 
 def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, list[Json]]:
@@ -114,32 +105,20 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
             system.append(as_text(message.get("content") or "", "the system prompt"))
             continue
         if message["role"] == "assistant":
-            previous = messages[index - 1] if index else None
-            role, content = "assistant", _assistant_content(message, find_turn(turn_key(previous, message)))
+            written, content = known_turn("messages", messages, index, find_turn)
+            content += as_blocks(message.get("content") or "")
+            content += [_tool_use(call) for call in message.get("tool_calls") or ()]
+            role, content = "assistant", written or content
         else:
-            role, content = "user", _user_content(message)
+            role, content = "user", as_blocks(message.get("content") or "")
+            if message["role"] == "tool":
+                given: Any = content if has_attachments(message.get("content")) else message.get("content") or ""
+                content = [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": given}]
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += content
         elif content:
             turns.append({"role": role, "content": [*content]})  # A copy: stored turns must not grow.
     return "\n\n".join(filter(None, system)), turns
-
-
-def _user_content(message: Message) -> list[Json]:
-    content = message.get("content") or ""
-    if message["role"] != "tool":
-        return as_blocks(content)
-    result: Any = as_blocks(content) if has_attachments(content) else content
-    return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": result}]
-
-
-def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
-    """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if is_unchanged("messages", before, message):
-        return before
-    thoughts = [block for block in before or message.get("sealed") or () if block["type"] in THOUGHTS]
-    content = as_blocks(message.get("content") or "")
-    return [*thoughts, *content, *(_tool_use(call) for call in message.get("tool_calls") or ())]
 
 
 def _tool_use(call: Json) -> Json:
@@ -153,13 +132,14 @@ def _tool_use(call: Json) -> Json:
 
 
 def _tools(request: Request) -> Json:
-    if request.forbidden_tools:
-        tools = [_tool(tool["function"]) for tool in request.forbidden_tools]
-        return {"tools": tools, "tool_choice": {"type": "none"}}
+    """A conversation with tool calls must define the tools, even if none may be called now."""
+    tools = [tool["function"] for tool in request.forbidden_tools or request.tools or ()]
+    if not tools:
+        calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
+        tools = [{"name": name} for name in dict.fromkeys(call["function"]["name"] for call in calls)]
     if not request.tools:
-        return _tools_of_history(request.messages)
+        return {"tools": [_tool(tool) for tool in tools], "tool_choice": {"type": "none"}} if tools else {}
     constraint = request.constraint
-    tools = [tool["function"] for tool in request.tools]
     if constraint.names is not None:
         tools = [tool for tool in tools if tool["name"] in constraint.names]
     choice: Json = {"type": "any" if constraint.requires_tool_call else "auto"}
@@ -167,17 +147,7 @@ def _tools(request: Request) -> Json:
         choice = {"type": "tool", "name": tools[0]["name"]}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    raw = {"tool_choice": choice} if choice != {"type": "auto"} else {}
-    return {"tools": [_tool(tool) for tool in tools]} | raw
-
-
-def _tools_of_history(messages: Sequence[Message]) -> Json:
-    """A conversation with tool calls must define the tools, even if none may be called now."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    names = dict.fromkeys(call["function"]["name"] for call in calls)
-    if not names:
-        return {}
-    return {"tools": [_tool({"name": name}) for name in names], "tool_choice": {"type": "none"}}
+    return {"tools": [_tool(tool) for tool in tools]} | ({"tool_choice": choice} if choice != {"type": "auto"} else {})
 
 
 def _tool(function: Mapping[str, Any]) -> Json:
@@ -193,33 +163,22 @@ def messages_extras(request: Request, model: str) -> Extras:
     """For Anthropic's messages, of a request for a chat completion or a response. Raises ApiError 400 for an effort
     that is not known."""
     raw = request.raw
-    body: Json = {}
-    taken: set[str] = set()
-    for name in ("safety_identifier", "user"):
-        if isinstance(user := raw.get(name), str) and user and "metadata" not in body:
+    body: Json = {name: raw[name] for name in _ANTHROPIC_FIELDS if isinstance(raw.get(name), dict)}
+    taken = set(body)
+    for name in ("user", "safety_identifier"):  # The second, if there are both.
+        if isinstance(user := raw.get(name), str) and user:
             body["metadata"] = {"user_id": user}
-            taken.add(name)
+            taken = taken - {"user"} | {name}
     tier = raw.get("service_tier")
     if tier in ("auto", "default"):
         taken.add("service_tier")
         body |= {"service_tier": "standard_only"} if tier == "default" else {}
-    for name in _ANTHROPIC_FIELDS:
-        if isinstance(value := raw.get(name), dict):
-            body[name] = value
-            taken.add(name)
-    name, effort = _effort(raw)
-    if effort is not None:
-        thinking = _thinking(name, effort, request, model)
-        taken |= {name} if thinking else set()
-        body = {**body, **{field: {**value, **body.get(field, {})} for field, value in thinking.items()}}
-    return body, frozenset(taken)
-
-
-def _effort(raw: Mapping[str, Any]) -> tuple[str, Any]:
-    """(the field with the reasoning effort, its value)."""
-    if raw.get("reasoning_effort") is not None:
-        return "reasoning_effort", raw["reasoning_effort"]
-    return "reasoning", object_of(raw, "reasoning").get("effort")
+    name, effort = "reasoning_effort", raw.get("reasoning_effort")
+    if effort is None:
+        name, effort = "reasoning", object_of(raw, "reasoning").get("effort")
+    thinking = {} if effort is None else _thinking(name, effort, request, model)
+    taken |= {name} if thinking else set()
+    return body | {field: {**value, **body.get(field, {})} for field, value in thinking.items()}, frozenset(taken)
 
 
 def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
@@ -231,10 +190,10 @@ def _thinking(name: str, effort: Any, request: Request, model: str) -> Json:
         return {}
     if effort == "none":
         return {"thinking": {"type": "disabled"}}
-    word, most = _EFFORTS[effort]
     free = not request.constraint.requires_tool_call
     if not _BUDGET_MODELS.match(model):
+        word = "low" if effort == "minimal" else effort
         return ({"thinking": {"type": "adaptive"}} if free else {}) | {"output_config": {"effort": word}}
-    if (limit := request.params.max_tokens) is not None:
-        most = min(most, limit - 1)
+    limit = request.params.max_tokens
+    most = _EFFORTS[effort] if limit is None else min(_EFFORTS[effort], limit - 1)
     return {"thinking": {"type": "enabled", "budget_tokens": most}} if free and most >= _MIN_THINKING_TOKENS else {}

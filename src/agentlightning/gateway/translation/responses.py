@@ -13,14 +13,13 @@ from agentlightning.chat.base import Message
 from agentlightning.gateway.answer import Json
 from agentlightning.gateway.dialects.base import Request
 from agentlightning.gateway.dialects.content_parts import object_of
-from agentlightning.gateway.dialects.message_digest import turn_key
 from agentlightning.gateway.translation.chat import chat_extras
 from agentlightning.gateway.translation.common import (
     Extras,
     TurnLookup,
     as_items,
     as_text,
-    is_unchanged,
+    known_turn,
     openai_tools,
     reject_unsupported,
     response_format_of,
@@ -66,25 +65,15 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
             case "system" if not items:
                 instructions.append(as_text(content, "the system prompt"))
             case "assistant":
-                items += _assistant_content(
-                    message, find_turn(turn_key(messages[index - 1] if index else None, message))
-                )
+                written, parts = known_turn("responses", messages, index, find_turn)
+                parts += [{"role": "assistant", "content": as_items(content)}] if content else []
+                items += written or [*parts, *(_call(call) for call in message.get("tool_calls") or ())]
             case "tool":
                 call_id = message.get("tool_call_id")
                 items.append({"type": "function_call_output", "call_id": call_id, "output": as_items(content)})
             case role:
                 items.append({"role": role, "content": as_items(content)})
     return "\n\n".join(filter(None, instructions)), items
-
-
-def _assistant_content(message: Message, before: list[Json]) -> list[Json]:
-    """A turn of the assistant: as the provider wrote it if it is unchanged, else with its reasoning first."""
-    if is_unchanged("responses", before, message):
-        return before
-    items = [item for item in before or message.get("sealed") or () if item["type"] == "reasoning"]
-    if content := message.get("content"):
-        items.append({"role": "assistant", "content": as_items(content)})
-    return items + [_call(call) for call in message.get("tool_calls") or ()]
 
 
 def _call(call: Json) -> Json:
