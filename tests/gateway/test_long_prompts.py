@@ -110,7 +110,7 @@ def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
 
 
 GATEWAY = "agentlightning.gateway."
-PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.record.ProviderRecord.spans"
+PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.call.ProviderRecord.spans"
 TRANSLATE = GATEWAY + "forwarding.service.translate"
 WORK = {
     "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.call.LocalCall._span", PACK),

@@ -23,8 +23,7 @@ from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import ForwardedCall, run_to_completion
-from agentlightning.gateway.forwarding.record import ProviderRecord
+from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord, run_to_completion
 from agentlightning.gateway.forwarding.translated import translate
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload
 from agentlightning.gateway.metrics import Counters

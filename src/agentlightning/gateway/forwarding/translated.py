@@ -11,32 +11,46 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.gateway.answer import Answer, needs_echo
+from agentlightning.gateway.answer import Answer, Json, needs_echo
 from agentlightning.gateway.dialects.base import ApiPath, ReplyMetadata, ReplyWriter, Request
+from agentlightning.gateway.dialects.content_parts import object_of
 from agentlightning.gateway.dialects.fields import apply_resource_params
 from agentlightning.gateway.dialects.message_digest import message_digests, turn_key
 from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.dialects.sse import event_data
-from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import ForwardedCall, is_final
-from agentlightning.gateway.forwarding.record import UNFINISHED, ProviderRecord
-from agentlightning.gateway.forwarding.request import encode_request
+from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.gateway.forwarding.call import UNFINISHED, ForwardedCall, ProviderRecord, encode_request, is_final
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ResolvedCall
-from agentlightning.gateway.translation.body import body_of
-from agentlightning.gateway.translation.common import given_params, split_stops, turns_of
+from agentlightning.gateway.translation.chat import chat_body, chat_extras
+from agentlightning.gateway.translation.common import (
+    Extras,
+    TurnLookup,
+    UnsupportedContentError,
+    Write,
+    given_params,
+    split_stops,
+    turns_of,
+)
+from agentlightning.gateway.translation.messages import messages_body, messages_extras
+from agentlightning.gateway.translation.responses import responses_body, responses_extras
 from agentlightning.gateway.upstream.call import UpstreamCall
 from agentlightning.gateway.upstream.failures import display_text, unreadable_response
 from agentlightning.gateway.upstream.provider import Provider
 
-_TARGET_PATHS: Final[tuple[ApiPath, ...]] = ("chat/completions", "messages", "responses")
+_TARGETS: Final[Mapping[ApiPath, tuple[Write, Callable[[Request, str], Extras]]]] = {
+    "chat/completions": (chat_body, chat_extras),
+    "messages": (messages_body, messages_extras),
+    "responses": (responses_body, responses_extras),
+}
+"""What writes the body for each path at a provider, and its other fields."""
 _LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
 """Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
 _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503, "timeout": 504}
@@ -164,8 +178,48 @@ class TranslatedCall(ForwardedCall):
 
 def _path_for(path: ApiPath, provider: Provider) -> ApiPath:
     """The path at the provider. Raises ApiError 400 if there is none."""
-    for target in _TARGET_PATHS:
+    for target in _TARGETS:
         if path not in _UNTRANSLATED and provider.serves(target):
             return target
     message = f"the provider {provider.name!r} serves no /v1/{path}, and calls to it cannot be translated"
     raise ApiError(400, message, code="path_not_supported", param="model")
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+
+def body_of(
+    path: ApiPath, request: Request, provider: Provider, model: str, params: Json, find_turn: TurnLookup
+) -> tuple[Json, tuple[str, ...]]:
+    """(body for a path, names of the fields that were dropped). Raises ApiError 400 naming a field that must not be
+    dropped."""
+    write, write_extras = _TARGETS[path]
+    extras, taken = write_extras(request, model)
+    try:
+        written = write(request, provider, model, params, find_turn)
+    except UnsupportedContentError as error:
+        raise bad_request("messages" if "messages" in request.raw else "input", str(error)) from None
+    body = _merged(written, extras)
+    if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
+        budget = object_of(body, "thinking").get("budget_tokens")
+        body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
+    dropped = tuple(name for name in request.ignored_fields if name not in taken)
+    return body, dropped + _dropped_inside(path, request)
+
+
+def _merged(body: Json, extras: Json) -> Json:
+    """`body` with `extras`; objects with the same name are merged."""
+    for name, value in extras.items():
+        known = body.get(name)
+        body[name] = {**value, **known} if isinstance(known, dict) else value
+    return body
+
+
+def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
+    """Nested fields that were dropped from fields that were sent."""
+    dropped: list[str] = []
+    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
+        dropped.append("output_config.effort")
+    if path != "chat/completions" and any("name" in message for message in request.messages):
+        dropped.append("messages.name")
+    return tuple(dropped)

@@ -288,8 +288,10 @@ def _take_all(reply: ReplyWriter, first: tuple[Answer, Event], events: Events) -
 
 async def _finish_task(call: LocalCall, sampling: asyncio.Future[None]) -> None:
     """Leave no task running. Complete answers are recorded even if the client has disconnected."""
+    if sampling.done():  # A server reports the end of a reply as a disconnect, so nothing is awaited after it.
+        return
     if not call.is_sampled:
         sampling.cancel()
     await asyncio.wait({sampling})
-    if call.end_reason and not sampling.cancelled() and (error := sampling.exception()) is not None:
+    if not sampling.cancelled() and (error := sampling.exception()) is not None:
         logger.error("a call whose client disconnected could not be recorded", exc_info=error)
