@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
@@ -163,6 +163,18 @@ async def _wait_for_disconnect(receive: Receive) -> None:
     message: MutableMapping[str, Any] = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
+
+
+async def run_to_completion(work: Awaitable[object] | None) -> None:
+    """Await work that must complete even if the current task is cancelled meanwhile."""
+    if work is None:
+        return
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------

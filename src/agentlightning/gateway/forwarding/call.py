@@ -8,7 +8,6 @@ received is recorded. `forwarding.translated` serves callers whose dialect the p
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from agentlightning.gateway.dialects.raw_request import (
 from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.http import MAX_INLINE_BYTES, PASSED, ResponseWriter, offload
+from agentlightning.gateway.http import MAX_INLINE_BYTES, PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of, output_attributes
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
@@ -423,15 +422,3 @@ def is_final(event: bytes, data: Any) -> bool:
         return b"[DONE]" in event
     kind = cast("Json", data).get("type") if isinstance(data, dict) else None
     return isinstance(kind, str) and kind in _FINAL_EVENTS
-
-
-async def run_to_completion(work: Awaitable[None] | None) -> None:
-    """Await work that must complete even if the current task is cancelled meanwhile."""
-    if work is None:
-        return
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

@@ -21,8 +21,8 @@ from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.dialects.chat import chat_usage
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import RecordSpans, run_to_completion
-from agentlightning.gateway.http import parse_object
+from agentlightning.gateway.forwarding.call import RecordSpans
+from agentlightning.gateway.http import parse_object, run_to_completion
 from agentlightning.gateway.record import CallRecord
 from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal, cast
 
@@ -23,9 +23,9 @@ from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord, run_to_completion
+from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord, RecordSpans
 from agentlightning.gateway.forwarding.translated import translate
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
@@ -94,13 +94,6 @@ class TokenCounter:
         return await _estimate(request, size)
 
 
-async def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any], size: int) -> TokenCount:
-    """An estimate if the provider speaks Anthropic's dialect without this endpoint; raises any other `api_error`."""
-    if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
-        raise api_error
-    return await _estimate(request, size)
-
-
 async def _estimate(request: Mapping[str, Any], size: int) -> TokenCount:
     return TokenCount(await offload(size // PASSED, partial(estimate_prompt_tokens, request)), "estimate")
 
@@ -125,34 +118,29 @@ def can_forward(path: ApiPath, route: ModelRoute) -> bool:
     return route.provider is not None and route.provider.serves(path)
 
 
+@dataclass(slots=True)
 class ForwardingService:
     """Serves calls to providers, as they are or translated."""
 
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        contexts: AttemptCache,
-        find_context: Callable[[Caller], Awaitable[AttemptContext]],
-        counters: Counters,
-        on_policy: OnPolicySampling,
-        response_store: ResponseStore,
-    ) -> None:
-        self._response_store = response_store
-        self._on_policy = on_policy
-        self._store = store
-        self._contexts = contexts
-        self._find_context = find_context
-        self._counters = counters
-        self._token_counter = TokenCounter()
+    store: LightningStoreBase
+    attempts: AttemptCache
+    find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
+    counters: Counters
+    on_policy: OnPolicySampling
+    responses: ResponseStore
+    record: RecordSpans = field(init=False)
+    _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
+
+    def __post_init__(self) -> None:
         self.record = self._await_store
-        if isinstance(store, JournaledStore):
-            self.record = store.append
-            store.on_superseded = contexts.invalidate
+        if isinstance(self.store, JournaledStore):
+            self.record = self.store.append
+            self.store.on_superseded = self.attempts.invalidate
 
     async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
-        context = None if call.caller.attempt is None else await self._find_context(call.caller)
-        self._counters.unattributed += context is None
+        context = None if call.caller.attempt is None else await self.find_attempt(call.caller)
+        self.counters.unattributed += context is None
         return await offload(size // PASSED, partial(self._prepare, call, context))
 
     async def run(self, forward: ForwardedCall, writer: ResponseWriter) -> None:
@@ -169,16 +157,16 @@ class ForwardingService:
         is_stored = record.path == "responses" and record.data.get("store") is not False
         if is_stored and attempt is not None and provider is not None and response_id:
             pending = record if record.is_pending else None
-            self._response_store.note_provider(attempt, response_id, provider.name, pending)
+            self.responses.note_provider(attempt, response_id, provider.name, pending)
 
     def _count_tokens(self, usage: Usage) -> None:
-        self._counters.prompt_tokens += usage.input_tokens
-        self._counters.response_tokens += usage.output_tokens
+        self.counters.prompt_tokens += usage.input_tokens
+        self.counters.response_tokens += usage.output_tokens
 
     async def record_poll(self, attempt: AttemptIds, response_id: str, body: bytes) -> None:
         """Record the end of a response that its provider worked on in the background, once: as a span below that of
         the call, with the answer, its usage and its cost. Raises StoreError."""
-        call: ProviderRecord | None = self._response_store.take_pending(attempt, response_id)
+        call: ProviderRecord | None = self.responses.take_pending(attempt, response_id)
         if call is None:
             return
         pool = call.route.servers
@@ -197,7 +185,7 @@ class ForwardingService:
             raise
         finally:
             if not is_end:
-                self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+                self.responses.note_provider(attempt, response_id, pool.provider.name, call)
         if is_end:
             pool.dollars += used.get(names.COST, 0.0)
             pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
@@ -209,10 +197,10 @@ class ForwardingService:
         caller, data, route = call.caller, call.body, call.route
         assert route.servers is not None
         if caller.attempt is not None:
-            await self._find_context(caller)
+            await self.find_attempt(caller)
         if not can_forward("messages", route):
             limited = call._replace(path="messages", body={"max_tokens": 1} | data)
-            work = partial(translate, limited, self._response_store, self._counters)
+            work = partial(translate, limited, self.responses, self.counters)
             translated = await offload(size // PASSED, work)
             await (await self._token_counter.count(route.servers, translated.record.data, size)).send(writer)
             return
@@ -224,8 +212,10 @@ class ForwardingService:
         try:
             async with UpstreamCall(route.servers, request) as upstream:
                 upstream.settle(Usage())
-        except ApiError as api_error:
-            await (await estimate_if_unsupported(api_error, data, size)).send(writer)
+        except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
+            if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+                raise
+            await (await _estimate(data, size)).send(writer)
         else:
             await writer.send_json(200, upstream.body)
 
@@ -240,10 +230,10 @@ class ForwardingService:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                data = self._on_policy.strip_request(data, forced)
+                data = self.on_policy.strip_request(data, forced)
         if not can_forward(path, route):
             call = call._replace(body=data)
-            return translate(call, self._response_store, self._counters, trace_id, resource, forced)
+            return translate(call, self.responses, self.counters, trace_id, resource, forced)
         record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
         return ForwardedCall(record, headers)
 
@@ -251,6 +241,6 @@ class ForwardingService:
 
     async def _await_store(self, spans: Sequence[Span]) -> None:
         """Record spans in a store without a journal, and reject further calls of attempts that were superseded."""
-        for span in await self._store.add_many_spans(spans):
+        for span in await self.store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
-                self._contexts.invalidate(span.rollout_id, span.attempt_id)
+                self.attempts.invalidate(span.rollout_id, span.attempt_id)

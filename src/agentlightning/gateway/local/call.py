@@ -23,7 +23,7 @@ from agentlightning.gateway.callers.replay import RecordedAnswer
 from agentlightning.gateway.concurrency import released_slot
 from agentlightning.gateway.dialects.base import ReplyWriter, Request
 from agentlightning.gateway.dialects.raw_request import as_json, chat_message
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.local.answer import SampledAnswer, TopLogprobs
 from agentlightning.gateway.local.conversation import Prompt
 from agentlightning.gateway.local.update_gate import InFlightCall, UpdateGate
@@ -292,6 +292,6 @@ async def _finish_task(call: LocalCall, sampling: asyncio.Future[None]) -> None:
         return
     if not call.is_sampled:
         sampling.cancel()
-    await asyncio.wait({sampling})
+    await run_to_completion(asyncio.wait({sampling}))
     if not sampling.cancelled() and (error := sampling.exception()) is not None:
         logger.error("a call whose client disconnected could not be recorded", exc_info=error)
