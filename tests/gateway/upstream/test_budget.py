@@ -132,8 +132,7 @@ async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_ser
 SPENDER = """
 import asyncio, sys
 from pathlib import Path
-from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.pricing import BudgetConfig
+from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
 
 async def spend():
     budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))

@@ -336,12 +336,10 @@ class ResponsesReplyWriter:
 
     def _start_message(self, part: Json) -> bytes:
         self._open = part["type"]
-        item = self._message(part, "in_progress")
-        self.items.append(item)
-        place = self._place()
-        return self._event(
-            "response.output_item.added", output_index=place["output_index"], item=item | {"content": []}
-        ) + self._event("response.content_part.added", **place, part=part)
+        item: Json = {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": "in_progress"}
+        self.items.append(item | {"content": [part]})
+        added = self._item_event("added", item | {"content": []})
+        return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _add_reasoning(self, answer: Answer, text: str) -> bytes:
         started = b"" if self._open == "reasoning" else self._close(answer) + self._start_reasoning()
@@ -353,8 +351,9 @@ class ResponsesReplyWriter:
 
     def _start_reasoning(self) -> bytes:
         self._open = "reasoning"
-        self.items.append(self._reasoning("", "in_progress"))
-        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+        item: Json = {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": "in_progress"}
+        self.items.append(item | {"content": []})
+        return self._item_event("added", self.items[-1])
 
     def _sign(self, answer: Answer, event: SignedReasoning) -> bytes:
         """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
@@ -379,7 +378,7 @@ class ResponsesReplyWriter:
         if last:
             self._finish_last(answer)
         whole = self._part_done(kind, item["content"][0]) if item["content"] else b""
-        return whole + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        return whole + self._item_event("done", item)
 
     def _part_done(self, kind: str, part: Json) -> bytes:
         place = self._place()
@@ -397,7 +396,6 @@ class ResponsesReplyWriter:
         started = self._call(ToolCall(call.index, call.id, call.name, ""), "in_progress")
         item = self._call(call, "completed")
         self.items.append(item)
-        index, fields = len(self.items) - 1, self._item()
         if (text := item.get("input")) is not None:
             kind, whole = "response.custom_tool_call_input", {"input": text}
         else:
@@ -405,10 +403,10 @@ class ResponsesReplyWriter:
             whole = {"name": call.name, "arguments": text}
         return b"".join(
             [
-                self._event("response.output_item.added", output_index=index, item=started),
-                self._event(f"{kind}.delta", **fields, delta=text),
-                self._event(f"{kind}.done", **fields, **whole),
-                self._event("response.output_item.done", output_index=index, item=item),
+                self._item_event("added", started),
+                self._event(f"{kind}.delta", **self._item(), delta=text),
+                self._event(f"{kind}.done", **self._item(), **whole),
+                self._item_event("done", item),
             ]
         )
 
@@ -427,16 +425,13 @@ class ResponsesReplyWriter:
     def _place(self) -> Json:
         return self._item() | {"content_index": 0}
 
-    def _message(self, part: Json, status: str) -> Json:
-        return {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
-
-    def _reasoning(self, text: str, status: str) -> Json:
-        content = [{"type": "reasoning_text", "text": text}] if text else []
-        return {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": status, "content": content}
-
     def _name(self, prefix: str) -> str:
         """The id of the next item."""
         return f"{prefix}{self.head.id.removeprefix(_PREFIX)}{len(self.items)}"
+
+    def _item_event(self, kind: str, item: Json) -> bytes:
+        """The start or the end of the last item."""
+        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item=item)
 
     def _event(self, kind: str, **data: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **data}

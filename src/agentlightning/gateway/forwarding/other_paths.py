@@ -23,7 +23,7 @@ from agentlightning.gateway.dialects.chat import chat_usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.call import RecordSpans
 from agentlightning.gateway.http import parse_object, run_to_completion
-from agentlightning.gateway.record import CallRecord
+from agentlightning.gateway.record import CallRecord, failure_of
 from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.servers import ServerPool
@@ -74,7 +74,7 @@ async def forward_as_is(pool: ServerPool, request: Request, caller: Caller, body
         )
     except TransportError as error:
         api_error = from_transport(provider, error).api_error
-        await keep_span((api_error.code or api_error.type, api_error.message))
+        await keep_span(failure_of(api_error))
         raise api_error from error
     attributes[names.HTTP_STATUS] = response.status
 
@@ -92,7 +92,7 @@ async def forward_as_is(pool: ServerPool, request: Request, caller: Caller, body
             error = (str(response.status), text) if response.status >= 400 else None
         except TransportError as broken:
             failure = from_transport(provider, broken).api_error
-            error = (failure.code or failure.type, failure.message)
+            error = failure_of(failure)
         finally:
             attributes.update(_usage(start))
             await keep_span(error)
