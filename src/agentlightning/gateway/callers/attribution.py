@@ -64,7 +64,7 @@ from agentlightning.util.api_key import api_key
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
-# What a request says of its caller in its URL and headers, and the keys among it verified. Needs no store.
+# What a request says of its caller in its URL and headers.
 
 _TRACEPARENT: Final = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 
@@ -131,95 +131,6 @@ def keep_keys(variables: dict[str, str], server_url: str, inherited: Mapping[str
 
 
 _OWN_KEYS: Final = frozenset({"OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"})
-
-
-class ClaimsReader:
-    """Reads and verifies the claims of requests. `secret` signs the keys; `mode_temperatures` belong to 1.0's URLs."""
-
-    def __init__(self, secret: str, mode_temperatures: Mapping[str, float], *, require_key: bool = False) -> None:
-        self.require_key = require_key
-        self._secret = secret
-        self._modes = dict(mode_temperatures)
-
-    def read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> RequestClaims:
-        """Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that
-        calls as the agent."""
-        mode = path_params.get("mode")
-        if mode is not None and mode not in self._modes:
-            message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
-            raise ApiError(404, message, code="mode_not_found")
-        key = path_params.get("key") or api_key(headers)
-        _reject_reward_calls(headers, path_params, key)
-        key_claims = self._read_key(key)
-        attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
-        trace_id, parent_id = _trace(headers.get("traceparent"))
-        is_explicit = attempt is not None and not _may_be_stale(path_params)
-        work = headers.get(WORK_HEADER)
-        uncertain = work if work in (UNCERTAIN, ENDED) else None
-        return RequestClaims(
-            mode=mode,
-            temperature=None if mode is None else self._modes[mode],
-            key=key_claims,
-            attempt=attempt,
-            source=source,
-            trace_id=trace_id,
-            parent_id=parent_id,
-            hints=_hints(trace_id, headers.get("baggage")),
-            ignored=ignored,
-            works_for=None if is_explicit or uncertain else self._attempt_from_header(headers, WORK_HEADER),
-            uncertain=None if is_explicit else uncertain,
-        )
-
-    def is_access_token(self, headers: Mapping[str, str]) -> bool:
-        """Whether the API key is the access token that the secret was derived from."""
-        key = api_key(headers)
-        return bool(key) and hmac.compare_digest(attempt_secret(key), self._secret)
-
-    def _read_key(self, key: str) -> KeyClaims:
-        if not key.startswith("agl-"):
-            return KeyClaims()
-        claims = KeyClaims(read_attempt_key(self._secret, key), read_worker_key(self._secret, key))
-        if not claims:
-            raise ApiError(
-                401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key"
-            )
-        return claims
-
-    def _explicit_attempt(
-        self, headers: Mapping[str, str], path_params: Mapping[str, str], key: KeyClaims
-    ) -> tuple[AttemptIds | None, Source | None, list[str]]:
-        """(attempt, source, other attempts named) from the header, the URL and the key."""
-        from_header = self._attempt_from_header(headers, ATTEMPT_HEADER)
-        from_url = _attempt_of_url(path_params)
-        if from_url is not None and key.attempt is not None and from_url != key.attempt:
-            raise ApiError(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
-        worker = path_params.get("worker_id")
-        if worker is not None and key.worker_id is not None and worker != key.worker_id:
-            raise ApiError(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
-        candidates: list[tuple[AttemptIds | None, Source]] = [
-            (from_url, "url"),
-            (key.attempt, "key"),
-            (from_header, "header"),
-        ]
-        if _may_be_stale(path_params):
-            candidates.insert(0, candidates.pop())
-        named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
-        attempt, source = named[0] if named else (None, None)
-        if self.require_key and not key and (attempt is None or attempt != from_header):
-            raise ApiError(
-                401, "this server requires the AGL_KEY of the attempt as the API key", code="invalid_api_key"
-            )
-        return attempt, source, [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
-
-    def _attempt_from_header(self, headers: Mapping[str, str], name: str) -> AttemptIds | None:
-        """The attempt whose key is the value of a header."""
-        value = headers.get(name)
-        if value is None:
-            return None
-        if (ids := read_attempt_key(self._secret, value)) is None:
-            message = f"the header {name} holds no key of an attempt of this server"
-            raise ApiError(401, message, code="invalid_api_key")
-        return ids
 
 
 def _may_be_stale(path_params: Mapping[str, str]) -> bool:
@@ -388,7 +299,10 @@ class Attribution:
         self.refused = 0
         """Calls whose attempt is uncertain."""
         self._store = store
-        self._claims = ClaimsReader(secret, mode_temperatures, require_key=require_key)
+        self.requires_key = require_key
+        """Whether model calls without a key are rejected."""
+        self._secret = secret
+        self._modes = dict(mode_temperatures)
         self._allow_unattributed = allow_unattributed
         self._attempts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """attempt_id -> (rollout_id, worker_id)."""
@@ -400,7 +314,7 @@ class Attribution:
         Raises ApiError 401 for an invalid, foreign or missing key and for a call that names no attempt; 404 for an
         unknown mode or worker; 409 if the worker runs no attempt, or several and the call does not say which.
         """
-        claims = self._claims.read(headers, path_params)
+        claims = self._read(headers, path_params)
         attempt, source, worker_id = claims.attempt, claims.source, claims.key.worker_id
         if attempt is None:
             attempt, source = await self._resolve_attempt(
@@ -417,16 +331,11 @@ class Attribution:
         """Drop what is cached of an attempt; the store is asked should it call again."""
         self._attempts.pop(attempt_id, None)
 
-    @property
-    def requires_key(self) -> bool:
-        """Whether model calls without a key are rejected."""
-        return self._claims.require_key
-
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
         access token that the secret was derived from is accepted as well."""
-        if self._claims.require_key and not self._claims.is_access_token(headers):
-            self._claims.read(headers, path_params)
+        if self.requires_key and not self._is_access_token(headers):
+            self._read(headers, path_params)
 
     def _refuse(self, claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
         self.refused += 1
@@ -459,6 +368,88 @@ class Attribution:
             parent_id = None
         ignored = (*claims.ignored, *map(str, mismatches))
         return Caller(*attempt, trace_id, parent_id, source, claims.mode, claims.temperature, ignored)
+
+    # -- claims of a request -----------------------------------------------------------------------------------------
+
+    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> RequestClaims:
+        """Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that
+        calls as the agent."""
+        mode = path_params.get("mode")
+        if mode is not None and mode not in self._modes:
+            message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
+            raise ApiError(404, message, code="mode_not_found")
+        key = path_params.get("key") or api_key(headers)
+        _reject_reward_calls(headers, path_params, key)
+        key_claims = self._read_key(key)
+        attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
+        trace_id, parent_id = _trace(headers.get("traceparent"))
+        is_explicit = attempt is not None and not _may_be_stale(path_params)
+        work = headers.get(WORK_HEADER)
+        uncertain = work if work in (UNCERTAIN, ENDED) else None
+        return RequestClaims(
+            mode=mode,
+            temperature=None if mode is None else self._modes[mode],
+            key=key_claims,
+            attempt=attempt,
+            source=source,
+            trace_id=trace_id,
+            parent_id=parent_id,
+            hints=_hints(trace_id, headers.get("baggage")),
+            ignored=ignored,
+            works_for=None if is_explicit or uncertain else self._attempt_from_header(headers, WORK_HEADER),
+            uncertain=None if is_explicit else uncertain,
+        )
+
+    def _is_access_token(self, headers: Mapping[str, str]) -> bool:
+        """Whether the API key is the access token that the secret was derived from."""
+        key = api_key(headers)
+        return bool(key) and hmac.compare_digest(attempt_secret(key), self._secret)
+
+    def _read_key(self, key: str) -> KeyClaims:
+        if not key.startswith("agl-"):
+            return KeyClaims()
+        claims = KeyClaims(read_attempt_key(self._secret, key), read_worker_key(self._secret, key))
+        if not claims:
+            raise ApiError(
+                401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key"
+            )
+        return claims
+
+    def _explicit_attempt(
+        self, headers: Mapping[str, str], path_params: Mapping[str, str], key: KeyClaims
+    ) -> tuple[AttemptIds | None, Source | None, list[str]]:
+        """(attempt, source, other attempts named) from the header, the URL and the key."""
+        from_header = self._attempt_from_header(headers, ATTEMPT_HEADER)
+        from_url = _attempt_of_url(path_params)
+        if from_url is not None and key.attempt is not None and from_url != key.attempt:
+            raise ApiError(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
+        worker = path_params.get("worker_id")
+        if worker is not None and key.worker_id is not None and worker != key.worker_id:
+            raise ApiError(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
+        candidates: list[tuple[AttemptIds | None, Source]] = [
+            (from_url, "url"),
+            (key.attempt, "key"),
+            (from_header, "header"),
+        ]
+        if _may_be_stale(path_params):
+            candidates.insert(0, candidates.pop())
+        named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
+        attempt, source = named[0] if named else (None, None)
+        if self.requires_key and not key and (attempt is None or attempt != from_header):
+            raise ApiError(
+                401, "this server requires the AGL_KEY of the attempt as the API key", code="invalid_api_key"
+            )
+        return attempt, source, [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
+
+    def _attempt_from_header(self, headers: Mapping[str, str], name: str) -> AttemptIds | None:
+        """The attempt whose key is the value of a header."""
+        value = headers.get(name)
+        if value is None:
+            return None
+        if (ids := read_attempt_key(self._secret, value)) is None:
+            message = f"the header {name} holds no key of an attempt of this server"
+            raise ApiError(401, message, code="invalid_api_key")
+        return ids
 
     # -- claims that need the store ----------------------------------------------------------------------------------
 
