@@ -16,7 +16,7 @@ from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.engine.local.guided_decoding import GrammarCompiler
-from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.local.answer import SampledAnswer
 from agentlightning.testing import ByteChatFormat
 
 THINKS = ("<think>", "</think>")
@@ -48,7 +48,7 @@ class Model:
         return drawn, False
 
     def read(self, drawn, tools, thought):
-        answer = Answer(0, self.chat, tools=tools, reasoning_markers=thought)
+        answer = SampledAnswer(0, chat=self.chat, tools=tools, reasoning_markers=thought)
         answer.finish(Sample(tuple(drawn), (0.0,) * len(drawn), "stop", 0))
         return answer
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.provider_streams import chat_events
 
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.json_body import MAX_CHUNK_BYTES, parse
+from agentlightning.gateway.http import MAX_CHUNK_BYTES, parse
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 TEXT = "".join(chr(97 + place * place % 26) + " " * (place % 7 == 0) for place in range(150_000))
@@ -110,12 +110,12 @@ def test_a_large_body_is_parsed_piece_by_piece_as_it_would_be_whole():
 
 
 GATEWAY = "agentlightning.gateway."
-PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.passthrough.ForwardedCall.spans"
-TRANSLATE = GATEWAY + "translation.call.Translator.translate"
+PACK, SPANS = "agentlightning.store.sql.store.group_by_attempt", GATEWAY + "forwarding.call.ProviderRecord.spans"
+TRANSLATE = GATEWAY + "forwarding.service.translate"
 WORK = {
-    "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.call.LocalCall._spans", PACK),
-    "forwarded": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
-    "streamed": (GATEWAY + "forwarding.passthrough.ForwardedCall._build_request", SPANS, PACK),
+    "local": (GATEWAY + "local.conversation.Prompt.__post_init__", GATEWAY + "local.call.LocalCall._span", PACK),
+    "forwarded": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
+    "streamed": (GATEWAY + "forwarding.call.upstream_request", SPANS, PACK),
     "translated": (TRANSLATE, SPANS, PACK),
     "counted": (TRANSLATE, GATEWAY + "forwarding.service.estimate_prompt_tokens"),
 }

@@ -12,14 +12,14 @@ from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.runner import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.forwarding.upstream_models import (
+from agentlightning.gateway.models_api import (
     CACHE_SECONDS,
     RETRY_SECONDS,
     UpstreamModels,
     anthropic_model,
     openai_model,
 )
-from agentlightning.gateway.forwarding.upstream_models import read_models as read
+from agentlightning.gateway.models_api import read_models as read
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.server.app import Server

@@ -14,8 +14,7 @@ from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.routing import Router
-from agentlightning.gateway.upstream.pricing import Price
-from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer

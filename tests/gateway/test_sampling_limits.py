@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentlightning.gateway.dialects.anthropic.request import MESSAGES
-from agentlightning.gateway.dialects.openai.chat import CHAT
-from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.chat import CHAT
+from agentlightning.gateway.dialects.completions import COMPLETIONS
+from agentlightning.gateway.dialects.messages import MESSAGES
+from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError
 
 pytestmark = pytest.mark.integration

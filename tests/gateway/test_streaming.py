@@ -10,7 +10,7 @@ import pytest
 from tests.support.provider_streams import chat_events, messages_events
 
 from agentlightning.errors import PolicyError, StoreFullError
-from agentlightning.gateway import asgi
+from agentlightning.gateway import http
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store import LightningStore
 
@@ -202,7 +202,7 @@ PINGS |= {"responses": PINGS["chat/completions"], "completions": PINGS["chat/com
     [("chat/completions", "openai"), ("messages", "openai"), ("responses", "openai"), ("messages", "anthropic")],
 )
 async def test_a_silent_provider_does_not_make_a_silent_stream(path, dialect, silent_before, serve, monkeypatch):
-    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.05)
     hello = [{"type": "text", "text": "Hello."}]
     events = messages_events(hello) if dialect == "anthropic" else chat_events(["Hel", "lo."])
     async with slow_provider(events, silent_before) as url:
@@ -235,7 +235,7 @@ async def test_a_silent_provider_does_not_make_a_silent_stream(path, dialect, si
 
 
 async def test_a_provider_that_has_not_answered_keeps_its_right_to_fail(serve, monkeypatch):
-    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.02)
 
     async def fail_late(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -258,7 +258,7 @@ async def test_a_provider_that_has_not_answered_keeps_its_right_to_fail(serve, m
 
 @pytest.mark.parametrize("path", PINGS)
 async def test_a_stream_of_our_own_is_not_silent_while_the_weights_change(path, serve, monkeypatch):
-    monkeypatch.setattr(asgi, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.02)
     service = await serve(["Hello."])
     service.gateway.pause()
     client = await service.http()

@@ -16,14 +16,13 @@ from starlette.routing import Route
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
-from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import RECHECK_SECONDS, AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attempts import RECHECK_SECONDS, AttemptCache, AttemptContext, AttemptWatch
 from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.endpoints import API_PATHS, Endpoints
+from agentlightning.gateway.endpoints import Endpoints
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.local.conversation import Conversations
@@ -32,7 +31,6 @@ from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.models_api import ModelsEndpoint
 from agentlightning.gateway.routing import CallResolver, Router
-from agentlightning.gateway.translation.call import Translator
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
@@ -112,14 +110,12 @@ class Gateway:
 
     def _services(self, config: GatewayConfig) -> tuple[ForwardingService, LocalService]:
         """What serves the calls of providers, and of our own engines."""
-        translator = Translator({path: dialect for dialect, path in API_PATHS.items()}, self.kept, self.counters)
         on_policy = OnPolicySampling(self.counters)
         forwarding = ForwardingService(
             self._store,
             self._attempts,
             self._find_attempt,
             self.counters,
-            translator,
             on_policy,
             self.kept,
         )

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentlightning.engine.servers.config import ServedModel
 from agentlightning.gateway.callers.agents import AgentRule
-from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
-from agentlightning.gateway.upstream.provider import Provider
+from agentlightning.gateway.upstream.budget import BudgetConfig
+from agentlightning.gateway.upstream.provider import Price, Provider
 
 _SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 """Errors hide their input: it may contain a provider's key."""

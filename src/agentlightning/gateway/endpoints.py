@@ -11,8 +11,9 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from msgspec import structs
 from starlette.requests import Request as HttpRequest
@@ -22,30 +23,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, read_body, read_headers
-from agentlightning.gateway.callers.attempt_watch import AttemptWatch
+from agentlightning.gateway.callers.attempts import AttemptWatch
 from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
 from agentlightning.gateway.concurrency import ConcurrencyLimit
-from agentlightning.gateway.dialects.anthropic.reply import count_reply
-from agentlightning.gateway.dialects.anthropic.request import MESSAGES
-from agentlightning.gateway.dialects.base import Dialect
-from agentlightning.gateway.dialects.openai.chat import CHAT
-from agentlightning.gateway.dialects.openai.completions import COMPLETIONS
-from agentlightning.gateway.dialects.openai.embeddings import EMBEDDINGS
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.base import ApiPath, Dialect
+from agentlightning.gateway.dialects.messages import MESSAGES, count_reply
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.errors import STORE_UNAVAILABLE, ApiError, bad_request, to_api_error
-from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is
+from agentlightning.gateway.forwarding.other_paths import MAX_UPLOAD_BYTES, forward_as_is, request_stored_response
 from agentlightning.gateway.forwarding.service import ForwardingService
-from agentlightning.gateway.forwarding.stored_responses import request_stored_response
-from agentlightning.gateway.json_body import parse_object
+from agentlightning.gateway.http import (
+    ClientDisconnected,
+    ResponseWriter,
+    cancel_on_disconnect,
+    offload,
+    parse_object,
+    read_body,
+    read_headers,
+)
 from agentlightning.gateway.local.service import LocalService
 from agentlightning.gateway.metrics import Counters
 from agentlightning.gateway.models_api import ModelsEndpoint, client_family, error_body, json_response
-from agentlightning.gateway.offload import offload
-from agentlightning.gateway.recording.rejected_span import record_rejection
+from agentlightning.gateway.record import record_rejection
 from agentlightning.gateway.routing import CallResolver, ResolvedCall
-from agentlightning.gateway.upstream.provider import ApiPath
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
 
@@ -59,45 +60,26 @@ ATTEMPT_PATHS: Final = (
     "/key/{key}",
 )
 """Prefixes of URLs that name an attempt or a worker."""
-DIALECTS: Final[Mapping[str, Dialect]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
-    "/v1/embeddings": EMBEDDINGS,
-}
-API_PATHS: Final[Mapping[Dialect, ApiPath]] = {
-    dialect: cast("ApiPath", path.removeprefix("/v1/")) for path, dialect in DIALECTS.items()
-}
-
 Handler = Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]
 """Serves one request, or raises."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
     """The routes of a gateway. Calls wait while `limit` is reached; bodies may have up to `max_body_bytes`."""
 
-    def __init__(
-        self,
-        *,
-        attribution: Attribution,
-        resolver: CallResolver,
-        forwarding: ForwardingService,
-        local: LocalService,
-        models: ModelsEndpoint,
-        responses: ResponseStore,
-        providers: Mapping[str, ServerPool],
-        store: LightningStoreBase,
-        counters: Counters,
-        watch: AttemptWatch,
-        limit: ConcurrencyLimit,
-        max_body_bytes: int,
-    ) -> None:
-        self._attribution, self._resolver = attribution, resolver
-        self._forwarding, self._local = forwarding, local
-        self._models, self._responses, self._providers = models, responses, providers
-        self._store, self._counters, self._watch = store, counters, watch
-        self._limit, self._max_body_bytes = limit, max_body_bytes
+    attribution: Attribution
+    resolver: CallResolver
+    forwarding: ForwardingService
+    local: LocalService
+    models: ModelsEndpoint
+    responses: ResponseStore
+    providers: Mapping[str, ServerPool]
+    store: LightningStoreBase
+    counters: Counters
+    watch: AttemptWatch
+    limit: ConcurrencyLimit
+    max_body_bytes: int
 
     # -- the routes ------------------------------------------------------------------------------------------------
 
@@ -106,22 +88,22 @@ class Endpoints:
         return [route for prefix in (*ATTEMPT_PATHS, "") for route in self._routes_below(prefix)]
 
     def _routes_below(self, prefix: str) -> list[Route]:
-        calls: dict[str, ASGIApp] = {path: partial(self.call_model, each) for path, each in DIALECTS.items()}
+        calls: dict[str, ASGIApp] = {f"/v1/{path}": partial(self.call_model, path) for path in DIALECTS}
         calls["/v1/messages/count_tokens"] = self.count_tokens
         return [
             *(Route(prefix + path, _AsgiEndpoint(call), methods=["POST"]) for path, call in calls.items()),
             Route(f"{prefix}/v1/responses/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(f"{prefix}/v1/responses/{{response_id}}/cancel", self._stored_response, methods=["POST"]),
-            Route(f"{prefix}/v1/models", self._models.list, methods=["GET"]),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._models.retrieve, methods=["GET"]),
+            Route(f"{prefix}/v1/models", self.models.list, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", self.models.retrieve, methods=["GET"]),
             *(Route(f"{prefix}{path}", _ok, methods=["GET"]) for path in ("/v1", "/v1/", "/")),
             *([Route(prefix, _ok, methods=["GET"])] if prefix else []),
             Route(f"{prefix}/v1/{{rest:path}}", self._other_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
 
-    async def call_model(self, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call_model(self, path: ApiPath, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one model call."""
-        await self._handle(dialect, partial(self._call_model, dialect), scope, receive, send)
+        await self._handle(DIALECTS[path], partial(self._call_model, path), scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request for the size of a prompt in tokens. Nothing is sampled or recorded."""
@@ -129,17 +111,17 @@ class Endpoints:
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         try:
-            caller = await self._attribution.caller(read_headers(request.scope), request.path_params)
+            caller = await self.attribution.caller(read_headers(request.scope), request.path_params)
             attempt, response_id = caller.attempt or ("", ""), request.path_params["response_id"]
-            if (provider := self._responses.provider_of(attempt, response_id)) is not None:
-                pool = self._providers[provider]
+            if (provider := self.responses.provider_of(attempt, response_id)) is not None:
+                pool = self.providers[provider]
                 body = await request_stored_response(pool, request.method, attempt, response_id)
                 if request.method != "DELETE":
-                    await self._forwarding.record_poll(attempt, response_id, body)
+                    await self.forwarding.record_poll(attempt, response_id, body)
                 return Response(body, media_type="application/json")
             if request.method != "DELETE":
-                return Response(self._responses.body(attempt, response_id), media_type="application/json")
-            self._responses.delete(attempt, response_id)
+                return Response(self.responses.body(attempt, response_id), media_type="application/json")
+            self.responses.delete(attempt, response_id)
         except ApiError as api_error:
             if api_error.status == 404:  # Of another attempt, which a provider of all paths may have.
                 return await self._other_path(request, api_error)
@@ -150,39 +132,39 @@ class Endpoints:
 
     async def _other_path(self, request: HttpRequest, unserved: ApiError | None = None) -> Response:
         """Forward a request to the provider that serves all paths, if there is one."""
-        pools = [pool for pool in self._providers.values() if pool.provider.all_paths]
+        pools = [pool for pool in self.providers.values() if pool.provider.all_paths]
         if not pools or request.headers.get("upgrade", "").lower() == "websocket":
             return error_body(request, unserved) if unserved else await _not_found(request)
         family, headers = client_family(request), read_headers(request.scope)
         pool = next((pool for pool in pools if pool.provider.dialect == family), pools[0])
-        self._counters.requests += 1
+        self.counters.requests += 1
         try:
-            caller = await self._attribution.caller(headers, request.path_params)
+            caller = await self.attribution.caller(headers, request.path_params)
             if caller.attempt is not None:
-                await self._local.find_attempt(caller)
+                await self.local.find_attempt(caller)
             body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
-            return await forward_as_is(pool, request, caller, body, self._forwarding.record)
+            return await forward_as_is(pool, request, caller, body, self.forwarding.record)
         except ClientDisconnected:
-            self._counters.cancelled += 1
+            self.counters.cancelled += 1
             return Response(status_code=499)  # Nobody sees it.
         except (ApiError, *STORE_UNAVAILABLE) as error:
-            self._counters.errors += 1
+            self.counters.errors += 1
             return error_body(request, to_api_error(error))
 
     # -- before and after the task ---------------------------------------------------------------------------------
 
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
-        self._counters.requests += 1
+        self.counters.requests += 1
         writer = ResponseWriter(send, scope.get("http_version") != "1.0", dialect.ping)
         name = b"request-id" if dialect is MESSAGES else b"x-request-id"
         writer.extra_headers = [(name, b"req_" + secrets.token_hex(12).encode())]
         try:
             await work(scope, receive, writer)
         except ClientDisconnected:
-            self._counters.cancelled += 1
+            self.counters.cancelled += 1
         except Exception as error:
-            self._counters.errors += 1
+            self.counters.errors += 1
             api_error = to_api_error(error)
             if api_error.status >= 500:
                 expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
@@ -191,45 +173,45 @@ class Endpoints:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    async def _call_model(self, dialect: Dialect, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+    async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()
         headers, caller = await self._caller(scope)
         body = b""
         async with AsyncExitStack() as slot:
             try:
                 body, caller = await self._body(scope, receive, headers, caller)
-                await slot.enter_async_context(self._limit.slot())  # after the body: a slow sender takes no slot
-                call = await self._resolve(dialect, headers, caller, body)
-                serve = await self._prepare(dialect, call, len(body))
+                await slot.enter_async_context(self.limit.slot())  # after the body: a slow sender takes no slot
+                call = await self._resolve(path, headers, caller, body)
+                serve = await self._prepare(call, len(body))
             except ClientDisconnected:
                 raise
             except Exception as error:
-                await record_rejection(self._store, API_PATHS[dialect], caller, body, error, started)
+                await record_rejection(self.store, path, caller, body, error, started)
                 raise
-            with self._watch.track(caller.attempt):
-                await serve(scope, receive, writer)
+            with self.watch.track(caller.attempt), cancel_on_disconnect(receive):
+                await serve(writer)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         headers, caller = await self._caller(scope)
         body, caller = await self._body(scope, receive, headers, caller)
-        async with self._limit.slot():
-            call = await self._resolve(MESSAGES, headers, caller, body)
+        async with self.limit.slot():
+            call = await self._resolve("messages", headers, caller, body)
             if call.route.servers is not None:
-                await self._forwarding.count(call, len(body), writer)
+                await self.forwarding.count(call, len(body), writer)
             else:
-                tokens = await self._local.count(MESSAGES, call, len(body))
+                tokens = await self.local.count(call, len(body))
                 await writer.send_json(200, count_reply(tokens))
 
     async def _caller(self, scope: Scope) -> tuple[Mapping[str, str], Caller]:
         """(headers by name, caller)."""
         headers = read_headers(scope)
-        return headers, await self._attribution.caller(headers, scope["path_params"])
+        return headers, await self.attribution.caller(headers, scope["path_params"])
 
     async def _body(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], caller: Caller
     ) -> tuple[bytes, Caller]:
         """(body, the caller with the identity of this request)."""
-        body = await read_body(receive, headers, self._max_body_bytes)
+        body = await read_body(receive, headers, self.max_body_bytes)
         if caller.attempt_id is not None:
             path = scope["path"].rpartition("/v1/")[2]
             # A digest takes a hundredth of the time that reading the request takes.
@@ -237,12 +219,12 @@ class Endpoints:
             caller = structs.replace(caller, repeat=repeat)
         return body, caller
 
-    async def _resolve(self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
+    async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
         """Parse the body and find the route. Raises ApiError."""
         data = await offload(len(body), partial(parse_object, body))
-        call = None if data is None else await self._route(API_PATHS[dialect], headers, caller, data)
+        call = None if data is None else await self._route(path, headers, caller, data)
         if call is None:  # The dialect's reader says why.
-            await offload(len(body), partial(dialect.read, body, self._responses.lookup(caller.attempt)))
+            await offload(len(body), partial(DIALECTS[path].read, body, self.responses.lookup(caller.attempt)))
             raise bad_request("model", "model must be a string")
         return call
 
@@ -251,22 +233,22 @@ class Endpoints:
     ) -> ResolvedCall | None:
         """See `CallResolver.resolve`. The attempt is looked up only for a model without a route of its own."""
         try:
-            return self._resolver.resolve(path, headers, caller, body)
+            return self.resolver.resolve(path, headers, caller, body)
         except ApiError as error:
             if error.param != "model" or caller.attempt is None:
                 raise
             try:
-                context = await self._local.find_attempt(caller)
+                context = await self.local.find_attempt(caller)
             except ApiError:
                 raise error from None
-            return self._resolver.resolve(path, headers, caller, body, context.given)
+            return self.resolver.resolve(path, headers, caller, body, context.given)
 
-    async def _prepare(self, dialect: Dialect, call: ResolvedCall, size: int) -> Handler:
+    async def _prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the
         handler itself."""
         if call.route.servers is None:
-            return await self._local.prepare(dialect, call, size)
-        return partial(self._forwarding.run, await self._forwarding.plan(call, size))
+            return await self.local.prepare(call, size)
+        return partial(self.forwarding.run, await self.forwarding.plan(call, size))
 
 
 class _AsgiEndpoint:
@@ -296,6 +278,6 @@ async def _not_found(request: HttpRequest) -> Response:
     if request.headers.get("upgrade", "").lower() == "websocket":
         # After this status Codex falls back to HTTP at once; after any other it retries for seconds.
         return error_body(request, ApiError(426, f"{path} is no websocket; send POST requests"))
-    served = ", ".join(f"POST {path}" for path in DIALECTS)
+    served = ", ".join(f"POST /v1/{path}" for path in DIALECTS)
     message = f"{request.method} {path} is not served here; served: {served}, GET /v1/models"
     return error_body(request, ApiError(404, message))

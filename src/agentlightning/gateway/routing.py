@@ -19,9 +19,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
+from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.gateway.upstream.pricing import Price
-from agentlightning.gateway.upstream.provider import ApiPath, Provider
+from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.resources import LLM
 

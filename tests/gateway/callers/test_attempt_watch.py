@@ -8,8 +8,7 @@ from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
 from agentlightning.errors import StoreLostError
-from agentlightning.gateway.callers.attempt_watch import AttemptWatch
-from agentlightning.gateway.callers.attempts import AttemptCache
+from agentlightning.gateway.callers.attempts import AttemptCache, AttemptWatch
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.errors import ApiError
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer

@@ -4,9 +4,9 @@ import pytest
 
 from agentlightning.attempt_address import attempt_key, read_worker_key, root_span_id_of, trace_id_of, worker_key
 from agentlightning.attempt_variables import worker_environment
-from agentlightning.gateway.asgi import headers_by_name
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.http import headers_by_name
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import ids_of_trace
 from agentlightning.span import AGENT_KEY, AGENT_NAME, ATTRIBUTION, ATTRIBUTION_IGNORED, MODE

@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from agentlightning.gateway.dialects.openai.chat import read_request
+from agentlightning.gateway.dialects.chat import read_request
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 from agentlightning.testing import ByteChatFormat

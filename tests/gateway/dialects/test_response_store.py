@@ -4,8 +4,8 @@ import orjson
 import pytest
 
 from agentlightning.gateway.dialects.message_digest import extend_digest, message_digests
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
 from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
+from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError
 
 ATTEMPT = ("ro-1", "at-1")

@@ -195,7 +195,7 @@ async def test_no_more_calls_are_under_way_than_the_provider_and_the_gateway_tak
     assert {said(reply) for reply in replies} == {"Again."}
     assert set(under_way) <= {1, 2}
     assert (pool.rate_limiter.in_flight, pool.rate_limiter.num_waiting) == (0, 0)
-    assert service.gateway._limit._free == 4096
+    assert service.gateway._limit._value == 4096
     assert len(await service.spans()) == 21
 
 
@@ -311,4 +311,4 @@ async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, durabl
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: "a call failed: " in caplog.text and "the disk is full" in caplog.text)
     assert service.gateway.providers["them"].rate_limiter.in_flight == 0
-    await until(lambda: service.gateway._limit._free == 4096)
+    await until(lambda: service.gateway._limit._value == 4096)

@@ -11,7 +11,7 @@ from tests.support.tokenizer import CHATML, tiny_tokenizer
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample
 from agentlightning.gateway.dialects.message_digest import same_meaning, text_of
-from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.local.answer import SampledAnswer
 from agentlightning.gateway.local.conversation import Conversations, PrefixIndex
 
 ATTEMPT = ("ro-1", "at-1")
@@ -49,7 +49,7 @@ class Agent:
         prompt = self.conversations.prompt(attempt, "m", self.chat, messages, tools)
         tokens = self.chat.encode(text + ("<|im_end|>" if ended else "")) if tokens is None else tokens
         sample = Sample(tuple(tokens), (0.0,) * len(tokens), "stop" if ended else "length", 0)
-        answer = Answer(0, self.chat, (), reads_tool_calls=tools is not None)
+        answer = SampledAnswer(0, chat=self.chat, reads_tool_calls=tools is not None)
         answer.finish(sample)
         span_id = f"span-{len(self.turns)}"
         self.conversations.add_answer(attempt, prompt, answer.message, sample, self.chat.eos_token_ids, span_id)

@@ -10,8 +10,8 @@ from agentlightning.chat.base import ThoughtMarkers
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.output import ReasoningDelta
-from agentlightning.gateway.local.answer import Answer
+from agentlightning.gateway.answer import ReasoningDelta
+from agentlightning.gateway.local.answer import SampledAnswer
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
 
@@ -67,7 +67,7 @@ def test_a_template_that_writes_a_thought_as_a_message_of_its_own_is_left_alone(
 def show(text, markers=THINK, size=1):
     chat = ByteChatFormat()
     tokens = chat.encode(text + "<|im_end|>")
-    answer, pieces = Answer(0, chat, reasoning_markers=markers), []
+    answer, pieces = SampledAnswer(0, chat=chat, reasoning_markers=markers), []
     for start in range(0, len(tokens), size):
         pieces += answer.feed(tokens[start : start + size])
     pieces += answer.finish(Sample(tuple(tokens), (0.0,) * len(tokens), "stop", 0))

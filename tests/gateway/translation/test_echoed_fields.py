@@ -4,7 +4,7 @@ import orjson
 import pytest
 from tests.support.provider_streams import chat_events
 
-from agentlightning.gateway.dialects.anthropic.signed_reasoning import CHAT_TURN, encode_signed_reasoning
+from agentlightning.gateway.answer import CHAT_TURN, encode_signed_reasoning
 from agentlightning.testing.provider import Reply, chat_answer
 
 pytestmark = pytest.mark.integration

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.gateway.dialects.anthropic.request import MESSAGES
-from agentlightning.gateway.dialects.openai.chat import CHAT
-from agentlightning.gateway.dialects.openai.responses_request import RESPONSES
+from agentlightning.gateway.dialects.chat import CHAT
+from agentlightning.gateway.dialects.messages import MESSAGES
 from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.translation.requests import body_of
-from agentlightning.gateway.translation.requests.base import given_params
+from agentlightning.gateway.forwarding.translated import body_of
+from agentlightning.gateway.translation.common import given_params
 from agentlightning.gateway.upstream.provider import Provider
 
 OPENAI = Provider(name="them", base_urls=("http://h/v1",))

@@ -1,4 +1,4 @@
-"""Promises of translated answers that are shown while they are written, as the SDKs' stream helpers hear them."""
+"""Promises of translated answers that are shown as they come, as the SDKs' stream helpers hear them."""
 
 import json
 
@@ -8,33 +8,34 @@ from agentlightning.testing.provider import Reply, chat_answer
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}
+TWICE = [CALL | {"id": "tool-1"}, CALL | {"id": "tool-2"}]
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "hi"}]
 
 
-# -- tool calls as they are written -----------------------------------------------------------------------------------
+# -- tool calls once they are complete --------------------------------------------------------------------------------
 
 
-async def test_arguments_stream_before_the_answer_is_complete(ask):
-    """The provider falls silent in the middle of a call: what it wrote of it has been heard."""
-    chat, messages = chat_events([], [CALL])[:2], messages_events([USE])[:3]
+async def test_a_call_is_heard_before_the_answer_is_complete(ask):
+    """The provider falls silent in the middle of the next one: what it wrote of the first has been heard, whole."""
+    chat = chat_events([], TWICE)[:4]
+    messages = messages_events([USE, USE | {"id": "toolu_2"}])[:6]
     service, _ = await ask("openai", lambda seen: Reply(events=chat, end="hang"))
     tool = {"name": "add", "input_schema": {"type": "object"}}
     client = await service.anthropic()
     async with client.messages.stream(model="theirs", max_tokens=50, messages=HI, tools=[tool]) as stream:
-        events = [event async for event in until(stream, "input_json")]
-    assert next(event.type for event in events if event.type.startswith("content_block")) == "content_block_start"
-    assert events[-1].partial_json == '{"a": 6,'
+        events = [event async for event in until(stream, "content_block_stop")]
+    assert (events[-1].content_block.id, events[-1].content_block.input) == ("tool-1", USE["input"])
     flat = {"type": "function"} | ADD["function"]
     client = await service.client()
     async with client.responses.stream(model="theirs", input="hi", tools=[flat]) as stream:
-        events = [event async for event in until(stream, "response.function_call_arguments.delta")]
-    assert (events[-1].delta, events[-2].item.name, events[-2].item.call_id) == ('{"a": 6,', "add", "call_1")
+        events = [event async for event in until(stream, "response.output_item.done")]
+    assert (events[-1].item.call_id, json.loads(events[-1].item.arguments)) == ("tool-1", USE["input"])
     service, _ = await ask("anthropic", lambda seen: Reply(events=messages, end="hang"))
     client = await service.client()
     async with client.chat.completions.stream(model="theirs", messages=HI, tools=[ADD]) as stream:
         events = [event async for event in until(stream, "tool_calls.function.arguments.delta")]
-    assert events[-1].name == "add"
+    assert (events[-1].name, json.loads(events[-1].arguments)) == ("add", USE["input"])
 
 
 async def until(stream, kind):
@@ -43,9 +44,6 @@ async def until(stream, kind):
         yield event
         if event.type == kind and getattr(event, "arguments", "x"):
             return
-
-
-TWICE = [CALL | {"id": "tool-1"}, CALL | {"id": "tool-2"}]
 
 
 async def test_several_tool_calls_arrive_one_by_one_in_every_sdk(ask):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.dialects.provider_events import Usage
+from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.recording.provider_response import ProviderResponse
-from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
+from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
+from agentlightning.gateway.upstream.provider import Price
 from agentlightning.span import Span, new_span_id
 
 
@@ -107,12 +107,12 @@ def test_what_anthropic_writes_to_its_cache_is_read_from_whole_answers_and_strea
     used = {"input_tokens": 10, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 50, "output_tokens": 7}
     expected = Usage(65, 7, 5, 30, 20)
     for more, usage in (({"cache_creation": created}, expected), ({}, Usage(65, 7, 5, 50, 0))):
-        whole = ProviderResponse("messages")
+        whole = DIALECTS["messages"].response()
         whole.read({"type": "message", "content": [], "usage": used | more})
         assert whole.usage == usage
     start = {"type": "message_start", "message": {"usage": used | {"cache_creation": created, "output_tokens": 1}}}
     for end in ({"output_tokens": 7}, used):
-        response = ProviderResponse("messages")
+        response = DIALECTS["messages"].response()
         for event in (start, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": end}):
             response.read(event)
         assert response.usage == expected
@@ -132,8 +132,7 @@ async def test_calls_of_no_rollout_share_no_rollouts_limit_and_all_share_the_ser
 SPENDER = """
 import asyncio, sys
 from pathlib import Path
-from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.pricing import BudgetConfig
+from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
 
 async def spend():
     budgets = Budgets(BudgetConfig(dollars=1000), file=Path(sys.argv[1]))

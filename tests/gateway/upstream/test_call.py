@@ -17,15 +17,13 @@ from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.gateway.dialects.provider_events import Usage
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream import call as call_module
-from agentlightning.gateway.upstream.budget import Budgets
-from agentlightning.gateway.upstream.call import UpstreamCall
-from agentlightning.gateway.upstream.pricing import BudgetConfig, Price
-from agentlightning.gateway.upstream.provider import Provider
-from agentlightning.gateway.upstream.request import UpstreamRequest
+from agentlightning.gateway.upstream.budget import BudgetConfig, Budgets
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 from urllib.parse import unquote
 
 from msgspec import Struct
@@ -17,14 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from agentlightning.attempt_address import AGENT_BAGGAGE
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.dialects.raw_request import system_prompt, tool_names
 
 HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
 """The part of the system prompt in the key: what differs between calls (a date, a file) usually stands further down."""
 MAX_NAME_CHARACTERS: Final = 256
 _MAX_CACHED: Final = 1024
-_BILLING: Final = "x-anthropic-billing-header:"
-"""The first block of Claude Code's system prompt, which differs between calls of one agent."""
 
 
 class AgentRule(BaseModel):
@@ -159,51 +158,6 @@ class AgentMatcher:
                 agent = name or match.groupdict().get("agent")
                 return agent[:MAX_NAME_CHARACTERS] if agent else None
         return None
-
-
-# -- identifying values of a request -----------------------------------------------------------------------------------
-
-
-def system_prompt(body: Mapping[str, Any]) -> str:
-    """The system prompt of a request in any dialect; "" if it has none."""
-    prompt = body.get("system") or body.get("instructions")
-    if prompt:
-        return _text(prompt)
-    turns = body.get("messages") or body.get("input")
-    parts: list[str] = []
-    for turn in cast("list[Any]", turns) if isinstance(turns, list) else ():
-        if not isinstance(turn, dict) or (message := cast("dict[str, Any]", turn)).get("role") not in _SYSTEM_ROLES:
-            break
-        parts.append(_text(message.get("content")))
-    return "\n".join(parts)
-
-
-_SYSTEM_ROLES: Final = ("system", "developer")
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    blocks = cast("list[Any]", content) if isinstance(content, list) else []
-    texts = [cast("dict[str, Any]", block).get("text") for block in blocks if isinstance(block, dict)]
-    return "\n".join(text for text in texts if isinstance(text, str) and not text.startswith(_BILLING))
-
-
-def tool_names(body: Mapping[str, Any]) -> list[str]:
-    """The names of the tools of a request, sorted; the type of a tool without a name."""
-    tools = body.get("tools")
-    names = [_tool_name(tool) for tool in cast("list[Any]", tools)] if isinstance(tools, list) else []
-    return sorted(name for name in names if name)
-
-
-def _tool_name(tool: Any) -> str | None:
-    if not isinstance(tool, dict):
-        return None
-    fields = cast("dict[str, Any]", tool)
-    function = fields.get("function")
-    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else fields.get("name")
-    name = name or fields.get("type")
-    return name if isinstance(name, str) else None
 
 
 def agent_key(system: str, tools: Sequence[str]) -> str | None:

@@ -33,15 +33,9 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 }
 """Fields of `SamplingParams` -> neutral values."""
 _WIRE_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "seed": (),
-    "top_p": (1,),
+    **{name: () if value is None else (value,) for name, value in NEUTRAL.items()},
     "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_tokens": (0,),
     "temperature": (),
 }
 """Fields of a request -> values that need no override."""

@@ -1,4 +1,5 @@
-"""The contract of a dialect: it reads requests into a `Request`, and writes answers as its official SDK expects them.
+"""The contract of a dialect: it reads requests into a `Request`, writes answers as its official SDK expects them, and
+reads what providers answer.
 
 A dialect knows its wire format and nothing else: not who calls, not what the engine samples from, not what is recorded.
 A new dialect is one module that makes a `Dialect`.
@@ -12,12 +13,13 @@ from typing import Any, Literal, Protocol
 
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.output import AnswerView, OutputEvent
+from agentlightning.gateway.answer import Answer, Event, ProviderResponse
 from agentlightning.gateway.dialects.output_constraint import Constraint
-from agentlightning.gateway.dialects.provider_events import UsageReport
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 
+ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
+"""Paths of the API that are model calls."""
 Body = bytes | dict[str, Any]
 """The body of a request, as received or parsed."""
 
@@ -36,7 +38,7 @@ class Request:
     forbidden_tools: list[dict[str, Any]] | None = None
     """Tools that must not be called (`tool_choice` none). An engine is not shown them; a provider is."""
     custom_tools: frozenset[str] = frozenset()
-    """Names of the tools whose input is free text: `tools` has them as functions (`output.CUSTOM_INPUT`)."""
+    """Names of the tools whose input is free text: `tools` has them as functions (`answer.CUSTOM_INPUT`)."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False
@@ -51,7 +53,7 @@ class Request:
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables for the chat template."""
     uses_functions: bool = False
-    """Tool calls are written as `function_call` (`openai.legacy_functions`)."""
+    """Tool calls are written as `function_call` (`chat.with_tools`)."""
     ignored_fields: tuple[str, ...] = ()
     """Names of the fields that were ignored."""
     raw: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -75,33 +77,23 @@ class ReplyMetadata:
     reasoning_tokens: int | None = None
     """Tokens of the answer that the provider spent on reasoning; None: not reported."""
 
-    def add_usage(self, report: UsageReport) -> None:
-        """Copy the counts that a provider reports beside its usage."""
-        self.cached_tokens = _count(report.cached_tokens, self.cached_tokens)
-        self.cache_write_tokens = _count(report.cache_write_tokens, self.cache_write_tokens)
-        self.reasoning_tokens = _count(report.reasoning_tokens, self.reasoning_tokens)
-
-
-def _count(given: Any, before: int | None) -> int | None:
-    return given if type(given) is int and 0 <= given < 2**53 else before
-
 
 class ReplyWriter(Protocol):
     """Writes the reply to one request: either `body`, or `start`, `event` for each event, and `end`."""
 
-    def body(self, answers: Sequence[AnswerView]) -> bytes:
+    def body(self, answers: Sequence[Answer]) -> bytes:
         """The reply as one object."""
         ...
 
-    def start(self, answers: Sequence[AnswerView]) -> bytes:
+    def start(self, answers: Sequence[Answer]) -> bytes:
         """The stream up to the first event."""
         ...
 
-    def event(self, answer: AnswerView, event: OutputEvent) -> bytes:
+    def event(self, answer: Answer, event: Event) -> bytes:
         """One more event of an answer."""
         ...
 
-    def end(self, answers: Sequence[AnswerView]) -> bytes:
+    def end(self, answers: Sequence[Answer]) -> bytes:
         """The stream after the last event: why each answer ended, and the usage."""
         ...
 
@@ -120,14 +112,14 @@ class ReadRequest(Protocol):
 class Dialect:
     """One wire format."""
 
-    operation: Literal["chat", "text_completion"]
-    """OpenTelemetry's name for the operation."""
     id_prefix: str
     """Prefix of the ids of replies."""
     call_prefix: str
     """Prefix of the ids of tool calls."""
     read: ReadRequest
     reply: Callable[[Request, ReplyMetadata], ReplyWriter]
+    response: type[ProviderResponse]
+    """Reads what a provider answers."""
     error_body: Callable[[ApiError], bytes]
     """The body of an error reply."""
     error_event: Callable[[ApiError], bytes]
@@ -136,6 +128,6 @@ class Dialect:
     """What is sent while a stream is silent; the official SDKs skip it."""
 
 
-def num_output_tokens(answers: Sequence[AnswerView]) -> int:
+def num_output_tokens(answers: Sequence[Answer]) -> int:
     """Sampled tokens of all answers."""
     return sum(answer.num_tokens for answer in answers)

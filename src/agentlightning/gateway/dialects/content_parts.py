@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypedDict, cast
 
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
-from agentlightning.gateway.dialects.validation import field_of
+from agentlightning.gateway.dialects.fields import field_of
 from agentlightning.gateway.errors import bad_request
 
 Json = dict[str, Any]

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 import jsonschema_rs
 import orjson
 
-from agentlightning.gateway.dialects.output import AnswerView
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.errors import bad_request
 from agentlightning.util.json_values import dumps, loads
 
@@ -69,7 +69,7 @@ class Constraint:
             self.requires_tool_call or self.names is not None or self.single_tool_call or self.arguments or self.content
         )
 
-    def evaluate(self, answer: AnswerView) -> tuple[Verdict, list[str]]:
+    def evaluate(self, answer: Answer) -> tuple[Verdict, list[str]]:
         """(verdict, fields of the request that the answer violates)."""
         failed = [name for name, holds in self._checks(answer) if not holds]
         if failed:
@@ -78,7 +78,7 @@ class Constraint:
         free = free or (self.single_tool_call and not answer.stops_after_tool_call)
         return ("checked" if free and not answer.is_constrained else "enforced"), failed
 
-    def _checks(self, answer: AnswerView) -> list[tuple[str, bool]]:
+    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
         calls = answer.tool_calls
         chosen = (calls or not self.requires_tool_call) and all(
             self.names is None or call.name in self.names for call in calls

@@ -1,4 +1,5 @@
-"""Forwards calls to the other paths of a provider's API as they are: files, moderations, audio, images and all else.
+"""Forwards calls to the other paths of a provider's API as they are: files, moderations, audio, images and all else;
+and requests for the responses that it stores.
 
 They are not calls of a policy: their spans have method, path, status and usage, and no content. Limits, budgets and
 retries of the provider do not apply.
@@ -6,26 +7,26 @@ retries of the provider do not apply.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any, Final
-from urllib.parse import unquote
+from typing import Any, Final, cast
+from urllib.parse import quote, unquote
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from agentlightning import span as names
+from agentlightning.gateway.callers.attempts import AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.dialects.chat import chat_usage
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import RecordSpans, run_to_completion
-from agentlightning.gateway.json_body import parse_object
-from agentlightning.gateway.recording.provider_response import usage_of
-from agentlightning.gateway.upstream.failures import display_text, from_transport
+from agentlightning.gateway.forwarding.call import RecordSpans
+from agentlightning.gateway.http import parse_object, run_to_completion
+from agentlightning.gateway.record import CallRecord, failure_of
+from agentlightning.gateway.upstream.failures import display_text, from_response, from_transport
 from agentlightning.gateway.upstream.provider import visible_headers
 from agentlightning.gateway.upstream.servers import ServerPool
-from agentlightning.span import Span, new_span_id, new_trace_id
 from agentlightning.transport import Headers, TransportError
 
 MAX_UPLOAD_BYTES: Final = 512 * 1024 * 1024
@@ -42,40 +43,24 @@ _DROPPED: Final = frozenset(
 """Headers of the caller's connection, and its credentials."""
 
 
-async def forward_as_is(
-    pool: ServerPool, request: Request, caller: Caller, body: bytes, record: RecordSpans
-) -> Response:
+async def forward_as_is(pool: ServerPool, request: Request, caller: Caller, body: bytes, keep: RecordSpans) -> Response:
     """The provider's response to a request, as it arrives, recorded before its last bytes. Raises ApiError."""
     provider, server = pool.provider, pool.choose("/".join(caller.attempt or ()))
     path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
     if ".." in unquote(path).split("/"):
         raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")
-    started, model = time.time(), (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
+    model = (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
     attributes: dict[str, Any] = {
         names.PROVIDER_NAME: provider.name,
         names.HTTP_METHOD: request.method,
         names.URL_PATH: f"/v1/{path}",
         **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
-        **caller.attributes(),
     }
+    record = CallRecord(f"{request.method} /v1/{path}", caller)
 
-    async def keep(error_type: str | None = None, message: str | None = None) -> None:
-        if caller.rollout_id is None or caller.attempt_id is None:
-            return
-        span = Span(
-            rollout_id=caller.rollout_id,
-            attempt_id=caller.attempt_id,
-            name=f"{request.method} /v1/{path}",
-            start_time=started,
-            end_time=time.time(),
-            trace_id=caller.trace_id or new_trace_id(),
-            span_id=new_span_id(),
-            parent_id=caller.parent_id,
-            status_code="ERROR" if error_type else "OK",
-            status_message=message,
-            attributes=attributes | ({names.ERROR_TYPE: error_type} if error_type else {}),
-        )
-        await run_to_completion(record([span]))
+    async def keep_span(failure: tuple[str, str] | None) -> None:
+        if caller.attempt is not None:
+            await run_to_completion(keep([record.span(attributes, failure)]))
 
     query = f"?{request.url.query}" if request.url.query else ""
     try:
@@ -89,13 +74,13 @@ async def forward_as_is(
         )
     except TransportError as error:
         api_error = from_transport(provider, error).api_error
-        await keep(api_error.code, api_error.message)
+        await keep_span(failure_of(api_error))
         raise api_error from error
     attributes[names.HTTP_STATUS] = response.status
 
     async def chunks() -> AsyncGenerator[bytes]:
         start, last, failure = b"", b"", None
-        error = ("client_disconnected", "the caller hung up before the answer was whole")
+        error: tuple[str, str] | None = ("client_disconnected", "the caller hung up before the answer was whole")
         try:
             async with response:
                 async for chunk in response.chunks():
@@ -103,14 +88,14 @@ async def forward_as_is(
                         yield last
                     last = pool.redactor.redact_body(chunk)
                     start = start + last if len(start) < _MAX_READ_BYTES else start
-            error = (str(response.status), display_text(provider, start.decode(errors="replace")))
-            error = error if response.status >= 400 else (None, None)
+            text = display_text(provider, start.decode(errors="replace")) if response.status >= 400 else ""
+            error = (str(response.status), text) if response.status >= 400 else None
         except TransportError as broken:
             failure = from_transport(provider, broken).api_error
-            error = (failure.code, failure.message)
+            error = failure_of(failure)
         finally:
             attributes.update(_usage(start))
-            await keep(*error)
+            await keep_span(error)
         yield last
         if failure is not None:
             raise failure  # The caller must not take the response for complete.
@@ -130,9 +115,38 @@ def _headers(requested: Headers, configured: Headers) -> Headers:
     return [*passed, *(header for header in configured if header[0] not in given)]
 
 
+class _Used(msgspec.Struct):
+    """The usage of an answer; its other fields are only checked to be JSON."""
+
+    usage: Any = None
+
+
+_used: Final = msgspec.json.Decoder(_Used)
+
+
 def _usage(body: bytes) -> dict[str, Any]:
-    with suppress(msgspec.MsgspecError):
-        used = usage_of("responses" if b'"input_tokens"' in body else "chat/completions", body)
-        if used is not None:
+    with suppress(msgspec.MsgspecError, AttributeError, TypeError):
+        if isinstance(usage := _used.decode(body).usage, dict) and usage:
+            used = chat_usage(cast("dict[str, Any]", usage))
             return {names.INPUT_TOKENS: used.input_tokens, names.OUTPUT_TOKENS: used.output_tokens}
     return {}
+
+
+# -- stored responses --------------------------------------------------------------------------------------------------
+
+# `dialects.response_store` records the attempt and the provider of each while the attempt runs, since the provider's
+# key alone would give access to those of all attempts.
+
+
+async def request_stored_response(pool: ServerPool, method: str, attempt: AttemptIds, response_id: str) -> bytes:
+    """The body of the provider's response. POST cancels. Raises ApiError."""
+    provider, server = pool.provider, pool.choose("/".join(attempt))
+    try:
+        action = "/cancel" if method == "POST" else ""
+        url = provider.url(server.url, f"responses/{quote(response_id, safe='')}{action}")
+        status, headers, body = await pool.fetch(method, url, server.headers, timeout_seconds=provider.timeout_seconds)
+    except TransportError as error:
+        raise from_transport(provider, error).api_error from error
+    if not 200 <= status < 300:
+        raise from_response(provider, status, headers, body).api_error
+    return pool.redactor.redact_body(body)

@@ -2,75 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Literal, cast
 
 from msgspec import structs
-from starlette.types import Receive, Scope
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
+from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
-from agentlightning.gateway.dialects.anthropic.reply import count_reply
-from agentlightning.gateway.dialects.provider_events import Usage
+from agentlightning.gateway.dialects.base import ApiPath
+from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.passthrough import ForwardedCall, can_forward, run_to_completion
+from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord, RecordSpans
+from agentlightning.gateway.forwarding.translated import translate
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.offload import PASSED, offload
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
-from agentlightning.gateway.upstream.call import UpstreamCall
-from agentlightning.gateway.upstream.pricing import Price
-from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, ApiPath
-from agentlightning.gateway.upstream.request import UpstreamRequest
+from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
+from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
-from agentlightning.span import Span, new_trace_id
+from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
-
-# -- disconnect ------------------------------------------------------------------------------------------------------
-
-# Cancels the task of a forwarded call when its client disconnects.
-
-
-@contextmanager
-def cancel_on_disconnect(receive: Receive) -> Generator[None]:
-    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
-    task, disconnected, exited = asyncio.current_task(), False, False
-    assert task is not None
-
-    def on_disconnect(watcher: asyncio.Task[None]) -> None:
-        nonlocal disconnected
-        if not watcher.cancelled() and not exited:
-            disconnected = True
-            task.cancel()
-
-    watcher = asyncio.create_task(wait_for_disconnect(receive))
-    watcher.add_done_callback(on_disconnect)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not disconnected:
-            raise
-        task.uncancel()
-        raise ClientDisconnected from None
-    finally:
-        exited = True
-        watcher.cancel()
-
 
 # -- token count -----------------------------------------------------------------------------------------------------
 
@@ -128,13 +94,6 @@ class TokenCounter:
         return await _estimate(request, size)
 
 
-async def estimate_if_unsupported(api_error: ApiError, request: Mapping[str, Any], size: int) -> TokenCount:
-    """An estimate if the provider speaks Anthropic's dialect without this endpoint; raises any other `api_error`."""
-    if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
-        raise api_error
-    return await _estimate(request, size)
-
-
 async def _estimate(request: Mapping[str, Any], size: int) -> TokenCount:
     return TokenCount(await offload(size // PASSED, partial(estimate_prompt_tokens, request)), "estimate")
 
@@ -154,100 +113,83 @@ async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> 
     return status, count if isinstance(count, int) and count >= 0 else None
 
 
-class Translator(Protocol):
-    """Makes calls for providers that do not speak the caller's dialect (`translation.call.Translator`)."""
-
-    def translate(
-        self,
-        path: ApiPath,
-        route: ModelRoute,
-        caller: Caller,
-        body: Mapping[str, Any],
-        trace_id: str,
-        resource: str = "",
-        forced: Mapping[str, Any] | None = None,
-    ) -> ForwardedCall:
-        """Raises ApiError 400 for a request that cannot be translated."""
-        ...
+def can_forward(path: ApiPath, route: ModelRoute) -> bool:
+    """Whether the provider of a route serves this path without translation."""
+    return route.provider is not None and route.provider.serves(path)
 
 
+@dataclass(slots=True)
 class ForwardingService:
     """Serves calls to providers, as they are or translated."""
 
-    def __init__(
-        self,
-        store: LightningStoreBase,
-        contexts: AttemptCache,
-        find_context: Callable[[Caller], Awaitable[AttemptContext]],
-        counters: Counters,
-        translator: Translator,
-        on_policy: OnPolicySampling,
-        response_store: ResponseStore,
-    ) -> None:
-        self._response_store = response_store
-        self._translator = translator
-        self._on_policy = on_policy
-        self._store = store
-        self._contexts = contexts
-        self._find_context = find_context
-        self._counters = counters
-        self._token_counter = TokenCounter()
+    store: LightningStoreBase
+    attempts: AttemptCache
+    find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
+    counters: Counters
+    on_policy: OnPolicySampling
+    responses: ResponseStore
+    record: RecordSpans = field(init=False)
+    _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
+
+    def __post_init__(self) -> None:
         self.record = self._await_store
-        if isinstance(store, JournaledStore):
-            self.record = store.append
-            store.on_superseded = contexts.invalidate
+        if isinstance(self.store, JournaledStore):
+            self.record = self.store.append
+            self.store.on_superseded = self.attempts.invalidate
 
     async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
-        context = None if call.caller.attempt is None else await self._find_context(call.caller)
-        self._counters.unattributed += context is None
-        return await offload(size // PASSED, lambda: self._prepare(call, context).prepare())
+        context = None if call.caller.attempt is None else await self.find_attempt(call.caller)
+        self.counters.unattributed += context is None
+        return await offload(size // PASSED, partial(self._prepare, call, context))
 
-    async def run(self, forward: ForwardedCall, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        """Forward a call. Failures are recorded as well. Raises ApiError, StoreError, and ClientDisconnected if the
-        client disconnects."""
+    async def run(self, forward: ForwardedCall, writer: ResponseWriter) -> None:
+        """Forward a call. Failures are recorded as well. Raises ApiError and StoreError."""
         try:
-            with cancel_on_disconnect(receive):
-                await forward.run(self.record, writer)
+            await forward.run(self.record, writer)
         finally:
-            self._note_provider(forward)
-        self._count_tokens(forward.response.usage or Usage())
+            self._note_provider(forward.record)
+        self._count_tokens(forward.record.response.usage or Usage())
 
-    def _note_provider(self, forward: ForwardedCall) -> None:
+    def _note_provider(self, record: ProviderRecord) -> None:
         """Note the provider that stores a response, whatever became of its stream."""
-        attempt, provider = forward.caller.attempt, forward.route.provider
-        if forward.is_stored and attempt is not None and provider is not None and forward.response.id:
-            pending = forward if forward.is_pending else None
-            self._response_store.note_provider(attempt, forward.response.id, provider.name, pending)
+        attempt, provider, response_id = record.caller.attempt, record.route.provider, record.response.id
+        is_stored = record.path == "responses" and record.data.get("store") is not False
+        if is_stored and attempt is not None and provider is not None and response_id:
+            pending = record if record.is_pending else None
+            self.responses.note_provider(attempt, response_id, provider.name, pending)
 
     def _count_tokens(self, usage: Usage) -> None:
-        self._counters.prompt_tokens += usage.input_tokens
-        self._counters.response_tokens += usage.output_tokens
+        self.counters.prompt_tokens += usage.input_tokens
+        self.counters.response_tokens += usage.output_tokens
 
     async def record_poll(self, attempt: AttemptIds, response_id: str, body: bytes) -> None:
         """Record the end of a response that its provider worked on in the background, once: as a span below that of
         the call, with the answer, its usage and its cost. Raises StoreError."""
-        if (call := self._response_store.take_pending(attempt, response_id)) is None:
+        call: ProviderRecord | None = self.responses.take_pending(attempt, response_id)
+        if call is None:
             return
+        pool = call.route.servers
+        assert pool is not None
         ended = replace(call, caller=structs.replace(call.caller, parent_id=call.span_id))
         with suppress(ValueError):
             ended.response.read(loads(body))
-        pool, usage, price = call.route.servers, ended.response.usage or Usage(), call.route.price
-        price = price or pool.provider.price
-        used = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
+        usage, price = ended.response.usage or Usage(), call.route.price or pool.provider.price
+        used: dict[str, Any] = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
         used |= {names.COST: price.dollars(usage)} if price else {}
         is_end = bool(ended.response.choices) and not ended.is_pending
         try:
-            await run_to_completion(self.record(ended.spans(used, time.time())) if is_end else None)
+            await run_to_completion(self.record(ended.spans(used)) if is_end else None)
         except StoreError:
-            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
+            is_end = False
             raise
-        if not is_end:
-            self._response_store.note_provider(attempt, response_id, pool.provider.name, call)
-            return
-        pool.dollars += used.get(names.COST, 0.0)
-        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
-        self._count_tokens(usage)
+        finally:
+            if not is_end:
+                self.responses.note_provider(attempt, response_id, pool.provider.name, call)
+        if is_end:
+            pool.dollars += used.get(names.COST, 0.0)
+            pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+            self._count_tokens(usage)
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
@@ -255,11 +197,12 @@ class ForwardingService:
         caller, data, route = call.caller, call.body, call.route
         assert route.servers is not None
         if caller.attempt is not None:
-            await self._find_context(caller)
+            await self.find_attempt(caller)
         if not can_forward("messages", route):
-            translate = partial(self._translator.translate, "messages", route, caller, {"max_tokens": 1} | data, "")
-            translated = await offload(size // PASSED, translate)
-            await (await self._token_counter.count(route.servers, translated.data, size)).send(writer)
+            limited = call._replace(path="messages", body={"max_tokens": 1} | data)
+            work = partial(translate, limited, self.responses, self.counters)
+            translated = await offload(size // PASSED, work)
+            await (await self._token_counter.count(route.servers, translated.record.data, size)).send(writer)
             return
         body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
         affinity = "/".join(caller.attempt or ())
@@ -269,8 +212,10 @@ class ForwardingService:
         try:
             async with UpstreamCall(route.servers, request) as upstream:
                 upstream.settle(Usage())
-        except ApiError as api_error:
-            await (await estimate_if_unsupported(api_error, data, size)).send(writer)
+        except ApiError as api_error:  # It may speak Anthropic's dialect without this endpoint.
+            if api_error.status not in _UNSUPPORTED or "model" in api_error.message.lower():
+                raise
+            await (await _estimate(data, size)).send(writer)
         else:
             await writer.send_json(200, upstream.body)
 
@@ -285,19 +230,17 @@ class ForwardingService:
             if caller.temperature is not None and (reports or route.name in context.llms):
                 forced = {"temperature": caller.temperature, **forced}
             if reports and is_training(context, caller.mode, route.name):
-                data = self._on_policy.strip_request(data, forced)
-        trace_id = trace_id or new_trace_id()
-        if can_forward(path, route):
-            return ForwardedCall(path, route, caller, data, headers, trace_id, forced)
-        translated = self._translator.translate(path, route, caller, data, trace_id, resource, forced)
-        if route.provider is not None:  # betas that the caller enables in this provider's header
-            translated.headers = {f"{route.provider.dialect}-beta": headers.get(f"{route.provider.dialect}-beta", "")}
-        return translated
+                data = self.on_policy.strip_request(data, forced)
+        if not can_forward(path, route):
+            call = call._replace(body=data)
+            return translate(call, self.responses, self.counters, trace_id, resource, forced)
+        record = ProviderRecord(caller=caller, trace_id=trace_id, path=path, route=route, data=data, forced=forced)
+        return ForwardedCall(record, headers)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
     async def _await_store(self, spans: Sequence[Span]) -> None:
         """Record spans in a store without a journal, and reject further calls of attempts that were superseded."""
-        for span in await self._store.add_many_spans(spans):
+        for span in await self.store.add_many_spans(spans):
             if names.SUPERSEDED in span.attributes:
-                self._contexts.invalidate(span.rollout_id, span.attempt_id)
+                self.attempts.invalidate(span.rollout_id, span.attempt_id)

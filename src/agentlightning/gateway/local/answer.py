@@ -2,21 +2,27 @@
 
 Ambiguous text is buffered: incomplete UTF-8, the possible beginning of a stop string or tool call, and whitespace or
 text that may belong to a reasoning marker. The emitted events together are exactly `message`, however the tokens were
-split.
+split. If the engine streams log-probabilities, each event carries those of its own tokens; otherwise the last event
+carries all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from agentlightning.chat.base import ChatFormat, Message, ParsedToolCall, ThoughtMarkers
+from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
 from agentlightning.chat.tool_calls.format import partial_marker_length
 from agentlightning.chat.tool_calls.template_probe import CallReader
 from agentlightning.engine.base import Sample
-from agentlightning.gateway.dialects.output import OutputEvent, ReasoningDelta, StopFilter, ToolCall, assistant_message
-from agentlightning.gateway.local.logprobs import Token, TokenLogprobs, TopLogprobs, token_logprobs
+from agentlightning.gateway.answer import Answer, Event, Json, ReasoningDelta, ToolCall
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token, log-probability), most likely first."""
+Token = tuple[int, float, TopLogprobs]
+"""A sampled token, its log-probability, and the most likely tokens at its position if requested."""
 
 
 class Detokenizer:
@@ -113,102 +119,71 @@ class ReasoningFilter:
         return taken
 
 
-@dataclass(slots=True)
-class Answer:
-    """One choice of a reply."""
+@dataclass(slots=True, kw_only=True)
+class SampledAnswer(Answer):
+    """An answer of one of our engines."""
 
-    index: int
     chat: ChatFormat
-    stops: tuple[str, ...] = ()
-    prompt_token_ids: Sequence[int] = ()
     stop_tokens: tuple[int, ...] = ()
     """Further tokens that end the answer, besides those that end a turn; they are not part of the text."""
     reads_tool_calls: bool = True
     """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
     """The request allows at most one tool call."""
-    call_prefix: str = "call_"
-    """Prefix of the ids of tool calls."""
     tools: Sequence[dict[str, Any]] | None = None
     """The tools of the request; some formats read the types of arguments from them."""
-    is_constrained: bool = False
-    """The engine enforced the schema or grammar of the request."""
-    prefill: str = ""
-    """The beginning of the answer, written by the caller."""
     uses_functions: bool = False
-    """The caller identifies tool calls by function name (`openai.legacy_functions`)."""
+    """The caller identifies tool calls by function name (`chat.with_tools`)."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""
     call_ids: Sequence[str] = ()
     """The ids of its tool calls where it is a recorded answer: prompts may contain them."""
     reasoning_markers: ThoughtMarkers | None = None
     """How the model marks reasoning; None if it does not."""
-    reasoning: str = ""
-    content: str = ""
-    is_refusal: bool = False
-    """The content is a refusal."""
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
     sample: Sample | None = None
-    num_tokens: int = 0
-    """Tokens fed so far."""
-    token_ids: list[int] = field(default_factory=list[int])
-    """The tokens fed so far; empty for the answer of a provider."""
-    _written_ids: list[int] = field(default_factory=list[int])
-    """Tokens of the log-probabilities written last."""
-    token_logprobs: TokenLogprobs = field(default_factory=TokenLogprobs, init=False)
     _text: Detokenizer = field(init=False)
-    _stop: StopFilter = field(init=False)
     _reasoning_filter: ReasoningFilter = field(init=False)
-    _calls: CallReader = field(init=False)
+    _call_reader: CallReader = field(init=False)
+    _written_ids: list[int] = field(default_factory=list[int], init=False)
+    """Tokens of the log-probabilities written last."""
 
     def __post_init__(self) -> None:
+        Answer.__post_init__(self)
         self._text = Detokenizer(self.chat)
-        self._stop = StopFilter(self.stops)
         self._reasoning_filter = ReasoningFilter(self.reasoning_markers)
-        self._calls = CallReader(self.chat.tool_calls, self.tools)
+        self._call_reader = CallReader(self.chat.tool_calls, self.tools)
 
     def feed(
         self, token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()
-    ) -> list[OutputEvent]:
+    ) -> list[Event]:
         """The events after more tokens, with their log-probabilities if the engine streams them."""
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
-        visible = [
-            token for token in token_ids if token not in self.chat.eos_token_ids and token not in self.stop_tokens
-        ]
-        events = self._read_text(self._stop.feed(self._text.feed(visible)))
         if logprobs:
-            self.token_logprobs.add(token_ids, logprobs, tops, len(events))
-        return events
+            known = zip_longest(token_ids, logprobs, tops[: len(token_ids)])
+            self._tokens += [(token, value, top or ()) for token, value, top in known]
+        ends = self.chat.eos_token_ids
+        visible = [token for token in token_ids if token not in ends and token not in self.stop_tokens]
+        self._read(*self._reasoning_filter.feed(self._stop.feed(self._text.feed(visible))))
+        return self.take_new()
 
-    def begin(self, token_ids: Sequence[int]) -> list[OutputEvent]:
+    def begin(self, token_ids: Sequence[int]) -> list[Event]:
         """The events of tokens that the answer begins with, and that were sampled for another."""
         events = self.feed(token_ids)
         self.num_tokens, self.token_ids = 0, []
-        self.token_logprobs.add((), (), (), len(events))
         return events
 
-    def finish(self, sample: Sample) -> list[OutputEvent]:
+    def finish(self, sample: Sample) -> list[Event]:
         """The remaining events, once the sample is complete."""
         events = self.feed(sample.token_ids[self.num_tokens :]) if self.num_tokens < len(sample.token_ids) else []
         self.sample = sample
-        self.token_logprobs.complete(sample)
+        self.end(sample.finish_reason)
         rest = self._stop.feed(self._text.finish()) + self._stop.finish()
-        events += self._read_text(rest)
-        thought, content = self._reasoning_filter.finish()
-        events += self._add_reasoning(thought) + self._read_content(content)
-        return events + (self._add(self._calls.finish()) if self.reads_tool_calls else [])
-
-    @property
-    def finish_reason(self) -> str:
-        """stop, length, or tool_calls if the answer ended by itself and calls tools."""
-        reason = self.sample.finish_reason if self.sample else "stop"
-        return "tool_calls" if self.tool_calls and reason == "stop" else reason
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
-        return self._stop.found
+        self._read(*self._reasoning_filter.feed(rest))
+        self._read(*self._reasoning_filter.finish())
+        if self.reads_tool_calls:
+            self._add(self._call_reader.finish())
+        return events + self.take_new()
 
     @property
     def engine_stops(self) -> tuple[str, ...]:
@@ -227,61 +202,42 @@ class Answer:
             and self.chat.tool_calls.closing is not None
         )
 
-    @property
-    def message(self) -> Message:
-        """The answer as an assistant message."""
-        return assistant_message(self.content, self.reasoning, self.tool_calls)
-
-    def parts(self) -> list[OutputEvent]:
-        """The complete answer, in order: reasoning, content, tool calls."""
-        parts: list[OutputEvent] = [ReasoningDelta(self.reasoning)] if self.reasoning else []
-        return [*parts, *([self.content] if self.content else []), *self.tool_calls]
-
-    def next_logprobs(self) -> list[dict[str, Any]]:
-        """Log-probabilities of the next event to be written, in wire format."""
-        return self._written(self.token_logprobs.take_event())
-
-    def remaining_logprobs(self) -> list[dict[str, Any]]:
-        """Log-probabilities that belong to no event, in wire format."""
-        return self._written(self.token_logprobs.take_rest())
-
     def take_token_ids(self) -> list[int]:
-        """The tokens of the log-probabilities returned last; empty the second time."""
         taken, self._written_ids = self._written_ids, []
         return taken
 
-    def _written(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    def _all_tokens(self) -> list[Any]:
+        if self.sample is not None and len(self._tokens) < len(self.sample.token_ids):  # Few callers request them.
+            sample, known = self.sample, len(self._tokens)
+            tops = sample.top_logprobs or ((),) * len(sample.token_ids)
+            self._tokens += list(zip(sample.token_ids, sample.logprobs, tops, strict=True))[known:]
+        return self._tokens
+
+    def _shown(self, tokens: Sequence[Token]) -> list[Json]:
         self._written_ids = [token for token, _, _ in tokens]
-        return token_logprobs(self.chat, tokens, self.top_logprobs)
+        return [
+            self._token(token, value) | {"top_logprobs": [self._token(*other) for other in top[: self.top_logprobs]]}
+            for token, value, top in tokens
+        ]
 
-    def all_logprobs(self) -> list[dict[str, Any]]:
-        """All log-probabilities, in wire format."""
-        return token_logprobs(self.chat, self.token_logprobs.tokens, self.top_logprobs)
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self.chat.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    def _read_text(self, text: str) -> list[OutputEvent]:
-        thought, content = self._reasoning_filter.feed(text)
-        return self._add_reasoning(thought) + self._read_content(content)
+    def _read(self, thought: str, content: str) -> None:
+        if thought:
+            self._append(ReasoningDelta(thought))
+        if self.reads_tool_calls:
+            self._add(self._call_reader.feed(content))
+        elif content:
+            self._append(content)
 
-    def _add_reasoning(self, text: str) -> list[OutputEvent]:
-        self.reasoning += text
-        return [ReasoningDelta(text)] if text else []
-
-    def _read_content(self, text: str) -> list[OutputEvent]:
-        if not self.reads_tool_calls:
-            return self._add([text] if text else [])
-        return self._add(self._calls.feed(text))
-
-    def _add(self, parts: Sequence[str | ParsedToolCall]) -> list[OutputEvent]:
-        return [self._add_text(part) if isinstance(part, str) else self._add_tool_call(part) for part in parts]
-
-    def _add_text(self, text: str) -> str:
-        self.content += text
-        return text
-
-    def _add_tool_call(self, call: ParsedToolCall) -> ToolCall:
-        tool_call = ToolCall(len(self.tool_calls), self._call_id(call), call.name, call.arguments)
-        self.tool_calls.append(tool_call)
-        return tool_call
+    def _add(self, parts: Sequence[str | ParsedToolCall]) -> None:
+        for part in parts:
+            if not isinstance(part, str):
+                part = ToolCall(len(self.tool_calls), self._call_id(part), part.name, part.arguments)
+                self.tool_calls.append(part)
+            self._append(part)
 
     def _call_id(self, call: ParsedToolCall) -> str:
         if self.uses_functions:

@@ -13,7 +13,7 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.gateway.dialects.output_constraint import NO_PARAMETERS, Constraint, json_schema
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.offload import offload
+from agentlightning.gateway.http import offload
 
 EnforcementMode = Literal["auto", "always", "never"]
 """Which answers are constrained to their schema: `auto` those that nobody learns from (rollouts in the modes val

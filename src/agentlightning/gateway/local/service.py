@@ -1,7 +1,6 @@
 """Serves the calls that our own engines answer: reads the request, prepares its prompts, and remembers the answers.
 
-`call` samples and records, `streaming` replies. Called by the gateway's endpoints for each call that goes to no
-provider.
+`call` samples, records and replies. Called by the gateway's endpoints for each call that goes to no provider.
 """
 
 from __future__ import annotations
@@ -12,35 +11,32 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from starlette.types import Receive, Scope
-
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError
-from agentlightning.gateway.asgi import ResponseWriter
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
 from agentlightning.gateway.dialects.base import Dialect, ReplyMetadata, ReplyWriter, Request
-from agentlightning.gateway.dialects.openai.responses_reply import ResponsesReplyWriter
+from agentlightning.gateway.dialects.fields import apply_resource_params, refuse_unsupported
+from agentlightning.gateway.dialects.raw_request import OPERATIONS
+from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.response_store import ResponseStore
-from agentlightning.gateway.dialects.sampling import apply_resource_params, refuse_unsupported
+from agentlightning.gateway.dialects.responses import ResponsesReplyWriter
 from agentlightning.gateway.errors import bad_request
-from agentlightning.gateway.local.answer import Answer
-from agentlightning.gateway.local.call import LocalCall, OnEvent
+from agentlightning.gateway.http import ResponseWriter, offload
+from agentlightning.gateway.local.answer import SampledAnswer
+from agentlightning.gateway.local.call import Choice, LocalCall, OnEvent, send_reply
 from agentlightning.gateway.local.constrained_sampling import EnforcementMode, constrain_sampling
 from agentlightning.gateway.local.conversation import Conversations, Prompt, encode_within
-from agentlightning.gateway.local.span import SpanDraft
-from agentlightning.gateway.local.streaming import stream_reply
 from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.gateway.metrics import Counters
-from agentlightning.gateway.offload import offload
+from agentlightning.gateway.record import CallRecord
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
-from agentlightning.span import new_span_id, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 
@@ -69,9 +65,9 @@ class LocalService:
     settings_of: dict[str, LocalSettings] = field(default_factory=dict[str, LocalSettings])
     """By model name, those of training runs elsewhere."""
 
-    async def count(self, dialect: Dialect, call: ResolvedCall, size: int) -> int:
+    async def count(self, call: ResolvedCall, size: int) -> int:
         """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
-        request, engine = await self._read_request(dialect, call, size), _engine_of(call.route)
+        request, engine = await self._read_request(call, size), _engine_of(call.route)
         if call.caller.attempt:
             await self.find_attempt(call.caller)
         chat = await offload(size, partial(_chat_format, engine, request))
@@ -81,12 +77,10 @@ class LocalService:
             return await offload(size, partial(estimate_prompt_tokens, request.raw))
         return len(prompt.token_ids)
 
-    async def prepare(
-        self, dialect: Dialect, call: ResolvedCall, size: int
-    ) -> Callable[[Scope, Receive, ResponseWriter], Awaitable[None]]:
+    async def prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """Prepare the prompts and parameters of a request of `size` bytes; returns what serves it. Raises ApiError."""
-        request, engine = await self._read_request(dialect, call, size), _engine_of(call.route)
-        caller, model = call.caller, call.route.name
+        request, engine = await self._read_request(call, size), _engine_of(call.route)
+        caller, model, dialect = call.caller, call.route.name, DIALECTS[call.path]
         params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
         context: AttemptContext | None = None
         if caller.attempt:
@@ -113,55 +107,26 @@ class LocalService:
         params = replace(params, top_logprobs=max(shown, recorded))
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), tokens)
-        drafts = [
-            SpanDraft(
-                rollout_id=caller.rollout_id or "",
-                attempt_id=caller.attempt_id or "",
-                trace_id=caller.trace_id or trace_id or new_trace_id(),
-                parent_id=caller.parent_id,
-                caller_attributes=caller.attributes(),
-                operation=dialect.operation,
-                response_id=head.id,
-                requested_model=request.model or model,
-                served_model=model,
-                messages=messages,
-                tools=request.tools,
-                prompt=prompt,
-                constraint=request.constraint,
-                start_time=time.time(),
-                span_id=new_span_id(),
-                overridden=overridden,
-                recorded=again,
-                replay_mismatch=differs,
-            )
-            for prompt, messages in zip(prompts, _input_messages(request, engine), strict=True)
-            for _ in range(request.n)
-        ]
-        answers = [
-            Answer(
-                index,
-                chat,
-                params.stop,
-                draft.prompt.token_ids,
-                params.stop_token_ids,
-                reads_tool_calls=request.tools is not None,
-                single_tool_call=request.constraint.single_tool_call,
-                call_prefix=dialect.call_prefix,
-                tools=request.tools,
-                is_constrained=params.constraint is not None,
-                call_ids=again.call_ids if again else (),
-                reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
-                prefill=request.prefill,
-                uses_functions=request.uses_functions,
-                top_logprobs=shown,
-            )
-            for index, draft in enumerate(drafts)
-        ]
-        local_call = LocalCall(engine, params, drafts, answers, attributed=caller.attempt is not None)
+        make = partial(_answer, dialect, request, chat, params, shown, again.call_ids if again else ())
+        messages = _input_messages(request, engine)
+        asked = [each for each in zip(prompts, messages, strict=True) for _ in range(request.n)]
+        local_call = LocalCall(
+            engine,
+            request,
+            operation := OPERATIONS[call.path],
+            params,
+            CallRecord(f"{operation} {model}", caller, trace_id),
+            head.id,
+            model,
+            [Choice(prompt, said, make(index, prompt)) for index, (prompt, said) in enumerate(asked)],
+            overridden,
+            again,
+            differs,
+        )
         reply = dialect.reply(request, head)
-        if context is not None and (turn_limit := context.begin_turn(model)) is not None:
-            local_call.drafts = [replace(draft, turn_limit=turn_limit) for draft in drafts]
-        return partial(self._serve, local_call, request, reply, context)
+        if context is not None:
+            local_call.turn_limit = context.begin_turn(model)
+        return partial(self._serve, local_call, reply, context)
 
     async def _replay(
         self, context: AttemptContext | None, model: str, prompts: Sequence[Prompt], params: SamplingParams, n: int
@@ -174,9 +139,9 @@ class LocalService:
             context.replay = context.replay or loaded  # Another call may have loaded it meanwhile.
         return context.replay.take(model, [prompt.token_ids for prompt in prompts], n, params)
 
-    async def _read_request(self, dialect: Dialect, call: ResolvedCall, size: int) -> Request:
+    async def _read_request(self, call: ResolvedCall, size: int) -> Request:
         lookup = self.responses.lookup(call.caller.attempt)
-        request = await offload(size, partial(dialect.read, call.body, lookup))
+        request = await offload(size, partial(DIALECTS[call.path].read, call.body, lookup))
         self.counters.count_unknown(request.ignored_fields)
         return request
 
@@ -212,70 +177,73 @@ class LocalService:
     # -- sampling and after it -------------------------------------------------------------------------------------
 
     async def _serve(
-        self,
-        call: LocalCall,
-        request: Request,
-        reply: ReplyWriter,
-        context: AttemptContext | None,
-        scope: Scope,
-        receive: Receive,
-        writer: ResponseWriter,
+        self, call: LocalCall, reply: ReplyWriter, context: AttemptContext | None, writer: ResponseWriter
     ) -> None:
         try:
-            await stream_reply(
-                call,
-                self._run,
-                reply,
-                stream=request.stream,
-                finish=partial(self._store_response, call, request, reply),
-                receive=receive,
-                writer=writer,
-            )
+            await send_reply(call, self._run, reply, partial(self._store_response, call, reply), writer)
         finally:
             # A call that failed does not count against the limit on turns.
-            if context is not None and call.drafts[0].turn_limit is not None and not call.is_sampled:
+            if context is not None and call.turn_limit is not None and not call.is_sampled:
                 context.undo_turn()
 
     async def _run(self, call: LocalCall, on_event: OnEvent | None) -> None:
         spans = await call.run(self.store, self.gates.of(call.engine), on_event)
         self._remember_answers(call)
         self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in spans)
-        if any(span.attributes.get(names.SUPERSEDED) for span in spans):
-            self.attempts.invalidate(call.drafts[0].rollout_id, call.drafts[0].attempt_id)
+        if call.attempt and any(span.attributes.get(names.SUPERSEDED) for span in spans):
+            self.attempts.invalidate(*call.attempt)
 
     def _remember_answers(self, call: LocalCall) -> None:
         """Count the tokens, and let later calls of the attempt continue the answers."""
-        chat = call.engine.chat
-        prompts = {id(draft.prompt): draft.prompt for draft in call.drafts}
+        chat, attempt = call.engine.chat, call.attempt
+        prompts = {id(choice.prompt): choice.prompt for choice in call.choices}
         self.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
-        for answer, draft in zip(call.answers, call.drafts, strict=True):
+        for choice in call.choices:
+            answer, prompt, span_id = choice.answer, choice.prompt, choice.span_id
             if (sample := answer.sample) is None:
                 continue
             self.counters.response_tokens += len(sample.token_ids)
-            if not call.attributed:
+            if attempt is None:
                 continue
-            attempt, prompt, span_id = (draft.rollout_id, draft.attempt_id), draft.prompt, draft.span_id
             if prompt.raw is not None:
                 self.conversations.add_raw_answer(attempt, prompt, chat, answer.content, sample, span_id)
             else:
                 self.conversations.add_answer(attempt, prompt, answer.message, sample, chat.eos_token_ids, span_id)
 
-    def _store_response(self, call: LocalCall, request: Request, reply: ReplyWriter) -> None:
+    def _store_response(self, call: LocalCall, reply: ReplyWriter) -> None:
         """Store a reply of the Responses API, to which later requests may refer."""
-        if not (isinstance(reply, ResponsesReplyWriter) and call.attributed):
-            return
-        (answer,), (draft,) = call.answers, call.drafts
-        stored = request.raw.get("store") is not False
-        self.responses.add(
-            (draft.rollout_id, draft.attempt_id),
-            draft.response_id,
-            draft.prompt.digests,
-            request.messages,
-            answer.message,
-            reply.body([answer]) if stored else None,
-            reply.items if stored else (),
-            request.num_instructions,
-        )
+        if isinstance(reply, ResponsesReplyWriter) and call.attempt:
+            (choice,) = call.choices
+            reply.store(self.responses, call.attempt, choice.prompt.digests, choice.answer)
+
+
+def _answer(
+    dialect: Dialect,
+    request: Request,
+    chat: ChatFormat,
+    params: SamplingParams,
+    top_logprobs: int,
+    call_ids: Sequence[str],
+    index: int,
+    prompt: Prompt,
+) -> SampledAnswer:
+    return SampledAnswer(
+        index,
+        params.stop,
+        dialect.call_prefix,
+        prefill=request.prefill,
+        is_constrained=params.constraint is not None,
+        prompt_token_ids=prompt.token_ids,
+        chat=chat,
+        stop_tokens=params.stop_token_ids,
+        reads_tool_calls=request.tools is not None,
+        single_tool_call=request.constraint.single_tool_call,
+        tools=request.tools,
+        uses_functions=request.uses_functions,
+        top_logprobs=top_logprobs,
+        call_ids=call_ids,
+        reasoning_markers=None if request.prompts or request.prefill else find_reasoning_markers(chat),
+    )
 
 
 def _engine_of(route: ModelRoute) -> Engine:

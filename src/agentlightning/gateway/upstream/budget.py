@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pydantic import BaseModel, Field
+
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.pricing import BudgetConfig
+from agentlightning.gateway.upstream.provider import CONFIG
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.util.file_lock import lock_file
@@ -30,6 +32,27 @@ _MAGIC: Final = b"aglspent"
 _MAX_ROLLOUTS: Final = 65536
 _MAX_AMOUNT: Final = 1e15
 """Upper limit for the recorded dollars or tokens of one call."""
+
+
+class BudgetConfig(BaseModel):
+    """Limits for the cost of calls to providers. Calls to local policies are not counted."""
+
+    model_config = CONFIG
+
+    dollars: float | None = Field(default=None, gt=0)
+    """US dollars for all rollouts together; None: no limit."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Input and output tokens of all rollouts together; None: no limit."""
+    rollout_dollars: float | None = Field(default=None, gt=0)
+    """US dollars for each rollout, over all its attempts; None: no limit."""
+    rollout_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of each rollout, over all its attempts; None: no limit."""
+    file: str | None = None
+    """The file that keeps the total across restarts of the server; remove it to start at zero. None: beside the store's
+    file, or in memory if the store has none."""
+
+    def __bool__(self) -> bool:
+        return any((self.dollars, self.tokens, self.rollout_dollars, self.rollout_tokens))
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Sends one call to a provider: waits for the rate limit and the budget, chooses a server, retries, accounts for it.
 
-This is the only place where a request is sent twice. It does not interpret bodies: `forwarding.passthrough` (calls in
-the provider's dialect) and `translation.call` (all others) build the request and read the response.
+This is the only place where a request is sent twice. It does not interpret bodies: `forwarding` builds the request and
+reads the response.
 
     call = UpstreamCall(pool, request)
     async with call:                          acquire, send and retry; raises ApiError
@@ -17,18 +17,20 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from agentlightning import span as names
-from agentlightning.gateway.dialects.provider_events import Usage
+from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.sse import EventTooLongError, SSEDecoder, event_data
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.accounting import BYTES_PER_TOKEN, CallAccounting
+from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
-from agentlightning.gateway.upstream.provider import visible_headers
-from agentlightning.gateway.upstream.request import UpstreamRequest
+from agentlightning.gateway.upstream.provider import Price, visible_headers
 from agentlightning.gateway.upstream.servers import Server, ServerPool
+from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, Response, TransportError
 
 logger = logging.getLogger(__name__)
@@ -39,64 +41,156 @@ _MAX_PAUSE_SECONDS: Final = 300.0
 the calls may wait are left to the caller."""
 
 
-class UpstreamCall:
-    """One call to a provider, with its retries. Use it once, as `async with`."""
+@dataclass(slots=True)
+class UpstreamRequest:
+    """A request to a provider, on behalf of a rollout."""
 
-    __slots__ = (
-        *("body", "headers", "request", "retries", "status", "trailing_bytes", "_accounting", "_chunks", "_failures"),
-        *("_first_chunk", "_num_events", "_pool", "_response", "_server", "_unanswered", "_wait_left"),
-    )
+    path: ApiPath | Literal["messages/count_tokens"]
+    body: bytes
+    stream: bool = False
+    """Whether the response is passed on as it arrives. Other calls are retried even if their body breaks off, since the
+    caller has seen nothing of it."""
+    headers: Headers = ()
+    """Sent in addition to the headers in the provider's configuration, which take precedence."""
+    affinity: str = ""
+    """Calls with the same key go to the same server while it is healthy: "rollout/attempt"."""
+    rollout_id: str = ""
+    """The rollout that pays; "" if unknown."""
+    max_output_tokens: int | None = None
+    """The output limit that the request sets, for all its choices together."""
+    price: Price | None = None
+    """The price of the route; None: the provider's."""
+    model: str = ""
+    """The provider's name of the model, which rate limits refer to."""
+
+
+_BYTES_PER_TOKEN: Final = 4
+"""Bytes of a JSON response for each output token, roughly."""
+_CACHE_MARK: Final = b'"cache_control"'
+_HOUR_MARK: Final = b'"1h"'
+
+
+class CallAccount:
+    """The account of one call: its tokens and dollars are estimated and reserved before it is sent, and settled after
+    it. A try whose response breaks off is charged for by the provider, so it counts as well."""
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
         self.request = request
+        self.usage: Usage | None = None
+        """Usage of the response."""
+        self._lost = Usage()
+        """Usage of the tries whose response broke off."""
+        self.cost: float | None = None
+        """US dollars of all tries; None without a price or a response."""
+        self._estimated_tokens = 0
+        """The tokens that the rate limit reckons with until the usage is known."""
+        self._is_settled = False
         self.body = b""
         """The whole response, if it is not streamed."""
-        self.trailing_bytes = b""
-        """The incomplete event at the end of a streamed response."""
         self.headers: Headers = ()
         """Headers of the last response."""
+        self._num_events = 0
+        self._pool = pool
+        self._price = request.price or pool.provider.price
+        self._reservation: Reservation | None = None
+        self._uncharged = Usage()
+        """The part of `lost` that is not charged to the budget yet."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the call's span: the provider, the usage and cost of all tries."""
+        attributes: dict[str, Any] = {names.PROVIDER_NAME: self._pool.provider.name}
+        if self.usage is not None:
+            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
+            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
+        if self.cost is not None:
+            attributes[names.COST] = self.cost
+        return attributes
+
+    async def _reserve(self) -> None:
+        """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
+        budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
+        budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
+        prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
+        self._estimated_tokens = prompt + output
+        if not budgets.config:
+            return
+        # Writing a prompt to a cache costs more than reading it.
+        written = prompt if _CACHE_MARK in request.body else 0
+        hour = written if _HOUR_MARK in request.body else 0
+        worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
+        dollars = self._price.dollars(worst) if self._price else 0.0
+        self._reservation = await budgets.reserve(request.rollout_id, dollars, self._estimated_tokens)
+
+    def settle(self, usage: Usage | None) -> None:
+        """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self.usage = usage or Usage(
+            self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
+        )
+        if self._price is not None:
+            self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
+            self._pool.dollars += self.cost
+        if self._reservation is not None:
+            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
+
+    def _record_lost(self) -> None:
+        """Record a response that broke off, by its Content-Length or else by the output limit."""
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        limit = 0 if self.request.stream else self._max_output_tokens
+        output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
+        lost = Usage(self._max_prompt_tokens // 2, output_tokens)
+        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
+
+    def _charge_lost(self) -> None:
+        """Charge the broken-off tries before the next one. Raises ApiError 402 if the budget is spent."""
+        uncharged, self._uncharged = self._uncharged, Usage()
+        if self._reservation is not None and uncharged.tokens:
+            self._reservation.charge(*self._spend_of(uncharged))
+
+    def _spend_of(self, usage: Usage) -> tuple[float, int]:
+        """(US dollars, tokens)."""
+        return self._price.dollars(usage) if self._price is not None else 0.0, usage.tokens
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return max_prompt_tokens(self.request.body, self._pool.provider.image_tokens)
+
+    @property
+    def _max_output_tokens(self) -> int:
+        limit = self.request.max_output_tokens
+        return self._pool.provider.max_output_tokens if limit is None else limit
+
+
+class UpstreamCall(CallAccount):
+    """One call to a provider, with its retries. Use it once, as `async with`."""
+
+    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
+        super().__init__(pool, request)
+        self.trailing_bytes = b""
+        """The incomplete event at the end of a streamed response."""
         self.status = 0
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._accounting = CallAccounting(pool, request)
-        self._pool = pool
         self._server: Server | None = None
         self._response: Response | None = None
         self._unanswered = False
         """Whether a request was sent and got no response."""
         self._chunks: AsyncIterator[bytes] | None = None
         self._first_chunk = b""
-        self._num_events = 0
         self._failures = 0
         """The retries that followed a failure, and not a rate limit."""
         self._wait_left = pool.provider.max_wait_seconds
 
-    @property
-    def usage(self) -> Usage | None:
-        """Usage of the response."""
-        return self._accounting.usage
-
-    @property
-    def cost(self) -> float | None:
-        """US dollars of all tries; None without a price or a response."""
-        return self._accounting.cost
-
     def attributes(self) -> dict[str, Any]:
         """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        return {
-            names.PROVIDER_NAME: self._pool.provider.name,
-            names.PROVIDER_RETRIES: self.retries,
-            **self._accounting.attributes(),
-        }
+        return super().attributes() | {names.PROVIDER_RETRIES: self.retries}
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response that the caller gets."""
         return self._pool.redactor.redact_headers(visible_headers(self.headers))
-
-    def settle(self, usage: Usage | None) -> None:
-        """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        self._accounting.settle(usage, self._num_events or len(self.body) // BYTES_PER_TOKEN)
 
     async def __aenter__(self) -> Self:
         await self._acquire()
@@ -110,19 +204,18 @@ class UpstreamCall:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._accounting.is_settled and self._response is not None:
+        if not self._is_settled and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
         await self._end()
 
     async def _acquire(self) -> None:
         """Reserve the budget, and wait for the rate limit."""
-        pool, tokens = self._pool, self._accounting.estimate_tokens()
-        if pool.budgets.config:
-            await self._accounting.reserve()
+        pool = self._pool
+        await self._reserve()
         try:
-            await pool.rate_limiter.acquire(tokens)
+            await pool.rate_limiter.acquire(self._estimated_tokens)
         except BaseException:
-            self._accounting.release()
+            self._release()
             raise
         pool.record_start()
 
@@ -159,7 +252,7 @@ class UpstreamCall:
             tried.append(self._server or self._pool.servers[0])
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            self._accounting.charge_lost()
+            self._charge_lost()
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
@@ -234,13 +327,17 @@ class UpstreamCall:
         """Close the response, settle what is open, and release the rate limit and the reservation."""
         if self._response is not None:
             await self._close_response()
-        accounting = self._accounting
-        if self._unanswered and not accounting.is_settled:
-            accounting.settle(None)  # The provider read the prompt, and will charge for it.
-        elif accounting.lost.tokens and not accounting.is_settled:
-            accounting.settle(Usage())
-        self._pool.rate_limiter.release(accounting.estimated_tokens, accounting.used_tokens)
-        accounting.release()
+        if self._unanswered and not self._is_settled:
+            self.settle(None)  # The provider read the prompt, and will charge for it.
+        elif self._lost.tokens and not self._is_settled:
+            self.settle(Usage())
+        used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
+        self._pool.rate_limiter.release(self._estimated_tokens, used)
+        self._release()
+
+    def _release(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
 
     def _headers(self, server: Server) -> Headers:
         configured, requested = server.headers, self.request.headers
@@ -248,7 +345,7 @@ class UpstreamCall:
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
-            self._accounting.record_lost(self.headers)
+            self._record_lost()
         else:
             self._unanswered = error.reason == "timeout"
         return from_transport(self._pool.provider, error)

@@ -13,13 +13,12 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.upstream.pricing import Price
+from agentlightning.gateway.answer import Usage
+from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.transport import Headers
 from agentlightning.transport.connector import ConnectOptions
 from agentlightning.transport.proxy import Proxy, secrets_of, without_credentials
 
-ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
-"""Paths of the API that a provider may serve."""
 COUNT_TOKENS_PATH: Final = "messages/count_tokens"
 """Served wherever `messages` is."""
 
@@ -29,7 +28,7 @@ _DEFAULT_PATHS: Final[dict[str, tuple[ApiPath, ...]]] = {
 }
 """Paths that every server of a dialect serves."""
 _NEW_LIMIT_HOSTS: Final = ("api.openai.com", ".openai.azure.com")
-_CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+CONFIG: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 """Inputs are hidden in errors, since they may contain a key."""
 _VISIBLE_HEADERS: Final = frozenset(
     {
@@ -43,10 +42,36 @@ _VISIBLE_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _MAX_HEADER_BYTES: Final = 1024
 
 
+class Price(BaseModel):
+    """US dollars per million tokens."""
+
+    model_config = CONFIG
+
+    input: float = Field(default=0.0, ge=0)
+    """For input tokens."""
+    output: float = Field(default=0.0, ge=0)
+    """For output tokens, including reasoning."""
+    cached_input: float | None = Field(default=None, ge=0)
+    """For input tokens read from the provider's cache; None: the same as `input`."""
+    cache_write: float | None = Field(default=None, ge=0)
+    """For input tokens that Anthropic caches for five minutes; None: 1.25 times `input`, as it charges."""
+    cache_write_hour: float | None = Field(default=None, ge=0)
+    """For input tokens that Anthropic caches for an hour; None: twice `input`, as it charges."""
+
+    def dollars(self, usage: Usage) -> float:
+        """The cost of a call."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        written = self.input * 1.25 if self.cache_write is None else self.cache_write
+        hour = self.input * 2 if self.cache_write_hour is None else self.cache_write_hour
+        cache_cost = usage.cached_tokens * cached + usage.written_tokens * written + usage.written_hour_tokens * hour
+        uncached = usage.input_tokens - usage.cached_tokens - usage.written_tokens - usage.written_hour_tokens
+        return (max(0, uncached) * self.input + cache_cost + usage.output_tokens * self.output) / 1e6
+
+
 class Provider(BaseModel):
     """One provider, with one or several interchangeable servers."""
 
-    model_config = _CONFIG
+    model_config = CONFIG
 
     name: str = Field(min_length=1)
     """Its name in routing rules and spans (OTel's `gen_ai.provider.name`)."""

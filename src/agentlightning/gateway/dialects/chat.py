@@ -1,0 +1,477 @@
+"""The dialect of OpenAI's `/v1/chat/completions`.
+
+Fields that would change what is sampled and are not supported are rejected by name. Unknown fields are accepted,
+ignored and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+from agentlightning.chat.base import Message
+from agentlightning.chat.messages import read_message
+from agentlightning.engine.base import SamplingParams
+from agentlightning.errors import DatasetError
+from agentlightning.gateway.answer import (
+    CHAT_TURN,
+    Answer,
+    Event,
+    Json,
+    ProviderResponse,
+    ReasoningDelta,
+    RefusalDelta,
+    ToolCall,
+    Usage,
+    logprob_entries,
+)
+from agentlightning.gateway.dialects import common
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
+from agentlightning.gateway.dialects.content_parts import object_of, read_content
+from agentlightning.gateway.dialects.fields import (
+    OPENAI_PARAMS,
+    OPENAI_UNSUPPORTED,
+    integer,
+    optional,
+    read_json,
+    reject_unsupported,
+    require_type,
+    sampling_params,
+    shorten,
+    top_logprobs,
+    unknown_fields,
+)
+from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.errors import bad_request
+from agentlightning.util.json_values import dumps
+
+_KNOWN: Final = frozenset(
+    {
+        *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user"),
+        *("stream", "stream_options", "n", "logprobs", "top_logprobs", "chat_template_kwargs"),
+        *("return_token_ids", "continue_final_message", "add_generation_prompt", *common.VLLM_FORMAT_FIELDS),
+    }
+)
+_TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
+"""Fields that providers of other dialects cannot honour: ignored in a request that is translated."""
+_ROLES: Final = ("assistant", "system", "tool", "user")
+_MESSAGE_FIELDS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
+_TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
+
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    "best_of": (1,),
+    "chat_template": (),
+    "modalities": (["text"],),
+    "audio": (),
+}
+
+
+_LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+}
+"""Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
+
+
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+    """See `ReadRequest`."""
+    original = read_json(body)
+    data, uses_functions = with_tools(original)
+    reject_unsupported(data, _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED)
+    tools, dropped = common.function_tools(data, lambda tool: tool.get("function"))
+    choice = data.get("tool_choice")
+    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
+    constraint = common.read_constraint(
+        tools,
+        common.tool_choice(choice, nested=True),
+        optional(data, "parallel_tool_calls", bool),
+        *common.content_format(data),
+    )
+    common.include_usage(data)
+    logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
+    if top and not logprobs:
+        raise bad_request("top_logprobs", f"top_logprobs={top} needs logprobs=true")
+    token_ids = bool(optional(data, "return_token_ids", bool)) and not attachments
+    known = _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN
+    messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
+    return Request(
+        model=optional(data, "model", str),
+        messages=messages,
+        tools=tools,
+        forbidden_tools=forbidden_tools,
+        params=sampling_params(
+            data, OPENAI_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids), "the request"
+        ),
+        n=integer(data, "n", 1, 128) or 1,
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs,
+        constraint=constraint,
+        prefill=prefill,
+        template=optional(data, "chat_template_kwargs", dict) or {},
+        uses_functions=uses_functions,
+        token_ids=token_ids,
+        ignored_fields=unknown_fields(data, known, _UNSUPPORTED, OPENAI_PARAMS) + dropped,
+        raw=original,
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(value: Any, attachments: bool) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise bad_request("messages", "messages must be a list with at least one message")
+    return [_message(index, message, attachments) for index, message in enumerate(value)]
+
+
+def _split_prefill(data: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], str]:
+    """(messages, prefill of the answer): with vLLM's `continue_final_message`, the answer continues the last message.
+    Raises ApiError 400 if that is not text of the assistant."""
+    goes_on = bool(optional(data, "continue_final_message", bool))
+    generate = optional(data, "add_generation_prompt", bool)
+    if goes_on and generate:
+        raise bad_request("add_generation_prompt", "continue_final_message needs add_generation_prompt=false")
+    if not goes_on and generate is False:
+        raise bad_request("add_generation_prompt", "add_generation_prompt=false cannot be honoured here; leave it out")
+    if not goes_on:
+        return messages, ""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise bad_request(
+            "continue_final_message", "continue_final_message asks for a last message of the assistant, of text"
+        )
+    return messages[:-1], last["content"]
+
+
+def _message(index: int, message: Any, attachments: bool) -> Message:
+    where = f"messages[{index}]"
+    role = message.get("role") if isinstance(message, dict) else None
+    role = "system" if role == "developer" else role
+    if role not in _ROLES:
+        raise bad_request("messages", f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)} or developer")
+    known = {key: each for key, each in message.items() if key in _MESSAGE_FIELDS}
+    content = partial(read_content, text_fields=_TEXT_FIELDS, attachments=attachments)
+    try:
+        return read_message(where, known, content)
+    except DatasetError as error:
+        raise bad_request("messages", str(error)) from None
+
+
+# -- functions of before tools -----------------------------------------------------------------------------------------
+
+# OpenAI's `functions`, `function_call`, and messages with the role `function`, which clients of 2023 send. Requests are
+# converted to tools, and replies back. Calls had no id at that time, so their name takes its place.
+
+
+def with_tools(data: Json) -> tuple[Json, bool]:
+    """(the request in terms of tools, whether it offers functions). Raises ApiError 400 for an invalid one."""
+    functions, choice = optional(data, "functions", list), data.get("function_call")
+    found = {name: value for name, value in data.items() if name not in ("functions", "function_call")}
+    if isinstance(messages := data.get("messages"), list):
+        found["messages"] = [_with_tool_call(message) for message in cast("list[Any]", messages)]
+    if not functions:
+        return found, False
+    if data.get("tools"):
+        raise bad_request("functions", "functions and tools are both set; give tools alone")
+    found["tools"] = [{"type": "function", "function": function} for function in functions]
+    if isinstance(choice, dict):
+        name = require_type("function_call.name", cast("Json", choice).get("name"), str)
+        found["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif choice is not None:
+        found["tool_choice"] = choice
+    return found | {"parallel_tool_calls": False}, True
+
+
+def _with_tool_call(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    known = cast("Json", message)
+    if known.get("role") == "function":
+        name = require_type("messages.name", known.get("name"), str)
+        return {"role": "tool", "tool_call_id": f"call_{name}", "content": known.get("content")}
+    called = known.get("function_call")
+    if not isinstance(called, dict):
+        return known
+    call = {"id": f"call_{cast('Json', called).get('name')}", "type": "function", "function": called}
+    return {key: value for key, value in known.items() if key != "function_call"} | {"tool_calls": [call]}
+
+
+def with_function_call(message: Mapping[str, Any]) -> Json:
+    """A message or a delta with its first tool call as `function_call`."""
+    calls = cast("Sequence[Json]", message.get("tool_calls") or ())
+    found = {key: value for key, value in message.items() if key != "tool_calls"}
+    return found | {"function_call": calls[0]["function"]} if calls else found
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReplyWriter:
+    """Writes the reply to one request; a `ReplyWriter`."""
+
+    head: ReplyMetadata
+    logprobs: bool = False
+    uses_functions: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    """A stream ends with an extra chunk for the usage."""
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        choices = [self._choice(answer) for answer in answers]
+        reply = self._head("chat.completion") | {"choices": choices, "usage": self._usage(answers)}
+        return dumps(reply | self._prompt(answers))
+
+    def start(self, answers: Sequence[Answer]) -> bytes:
+        opened = [self._chunk(answer, {"role": "assistant", "content": ""}) for answer in answers]
+        return b"".join(encode_event(chunk | self._prompt(answers)) for chunk in opened)
+
+    def event(self, answer: Answer, event: Event) -> bytes:
+        logprobs = self._logprobs(answer.next_logprobs)
+        delta = _delta(event)
+        delta = with_function_call(delta) if delta and self.uses_functions else delta
+        return b"" if delta is None else encode_event(self._chunk(answer, delta, None, logprobs))
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        closing = [
+            self._chunk(answer, {}, self._reason(answer), self._logprobs(answer.remaining_logprobs))
+            for answer in answers
+        ]
+        return common.end_of_stream(closing, self._usage(answers), apart=self.include_usage)
+
+    def _reason(self, answer: Answer) -> str:
+        reason = answer.finish_reason
+        return "function_call" if self.uses_functions and reason == "tool_calls" else reason
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.model}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        head = self.head
+        used: dict[str, Any] = common.usage(head.prompt_tokens, num_output_tokens(answers))
+        if head.cached_tokens is not None:
+            used["prompt_tokens_details"] = {"cached_tokens": head.cached_tokens}
+        if head.reasoning_tokens is not None:
+            used["completion_tokens_details"] = {"reasoning_tokens": head.reasoning_tokens}
+        return used
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        message = {**answer.message, "refusal": None}
+        return {
+            "index": answer.index,
+            "message": with_function_call(message) if self.uses_functions else message,
+            "finish_reason": self._reason(answer),
+            "logprobs": self._logprobs(answer.all_logprobs),
+        } | self._token_ids(answer.token_ids)
+
+    def _chunk(
+        self, answer: Answer, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": answer.index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        choice |= self._token_ids(answer.take_token_ids())
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def _logprobs(self, listed: Callable[[], list[dict[str, Any]]]) -> dict[str, Any] | None:
+        content = listed() if self.logprobs or self.token_ids else []
+        return {"content": content, "refusal": None} if content and self.logprobs else None
+
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self.token_ids else {}
+
+    def _prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return {"prompt_token_ids": answers[0].prompt_token_ids} if self.token_ids and answers else {}
+
+
+def _delta(event: Event) -> dict[str, Any] | None:
+    """The delta of an event; None if this dialect cannot express it."""
+    match event:
+        case str():
+            return {"content": event}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
+        case RefusalDelta():
+            return {"refusal": event.text}
+        case ToolCall():
+            return {"tool_calls": [{"index": event.index, **event.wire()}]}
+        case _:
+            return None
+
+
+# -- reading answers ---------------------------------------------------------------------------------------------------
+
+# Servers of this format differ in much: content may be a list of parts, reasoning has three names, tool calls may lack
+# an index, the usage may stand in a choice.
+
+ECHOED: Final = ("reasoning_content", "reasoning", "reasoning_details", "extra_content")
+"""Fields of an assistant's message that its provider wants back unchanged, so that they are collected as they were
+written (DeepSeek, Kimi, OpenRouter, Gemini)."""
+
+
+class ChatResponse(ProviderResponse):
+    """What a provider answers to chat completions, completions and embeddings, whole or chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._echoed: dict[int, dict[str, list[Any]]] = {}
+        """By choice, the values of each of `ECHOED` that came since the last of its blocks."""
+
+    def _read(self, data: Json) -> None:
+        if not (self.id and self.model):  # Each chunk names both.
+            self._identify(data)
+        self.prompt_token_ids = data.get("prompt_token_ids") or self.prompt_token_ids
+        if error := data.get("error"):
+            self.error = error.get("message") if isinstance(error, dict) else str(error)
+        for place, choice in enumerate(data.get("choices") or ()):
+            self._read_choice(place, choice)
+        if usage := data.get("usage") or object_of(data, "x_groq").get("usage"):
+            self._add_usage(chat_usage(usage), *usage_details(usage))
+
+    def _read_choice(self, place: int, choice: Json) -> None:
+        given, whole = choice.get("index"), choice.get("message")
+        index = given if isinstance(given, int) and given >= 0 else place
+        answer = self.choice(index)
+        _add_tokens(choice, answer)
+        message, reason = whole or choice.get("delta"), choice.get("finish_reason")
+        if message is not None:
+            self._read_message(message, answer, bool(whole))
+        else:
+            answer.add_text(choice.get("text"))
+        if reason or whole or message is None:
+            self._end_reasoning(answer)
+            # vLLM and SGLang name the stop string that ended an answer.
+            stops = [stop for name in ("matched_stop", "stop_reason") if isinstance(stop := choice.get(name), str)]
+            answer.end(reason if isinstance(reason, str) else None, stops[0] if stops else None)
+        if usage := choice.get("usage"):
+            self._add_usage(chat_usage(usage), *usage_details(usage))
+
+    def _read_message(self, message: Json, answer: Answer, whole: bool) -> None:
+        for name in ECHOED:
+            if value := message.get(name):
+                self._echoed.setdefault(answer.index, {}).setdefault(name, []).append(value)
+        thoughts = [message.get("reasoning_content") or message.get("reasoning")]
+        if not isinstance(thoughts[0], str):
+            thoughts = [each.get("text") or each.get("summary") for each in message.get("reasoning_details") or ()]
+        for thought in thoughts:
+            answer.add_reasoning(thought)
+        calls, refusal = message.get("tool_calls") or (), message.get("refusal")
+        if legacy := message.get("function_call"):
+            calls = [*calls, {"function": legacy}]
+        if calls or refusal:
+            self._end_reasoning(answer)
+        self._read_content(message.get("content"), answer)
+        answer.add_refusal(refusal)
+        for place, call in enumerate(calls):
+            _add_call(place, call, answer, whole)
+
+    def _read_content(self, content: Any, answer: Answer) -> None:
+        """A text, or a list of texts, text parts and thinking parts."""
+        for part in cast("list[Any]", content) if isinstance(content, list) else [content]:
+            known = cast("Json", part) if isinstance(part, dict) else {"text": part}
+            if isinstance(text := known.get("text"), str) and text:
+                self._end_reasoning(answer)
+                answer.add_text(text)
+            thought = known.get("thinking")
+            for each in cast("list[Any]", thought) if isinstance(thought, list) else [thought]:
+                answer.add_reasoning(each.get("text") if isinstance(each, dict) else each)
+
+    def _end_reasoning(self, answer: Answer) -> None:
+        if echoed := self._echoed.pop(answer.index, None):
+            message = {name: _joined(values) for name, values in echoed.items()}
+            answer.add_block({"type": CHAT_TURN, "message": message})
+
+
+def chat_usage(usage: Json) -> Usage:
+    """Of chat completions, or with the names of responses."""
+    prompt, output = (usage.get(_USED[name]) or usage.get(name) for name in _USED)
+    cached = _details(usage, "input").get("cached_tokens") or usage.get("cached_tokens") or 0
+    return Usage.counted(prompt, output, cached)
+
+
+_USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+
+
+def _details(usage: Json, side: str) -> Json:
+    return usage.get(f"{_USED[f'{side}_tokens']}_details") or usage.get(f"{side}_tokens_details") or {}
+
+
+def usage_details(usage: Json) -> tuple[Any, Any, Any]:
+    """See `ProviderResponse.details`."""
+    prompt = _details(usage, "input")
+    return (
+        prompt.get("cached_tokens"),
+        prompt.get("cache_write_tokens"),
+        _details(usage, "output").get("reasoning_tokens"),
+    )
+
+
+def _add_call(place: int, call: Json, answer: Answer, whole: bool) -> None:
+    """The calls of a whole message are told apart by their places alone."""
+    custom = call.get("custom")
+    function = custom or call.get("function") or {}
+    given = place if whole else call.get("index")
+    answer.add_call(
+        -1 - place if given is None else given,
+        call.get("id"),
+        function.get("name"),
+        function.get("input" if custom else "arguments"),
+        bool(custom),
+        call.get("extra_content"),
+    )
+
+
+def _joined(values: list[Any]) -> Any:
+    """A field whose value came in pieces, as one."""
+    if len(values) == 1:
+        return values[0]
+    if all(isinstance(value, str) for value in values):
+        return "".join(values)
+    if not all(isinstance(value, list) for value in values):
+        return values[-1]
+    details: list[Json] = []
+    for piece in [piece for value in values for piece in value]:
+        last = details[-1] if details else {}
+        if not _same_detail(last, piece):
+            details.append(dict(piece))
+            continue
+        texts = {name: last.get(name, "") + piece[name] for name in ("text", "summary") if piece.get(name)}
+        last |= {name: value for name, value in piece.items() if value is not None} | texts
+    return details
+
+
+def _same_detail(last: Json, piece: Json) -> bool:
+    """Whether two pieces of OpenRouter's `reasoning_details` belong together."""
+    return last.get("type") == piece.get("type") != "reasoning.encrypted" and last.get("index") == piece.get("index")
+
+
+def _add_tokens(choice: Json, answer: Answer) -> None:
+    prompt, token_ids, given = choice.get("prompt_token_ids"), choice.get("token_ids"), choice.get("logprobs")
+    if not prompt and token_ids is None and not given:
+        return
+    given = given if isinstance(given, dict) else {}
+    listed: Any = given.get("content")
+    entries = logprob_entries(listed)
+    values = [entry["logprob"] for entry in entries] if listed is not None else given.get("token_logprobs")
+    answer.add_tokens(prompt, token_ids, values, entries)
+
+
+def _reply(request: Request, head: ReplyMetadata) -> ChatReplyWriter:
+    return ChatReplyWriter(
+        head, request.logprobs, request.uses_functions, request.token_ids, common.include_usage(request.raw)
+    )
+
+
+CHAT: Final = Dialect(
+    id_prefix="chatcmpl-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    response=ChatResponse,
+    error_body=common.error_body,
+    error_event=common.error_event,
+)

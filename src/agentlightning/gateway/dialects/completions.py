@@ -1,0 +1,207 @@
+"""The dialects of OpenAI's `/v1/completions`, with prompts as text or as token ids, and of its `/v1/embeddings`.
+
+Prompts are used unchanged: no template, and no token added in front. Tools and response formats do not exist here.
+Without `max_tokens`, an answer has at most 16 tokens, the API's traditional default. Embeddings are only forwarded: our
+own engines make none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Final, NoReturn
+
+import orjson
+
+from agentlightning.engine.base import SamplingParams
+from agentlightning.gateway.answer import Answer, Event, Json
+from agentlightning.gateway.dialects import common
+from agentlightning.gateway.dialects.base import (
+    Body,
+    Dialect,
+    ReplyMetadata,
+    ReplyWriter,
+    Request,
+    num_output_tokens,
+)
+from agentlightning.gateway.dialects.chat import ChatResponse
+from agentlightning.gateway.dialects.fields import (
+    OPENAI_PARAMS,
+    OPENAI_UNSUPPORTED,
+    integer,
+    optional,
+    read_json,
+    reject_unsupported,
+    sampling_params,
+    shorten,
+    top_logprobs,
+    unknown_fields,
+)
+from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.errors import ApiError, bad_request
+
+_KNOWN: Final = frozenset({"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"})
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (False,),
+}
+_DEFAULT: Final = SamplingParams(max_tokens=16)
+_MAX_PROMPTS: Final = 1024
+
+
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+    """See `ReadRequest`."""
+    data = read_json(body)
+    reject_unsupported(data, _UNSUPPORTED)
+    common.include_usage(data)
+    prompts = _prompts(data.get("prompt"))
+    asked = optional(data, "return_token_ids", bool)
+    # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
+    token_ids = any(isinstance(each, list) for each in prompts) if asked is None else asked
+    logprobs = None if data.get("logprobs") is False else data.get("logprobs")
+    top = top_logprobs(data, "logprobs") if logprobs is not None else 0
+    base = replace(_DEFAULT, top_logprobs=top, stream_logprobs=logprobs is not None or token_ids)
+    return Request(
+        model=optional(data, "model", str),
+        prompts=prompts,
+        params=sampling_params(data, OPENAI_PARAMS, base, "the request"),
+        n=integer(data, "n", 1, 128) or 1,
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs is not None,
+        token_ids=token_ids,
+        ignored_fields=unknown_fields(data, _KNOWN, _UNSUPPORTED, OPENAI_PARAMS),
+        raw=data,
+    )
+
+
+def _prompts(value: Any) -> tuple[str | list[int], ...]:
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
+        raise bad_request("prompt", f"prompt={shorten(value)} must be {shapes}")
+    return tuple(prompts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return (isinstance(value, str) and value != "") or _is_tokens(value)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReplyWriter:
+    """Writes the reply to one request; a `ReplyWriter`."""
+
+    head: ReplyMetadata
+    logprobs: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    offsets: dict[int, int] = field(default_factory=dict[int, int], init=False)
+    """For each answer, the text offset of its next token."""
+    _with_prompt: set[int] = field(default_factory=set[int], init=False)
+    """The answers whose prompt was written."""
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        choices = [
+            self._choice(answer, answer.content, answer.finish_reason, answer.all_logprobs, answer.token_ids)
+            for answer in answers
+        ]
+        return orjson.dumps(self._head() | {"choices": choices, "usage": self._usage(answers)})
+
+    def start(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def event(self, answer: Answer, event: Event) -> bytes:
+        text = event if isinstance(event, str) else ""
+        return encode_event(self._head() | {"choices": [self._choice(answer, text, None, answer.next_logprobs)]})
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        closing = [self._choice(answer, "", answer.finish_reason, answer.remaining_logprobs) for answer in answers]
+        chunks = [self._head() | {"choices": [choice]} for choice in closing]
+        return common.end_of_stream(chunks, self._usage(answers), apart=self.include_usage)
+
+    def _head(self) -> dict[str, Any]:
+        head = self.head
+        return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        return common.usage(self.head.prompt_tokens, num_output_tokens(answers))
+
+    def _choice(
+        self,
+        answer: Answer,
+        text: str,
+        reason: str | None,
+        list_logprobs: Callable[[], list[Json]],
+        token_ids: Sequence[int] | None = None,
+    ) -> Json:
+        """`token_ids`: those of a whole answer; None for those of the listed log-probabilities."""
+        listed = list_logprobs() if self.logprobs or self.token_ids else []
+        logprobs = self._logprobs(answer, listed) if self.logprobs and listed else None
+        choice: Json = {"index": answer.index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        if self.token_ids:
+            choice["token_ids"] = answer.take_token_ids() if token_ids is None else token_ids
+            if answer.index not in self._with_prompt:  # Once in a stream: the prompt may be far longer than an event.
+                self._with_prompt.add(answer.index)
+                choice["prompt_token_ids"] = answer.prompt_token_ids
+        return choice
+
+    def _logprobs(self, answer: Answer, listed: Sequence[Json]) -> Json:
+        texts = [entry["token"] for entry in listed]
+        *offsets, self.offsets[answer.index] = accumulate(map(len, texts), initial=self.offsets.get(answer.index, 0))
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry["logprob"] for entry in listed],
+            "top_logprobs": _tops(listed),
+            "text_offset": offsets,
+        }
+
+
+def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
+    """The likeliest tokens at each place by their text; of two tokens with the same text, the likelier one."""
+    tops = [entry["top_logprobs"] for entry in listed]
+    return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
+
+
+def _reply(request: Request, head: ReplyMetadata) -> CompletionReplyWriter:
+    return CompletionReplyWriter(head, request.logprobs, request.token_ids, common.include_usage(request.raw))
+
+
+COMPLETIONS: Final = Dialect(
+    id_prefix="cmpl-",
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    response=ChatResponse,
+    error_body=common.error_body,
+    error_event=common.error_event,
+)
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> NoReturn:
+    """Raises ApiError 404: requests that are read are those for our engines."""
+    model = optional(read_json(body), "model", str)
+    message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
+    raise ApiError(404, message, code="model_not_supported", param="model")
+
+
+def _reply_embedding(request: Request, head: ReplyMetadata) -> ReplyWriter:
+    raise AssertionError("no request is ever read")
+
+
+EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding, reply=_reply_embedding)

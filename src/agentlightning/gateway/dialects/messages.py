@@ -1,0 +1,573 @@
+"""The dialect of Anthropic's `/v1/messages` and its `count_tokens`.
+
+Thinking that a client sends back is separate from the content (`reasoning_content`), for templates that show it. Hosted
+tools are ignored and counted; content that the model cannot read is rejected by name. A tool call whose arguments are
+no JSON object, which this format cannot carry, is written as `{"_raw_arguments": TEXT}`, and read back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final
+
+import orjson
+from msgspec import structs
+
+from agentlightning.chat.base import Message
+from agentlightning.chat.messages import arguments_text
+from agentlightning.engine.base import SamplingParams
+from agentlightning.gateway.answer import (
+    THOUGHTS,
+    Answer,
+    Event,
+    Json,
+    ProviderResponse,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
+    ToolCall,
+    Usage,
+    decode_signed_reasoning,
+    encode_signed_reasoning,
+)
+from agentlightning.gateway.dialects import common
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
+from agentlightning.gateway.dialects.content_parts import read_content
+from agentlightning.gateway.dialects.fields import (
+    MESSAGES_PARAMS,
+    kind_of,
+    optional,
+    read_json,
+    reject_unsupported,
+    require_type,
+    sampling_params,
+    shorten,
+    unknown_fields,
+)
+from agentlightning.gateway.dialects.message_digest import text_of
+from agentlightning.gateway.dialects.raw_request import BILLING
+from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.dialects.sse import loads as loads_tolerantly
+from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import dumps, loads
+
+RAW_ARGUMENTS: Final = "_raw_arguments"
+"""The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
+_KNOWN: Final = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
+)
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_TEXT_FIELDS: Final = {"text": "text"}
+
+
+def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+    """See `ReadRequest`."""
+    data = read_json(body)
+    _reject_thread(data)
+    reject_unsupported(data, _UNSUPPORTED)
+    dropped: list[str] = []
+    tools = _tools(data, dropped)
+    choice = optional(data, "tool_choice", dict) or {}
+    tools, forbidden_tools = (None, tools) if choice.get("type") == "none" else (tools, None)
+    name, shape = _format(data)
+    constraint = common.read_constraint(
+        tools,
+        _tool_choice(choice),
+        False if choice.get("disable_parallel_tool_use") is True else None,
+        common.text_format(name, shape, nested=False),
+        name.partition(".")[0],
+    )
+    messages, prefill = _split_prefill(_conversation(data, dropped, attachments), attachments)
+    return Request(
+        model=optional(data, "model", str),
+        messages=messages,
+        tools=tools,
+        forbidden_tools=forbidden_tools,
+        params=sampling_params(data, MESSAGES_PARAMS, SamplingParams(), "the request"),
+        stream=bool(optional(data, "stream", bool)),
+        constraint=constraint,
+        prefill=prefill,
+        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, MESSAGES_PARAMS), *dropped),
+        raw=data,
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _reject_thread(data: Mapping[str, Any]) -> None:
+    """A thread stores history on the server. On this error, the SDK's tool runner sends the whole history instead."""
+    if data.get("thread") is not None:
+        details = {"error_code": "thread_unsupported_request"}
+        raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
+
+
+def _tools(data: Mapping[str, Any], dropped: list[str]) -> common.Tools | None:
+    tools: common.Tools = []
+    for index, tool in enumerate(optional(data, "tools", list) or ()):
+        kind = require_type(f"tools[{index}]", tool, dict).get("type")
+        if kind not in (None, "custom"):
+            dropped.append(f"tools.{kind}")
+            continue
+        function: dict[str, Any] = {"name": require_type(f"tools[{index}].name", tool.get("name"), str)}
+        function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+        tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}})
+    return tools or None
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> tuple[bool, frozenset[str] | None]:
+    match choice.get("type"):
+        case None | "auto" | "none":
+            return False, None
+        case "any":
+            return True, None
+        case "tool":
+            return True, frozenset({require_type("tool_choice.name", choice.get("name"), str)})
+        case _:
+            raise bad_request(
+                "tool_choice", f"tool_choice={shorten(choice)} is not known; use the type auto, any, tool or none"
+            )
+
+
+def _format(data: Mapping[str, Any]) -> tuple[str, Any]:
+    """(path of the field, response format), under its current or its earlier name."""
+    if shape := (optional(data, "output_config", dict) or {}).get("format"):
+        return "output_config.format", shape
+    return "output_format", data.get("output_format")
+
+
+def _conversation(data: Mapping[str, Any], dropped: list[str], attachments: bool) -> list[Message]:
+    given = data.get("messages")
+    if not isinstance(given, list) or not given:
+        raise bad_request("messages", "messages must be a list with at least one message")
+    system = _system(data.get("system"))
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(given):
+        messages += _message(f"messages[{index}]", message, dropped, attachments)
+    return messages
+
+
+def _split_prefill(messages: list[Message], attachments: bool) -> tuple[list[Message], str]:
+    """(the messages, prefill of the answer): the answer continues a last message of the assistant. Raises ApiError 400
+    if it cannot, as in a request that is translated (`attachments`): other dialects have no prefill."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return messages, ""
+    if attachments:
+        raise bad_request("messages", "the last message is the assistant's; this model cannot continue it")
+    if last.get("tool_calls") or last.get("reasoning_content") or not messages[:-1]:
+        raise bad_request(
+            "messages", "the last message is the assistant's, and not only text; no answer can continue it"
+        )
+    return messages[:-1], text_of(last["content"])
+
+
+def _system(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    texts = [_text("system", block) for block in require_type("system", value, list)]
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _message(where: str, message: Any, dropped: list[str], attachments: bool) -> list[Message]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise bad_request("messages", f"{where} has the role {shorten(role)}; use user or assistant")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = [
+        require_type(f"{where}.content", block, dict) for block in require_type(f"{where}.content", content, list)
+    ]
+    if role == "assistant":
+        return [_assistant(where, blocks)]
+    return _user(where, role, blocks, dropped, attachments)
+
+
+def _user(
+    where: str, role: str, blocks: Sequence[dict[str, Any]], dropped: list[str], attachments: bool
+) -> list[Message]:
+    """Each tool result becomes a message of its own, and so does each run of other blocks."""
+    messages: list[Message] = []
+    for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
+        if is_result:
+            messages += [_result(where, block, dropped, attachments) for block in run]
+        else:
+            messages.append(
+                {"role": role, "content": read_content(f"{where}.content", list(run), _TEXT_FIELDS, attachments, "\n")}
+            )
+    return messages or [{"role": role, "content": ""}]
+
+
+def _result(where: str, block: Mapping[str, Any], dropped: list[str], attachments: bool) -> Message:
+    if block.get("is_error"):
+        dropped.append("tool_result.is_error")
+    content = read_content(f"{where}.tool_result.content", block.get("content"), _TEXT_FIELDS, attachments, "\n")
+    call_id = require_type(f"{where}.tool_result.tool_use_id", block.get("tool_use_id"), str)
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def _assistant(where: str, blocks: Sequence[dict[str, Any]]) -> Message:
+    message: Message = {"role": "assistant", "content": ""}
+    sealed: list[dict[str, Any]] = []
+    for block in blocks:
+        match block.get("type"):
+            case "tool_use":
+                message.setdefault("tool_calls", []).append(_call(where, block))
+            case "thinking":
+                thought = require_type(f"{where}.thinking", block.get("thinking"), str)
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                sealed += decode_signed_reasoning(block.get("signature"))
+            case "redacted_thinking":
+                sealed += decode_signed_reasoning(block.get("data"))
+            case _:
+                message["content"] += _text(where, block)
+    return message | ({"sealed": sealed} if sealed else {})
+
+
+def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    given = block.get("input")
+    if isinstance(given, dict) and isinstance(given.get(RAW_ARGUMENTS), str):
+        given = given[RAW_ARGUMENTS]
+    name = require_type(f"{where}.tool_use.name", block.get("name"), str)
+    arguments = given if isinstance(given, str) else arguments_text(given)
+    return {"id": optional(block, "id", str), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text(where: str, block: Any) -> str:
+    kind = kind_of(block)
+    if kind != "text" or not isinstance(block.get("text"), str):
+        name = where.partition("[")[0]
+        raise bad_request(
+            name, f"{where} has a block of type {shorten(kind)}, which cannot be read here; this model reads text"
+        )
+    return block["text"]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class MessagesReplyWriter:
+    """Writes the reply to one request; a `ReplyWriter`."""
+
+    head: ReplyMetadata
+    _index: int = field(default=-1, init=False)
+    """Index of the last block that was started."""
+    _open: str | None = field(default=None, init=False)
+    """Type of the open block, if it takes deltas."""
+    _sealed: list[Json] = field(default_factory=list[Json], init=False)
+    """What the provider wants back and no block has carried yet."""
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        content: list[Json] = []
+        for part in answer.parts():
+            if isinstance(part, SignedReasoning):
+                _seal(content, part.block)
+            elif (block := self._block(part)) is not None:
+                content.append(block)
+        return dumps(self._message(content) | _stop_fields(answer) | {"usage": self._usage(num_output_tokens(answers))})
+
+    def start(self, answers: Sequence[Answer]) -> bytes:
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message = self._message([]) | stop | {"usage": self._usage(0)}
+        return _event("message_start", {"message": message})
+
+    def event(self, answer: Answer, event: Event) -> bytes:
+        match event:
+            case ToolCall():
+                arguments = {"type": "input_json_delta", "partial_json": dumps(_input(event)).decode()}
+                return self._close() + self._begin(_tool_use(event, {})) + self._delta(arguments) + self._end()
+            case ReasoningDelta():
+                closed = self._close() if self._sealed else b""  # What follows is another thought.
+                started = closed + self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                return started + self._delta({"type": "thinking_delta", "thinking": event.text})
+            case str() | RefusalDelta():
+                text = event if isinstance(event, str) else event.text
+                return self._open_block({"type": "text", "text": ""}) + self._delta(
+                    {"type": "text_delta", "text": text}
+                )
+            case SignedReasoning():
+                self._sealed.append(event.block)
+                return b""
+            case _:
+                return b""
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        used = {"delta": _stop_fields(answer), "usage": self._usage(num_output_tokens(answers))}
+        return self._close() + self._hidden() + _event("message_delta", used) + _event("message_stop", {})
+
+    def _block(self, part: Event) -> Json | None:
+        match part:
+            case ReasoningDelta():
+                return {"type": "thinking", "thinking": part.text, "signature": self.head.id}
+            case ToolCall():
+                return _tool_use(part, _input(part))
+            case str() | RefusalDelta():
+                return {"type": "text", "text": part if isinstance(part, str) else part.text}
+            case _:
+                return None
+
+    def _message(self, content: list[Json]) -> Json:
+        head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
+        return head | {"content": content}
+
+    def _usage(self, num_sampled: int) -> Json:
+        """Here, cached tokens are not part of the input tokens."""
+        head = self.head
+        read, written = head.cached_tokens or 0, head.cache_write_tokens or 0
+        cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
+        used = {"input_tokens": max(0, head.prompt_tokens - read - written), "output_tokens": num_sampled} | cache
+        thought = head.reasoning_tokens
+        return used if thought is None else used | {"output_tokens_details": {"thinking_tokens": thought}}
+
+    def _begin(self, block: Json) -> bytes:
+        hidden = self._hidden()
+        self._index += 1
+        return hidden + _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _end(self) -> bytes:
+        return _event("content_block_stop", {"index": self._index})
+
+    def _open_block(self, block: Json) -> bytes:
+        """Start a block that takes deltas, unless one of its type is open."""
+        if self._open == block["type"]:
+            return b""
+        closed, self._open = self._close(), block["type"]
+        return closed + self._begin(block)
+
+    def _close(self) -> bytes:
+        """End the open block."""
+        kind, self._open = self._open, None
+        if kind != "thinking":
+            return self._end() if kind else b""
+        return self._delta({"type": "signature_delta", "signature": self._take_signature()}) + self._end()
+
+    def _hidden(self) -> bytes:
+        """What a provider wants back and no thinking block has carried, as a block of its own."""
+        if not self._sealed:
+            return b""
+        return self._begin({"type": "redacted_thinking", "data": self._take_signature()}) + self._end()
+
+    def _take_signature(self) -> str:
+        """Of thinking blocks: clients send unsigned ones back as text, or not at all. It carries what the provider
+        wants back; without that it means nothing."""
+        sealed, self._sealed = self._sealed, []
+        return encode_signed_reasoning(*sealed) if sealed else self.head.id
+
+
+def _seal(content: list[Json], block: Json) -> None:
+    """Add what a provider wants back to the thinking block before it, or as a block of its own."""
+    if not content or content[-1]["type"] not in THOUGHTS:
+        content.append({"type": "redacted_thinking"})
+    last = content[-1]
+    name = "signature" if last["type"] == "thinking" else "data"
+    last[name] = encode_signed_reasoning(*decode_signed_reasoning(last.get(name)), block)
+
+
+def _stop_fields(answer: Answer) -> dict[str, str | None]:
+    reason = answer.finish_reason
+    if answer.is_refusal:
+        return {"stop_reason": "refusal", "stop_sequence": None}
+    if reason == "stop" and answer.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
+    return {"stop_reason": _STOP_REASONS.get(reason), "stop_sequence": None}
+
+
+_STOP_REASONS: Final = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+
+
+def _tool_use(call: ToolCall, input: Any) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments as they were written, if they are a JSON object."""
+    try:
+        is_object = isinstance(loads(call.arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
+
+
+def _event(kind: str, data: Json) -> bytes:
+    return encode_event({"type": kind, **data}, kind)
+
+
+def count_reply(tokens: int) -> bytes:
+    """The reply to `count_tokens`."""
+    return dumps({"input_tokens": tokens})
+
+
+def error_body(api_error: ApiError) -> bytes:
+    """The body of an error reply."""
+    return dumps({"type": "error", "error": _error(api_error)})
+
+
+def error_event(api_error: ApiError) -> bytes:
+    """An error in the middle of a stream, on which the official SDK raises APIStatusError."""
+    return _event("error", {"error": _error(api_error)})
+
+
+def _error(api_error: ApiError) -> Json:
+    kind = _ERROR_TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
+    message = api_error.message
+    if api_error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # Claude Code shortens the conversation on these words.
+    return {"type": kind, "message": message, "details": dict(api_error.details) or None}
+
+
+_ERROR_TYPES: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+# -- reading answers ---------------------------------------------------------------------------------------------------
+
+
+_OWN: Final = (*THOUGHTS, "text", "tool_use")
+"""Types of the blocks that the model writes; hosted tools write the others."""
+
+
+class MessagesResponse(ProviderResponse):
+    """What a provider answers to `/v1/messages`, whole or event by event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted = Usage()
+        self._blocks: dict[Any, Json] = {}
+        """Content blocks that are not complete, by their index."""
+        self._deltas: dict[Any, dict[str, list[str]]] = {}
+        """The deltas of each, by the field they extend: joined once, at the end of the block."""
+
+    def _read(self, data: Json) -> None:
+        place = data.get("index")
+        match data.get("type"):
+            case "message" | "message_start":
+                message = data.get("message", data)
+                self._identify(message)
+                for index, block in enumerate(message.get("content") or ()):
+                    self._start(index, block)
+                    self._end(index)
+                self._finish(message, message.get("usage"))
+            case "content_block_start":
+                self._start(place, data["content_block"])
+            case "content_block_delta":
+                self._delta(place, data["delta"])
+            case "content_block_stop":
+                self._end(place)
+            case "message_delta":
+                self._finish(data["delta"], data.get("usage"))
+            case "error":
+                self.error = str((data.get("error") or {}).get("message"))
+            case _:
+                pass
+
+    def _finish(self, message: Json, usage: Any) -> None:
+        given = (
+            each if isinstance(each := message.get(f"stop_{name}"), str) else None for name in ("reason", "sequence")
+        )
+        self.choice().end(*given)
+        if usage:
+            self._counted = messages_usage(usage, self._counted)
+            details = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
+            thought = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
+            self._add_usage(self._counted, *details, thought)
+
+    def _start(self, place: Any, block: Json) -> None:
+        self._blocks[place] = dict(block)
+        kind = block.get("type")
+        if kind == "tool_use":
+            self.choice().add_call(place, block.get("id"), block.get("name"), block.get("input") or None)
+        else:
+            self._add_text(kind, block)
+
+    def _add_text(self, kind: Any, data: Json) -> None:
+        if kind == "text":
+            self.choice().add_text(data.get(kind))
+        elif kind == "thinking":
+            self.choice().add_reasoning(data.get(kind))
+
+    def _delta(self, place: Any, delta: Json) -> None:
+        kind = str(delta.get("type")).removesuffix("_delta")
+        if kind in ("text", "thinking"):
+            self._extend(place, kind, delta)
+            self._add_text(kind, delta)
+        elif kind == "signature":
+            self._blocks[place][kind] = delta[kind]
+        elif kind == "input_json":
+            self._extend(place, "partial_json", delta)
+            if self._blocks[place].get("type") == "tool_use":
+                self.choice().add_call(place, None, None, delta["partial_json"])
+
+    def _extend(self, place: Any, name: str, delta: Json) -> None:
+        self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+
+    def _end(self, place: Any) -> None:
+        block, answer = self._blocks.pop(place), self.choice()
+        if block.get("type") == "tool_use":
+            answer.end_call(place)
+        if (whole := self._joined(place, block)) is not None:
+            (answer.add_block if block.get("type") in _OWN else answer.add_hosted_call)(whole)
+
+    def _joined(self, place: Any, block: Json) -> Json | None:
+        """The block with its deltas; None for a tool call that was cut off, which cannot be sent back."""
+        texts = {name: "".join(deltas) for name, deltas in self._deltas.pop(place, {}).items()}
+        arguments = texts.pop("partial_json", "")
+        block |= {name: block.get(name, "") + text for name, text in texts.items()}
+        if arguments:
+            try:
+                block["input"] = loads_tolerantly(arguments.encode())
+            except ValueError:
+                return None
+        return block
+
+
+def messages_usage(usage: Json, before: Usage = Usage()) -> Usage:  # noqa: B008 - it is frozen
+    """`before`: what an earlier event of the same answer reported."""
+    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
+    prompt = (usage.get("input_tokens") or 0) + cached + written
+    output = usage.get("output_tokens") or before.output_tokens
+    if not prompt:
+        return structs.replace(before, output_tokens=Usage.counted(output).input_tokens)
+    hour = (usage.get("cache_creation") or {}).get("ephemeral_1h_input_tokens") or 0
+    if not hour and written == before.written_tokens + before.written_hour_tokens:  # The end reports less detail.
+        hour = before.written_hour_tokens
+    return Usage.counted(prompt, output, cached or before.cached_tokens, written - hour, hour)
+
+
+def _reply(request: Request, head: ReplyMetadata) -> MessagesReplyWriter:
+    return MessagesReplyWriter(head)
+
+
+MESSAGES: Final = Dialect(
+    id_prefix="msg_",
+    call_prefix="toolu_",
+    read=read_request,
+    reply=_reply,
+    response=MessagesResponse,
+    error_body=error_body,
+    error_event=error_event,
+    ping=b'event: ping\ndata: {"type": "ping"}\n\n',
+)

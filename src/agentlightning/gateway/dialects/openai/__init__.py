@@ -1,1 +1,0 @@
-"""OpenAI's wire formats: chat completions, completions, embeddings and responses."""

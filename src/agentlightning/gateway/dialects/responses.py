@@ -1,0 +1,613 @@
+"""The dialect of OpenAI's `/v1/responses`, whose conversations are items instead of messages.
+
+Replies are stored while their attempt runs, so that `previous_response_id` and item references find them. With
+`store=false` a reply cannot be retrieved but still continued, since clients continue what they asked not to store.
+Custom tools, whose input is free text, are functions with one argument. Hosted tools are ignored and counted; items
+that only a hosted service can read are rejected by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from agentlightning.chat.base import Message
+from agentlightning.chat.messages import arguments_text
+from agentlightning.engine.base import SamplingParams
+from agentlightning.gateway.answer import (
+    CUSTOM_INPUT,
+    Answer,
+    Event,
+    Json,
+    ProviderResponse,
+    ReasoningDelta,
+    RefusalDelta,
+    SignedReasoning,
+    ToolCall,
+    custom_arguments,
+    custom_input,
+    decode_signed_reasoning,
+    encode_signed_reasoning,
+    logprob_entries,
+)
+from agentlightning.gateway.dialects import common
+from agentlightning.gateway.dialects.base import Body, Dialect, ReplyMetadata, Request, num_output_tokens
+from agentlightning.gateway.dialects.chat import chat_usage, usage_details
+from agentlightning.gateway.dialects.content_parts import has_attachments, joined, object_of, read_content
+from agentlightning.gateway.dialects.fields import (
+    OPENAI_UNSUPPORTED,
+    RESPONSES_PARAMS,
+    kind_of,
+    optional,
+    read_json,
+    reject_unsupported,
+    require_type,
+    sampling_params,
+    shorten,
+    top_logprobs,
+    unknown_fields,
+)
+from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
+from agentlightning.gateway.dialects.sse import encode_event
+from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.util.json_values import dumps
+
+_PREFIX: Final = "resp_"
+_KNOWN: Final = frozenset(
+    {
+        *("model", "input", "instructions", "previous_response_id", "store", "stream", "stream_options", "metadata"),
+        *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user", "top_logprobs"),
+    }
+)
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    **OPENAI_UNSUPPORTED,
+    **dict.fromkeys(common.VLLM_FORMAT_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "n": (1,),
+}
+_LOGPROBS: Final = "message.output_text.logprobs"
+_ROLES: Final = ("assistant", "developer", "system", "user")
+_TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
+    """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
+    data = read_json(body)
+    reject_unsupported(data, _UNSUPPORTED)
+    offered = [_as_function(tool) for tool in optional(data, "tools", list) or ()]
+    tools, dropped = common.function_tools({"tools": offered}, _function)
+    choice = data.get("tool_choice")
+    tools, forbidden_tools = (None, tools) if choice == "none" else (tools, None)
+    constraint = common.read_constraint(
+        tools,
+        common.tool_choice(choice, nested=False),
+        optional(data, "parallel_tool_calls", bool),
+        common.text_format("text.format", (optional(data, "text", dict) or {}).get("format"), nested=False),
+        "text",
+    )
+    top = top_logprobs(data)
+    logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
+    instructions, messages = _conversation(data, recall, attachments)
+    return Request(
+        model=optional(data, "model", str),
+        messages=instructions + messages,
+        tools=tools,
+        forbidden_tools=forbidden_tools,
+        custom_tools=frozenset(tool["name"] for tool in data.get("tools") or () if kind_of(tool) == "custom"),
+        params=sampling_params(
+            data, RESPONSES_PARAMS, SamplingParams(top_logprobs=top, stream_logprobs=logprobs), "the request"
+        ),
+        stream=bool(optional(data, "stream", bool)),
+        logprobs=logprobs,
+        constraint=constraint,
+        num_instructions=len(instructions),
+        ignored_fields=(*unknown_fields(data, _KNOWN, _UNSUPPORTED, RESPONSES_PARAMS), *dropped),
+        raw=data,
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _as_function(tool: Any) -> Any:
+    """A custom tool as a function with its input as the one argument; any other tool as it is."""
+    if kind_of(tool) != "custom":
+        return tool
+    described, form = tool.get("description") or "", object_of(tool, "format")
+    if form.get("type") == "grammar":
+        described += f"\n\nThe input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return {"type": "function", "name": tool.get("name"), "description": described.strip(), "parameters": schema}
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+
+
+def _conversation(
+    data: Mapping[str, Any], recall: ResponseLookup, attachments: bool
+) -> tuple[list[Message], list[Message]]:
+    """(instructions of this request alone, conversation)."""
+    instructions, given, previous = data.get("instructions"), data.get("input"), data.get("previous_response_id")
+    num_instructions = _read_items("instructions", _as_items(instructions, "system"), recall, attachments)
+    messages = recall.messages(require_type("previous_response_id", previous, str)) if previous is not None else []
+    if not attachments and any(has_attachments(message.get("content")) for message in messages):
+        message = "continues a conversation with images or files; this model reads text"
+        raise bad_request("previous_response_id", f"previous_response_id={previous!r} {message}")
+    messages = messages + _read_items("input", _as_items(given, "user"), recall, attachments)
+    if not messages:
+        raise bad_request("input", "input must be a text or a list with at least one item")
+    return num_instructions, messages
+
+
+def _as_items(value: Any, role: str) -> Any:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value or []
+
+
+def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
+    messages: list[Message] = []
+    reasoning, sealed = "", list[dict[str, Any]]()
+    for index, item in enumerate(require_type(where, items, list)):
+        place = f"{where}[{index}]"
+        item = require_type(place, item, dict)
+        if item.get("type") == "item_reference":
+            item = recall.item(require_type(f"{place}.id", item.get("id"), str))
+        if item.get("type") == "reasoning":
+            reasoning += _reasoning_text(place, item)
+            sealed += decode_signed_reasoning(item.get("encrypted_content"))
+            continue
+        first = len(messages)
+        _add_item(place, messages, item, attachments)
+        if reasoning or sealed:
+            _add_reasoning(messages, first, reasoning, sealed)
+        reasoning, sealed = "", []
+    return messages
+
+
+def _add_reasoning(messages: list[Message], first: int, reasoning: str, sealed: list[dict[str, Any]]) -> None:
+    """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
+    if messages[-1]["role"] != "assistant":
+        messages.insert(first, {"role": "assistant", "content": ""})
+        turn = messages[first]
+    else:
+        turn = messages[-1]
+    if reasoning:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
+    if sealed:
+        turn["sealed"] = [*turn.get("sealed", ()), *sealed]
+
+
+def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
+    """The readable text of a reasoning item."""
+    parts = require_type(f"{where}.content", item.get("content") or [], list)
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _add_item(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+    match item.get("type") or "message":
+        case "message":
+            _add_message(where, messages, item, attachments)
+        case "function_call" | "custom_tool_call":
+            _add_call(where, messages, item)
+        case "function_call_output" | "custom_tool_call_output":
+            call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
+            output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
+            messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+        case kind:
+            raise bad_request(
+                where.partition("[")[0], f"{where} is an item of type {shorten(kind)}, which cannot be read here"
+            )
+
+
+def _add_message(where: str, messages: list[Message], item: Mapping[str, Any], attachments: bool) -> None:
+    role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
+    if role not in _ROLES:
+        raise bad_request(where.partition("[")[0], f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
+    if role == "assistant" and messages and messages[-1].get("tool_calls"):
+        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call in the same turn.
+        return
+    message: Message = {"role": "system" if role == "developer" else role, "content": content}
+    if isinstance(name := item.get("name"), str):
+        message["name"] = name
+    messages.append(message)
+
+
+def _add_call(where: str, messages: list[Message], item: Mapping[str, Any]) -> None:
+    """The calls of one turn and the text before them become one message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
+    name = require_type(f"{where}.name", item.get("name"), str)
+    if item["type"] == "custom_tool_call":
+        arguments = custom_arguments(require_type(f"{where}.input", item.get("input"), str))
+    else:
+        arguments = arguments_text(item.get("arguments"))
+    function = {"name": name, "arguments": arguments}
+    message = messages[-1] = dict(messages[-1])
+    call = {"id": call_id, "type": "function", "function": function}
+    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+_INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_tokens"}
+"""Finish reasons -> why a response is incomplete, where they differ; None: it is complete."""
+_ENCRYPTED: Final = "reasoning.encrypted_content"
+
+
+@dataclass(slots=True)
+class ResponsesReplyWriter:
+    """Writes the reply to one request; a `ReplyWriter`."""
+
+    head: ReplyMetadata
+    request: Request
+    items: list[Json] = field(default_factory=list[Json], init=False)
+    """The output items; all but the last are complete."""
+    _open: str | None = field(default=None, init=False)
+    """Type of the open item, if it takes deltas."""
+    _number: int = field(default=0, init=False)
+    """Sequence number of the next event."""
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        if not self.items:
+            for event in answer.events:
+                self.event(answer, event)
+            self.end(answers)
+        return dumps(self._final(answer))
+
+    def start(self, answers: Sequence[Answer]) -> bytes:
+        started = self._response("in_progress")
+        return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
+
+    def event(self, answer: Answer, event: Event) -> bytes:
+        logprobs = answer.next_logprobs() if self.request.logprobs else []
+        match event:
+            case str():
+                return self._add_text(answer, event, logprobs)
+            case ReasoningDelta():
+                return self._add_reasoning(answer, event.text)
+            case SignedReasoning():
+                return self._sign(answer, event)
+            case RefusalDelta():
+                return self._add_refusal(answer, event.text)
+            case ToolCall():
+                return self._close(answer) + self._add_call(event)
+            case _:
+                return b""
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        started = b""
+        if all(item["type"] == "reasoning" for item in self.items):  # A turn without text is still a message.
+            started = self._close(answer) + self._start_message(_text_part(""))
+        closed = self._close(answer, last=True)
+        final = self._final(answer)
+        return started + closed + self._event(f"response.{final['status']}", response=final)
+
+    def store(
+        self, store: ResponseStore, attempt: Attempt, digests: Sequence[bytes], answer: Answer, body: bytes = b""
+    ) -> None:
+        """Store the reply, to which later requests may refer. `body`: as it was sent, unless it was streamed."""
+        request = self.request
+        is_stored = request.raw.get("store") is not False
+        store.add(
+            attempt,
+            self.head.id,
+            digests,
+            request.messages,
+            answer.message,
+            (body or self.body([answer])) if is_stored else None,
+            self.items if is_stored else (),
+            request.num_instructions,
+        )
+
+    def _finish_last(self, answer: Answer) -> None:
+        last = self.items[-1]
+        if last["type"] in ("message", "reasoning") and answer.finish_reason == "length":
+            last["status"] = "incomplete"
+        parts = [item["content"][0] for item in self.items if item["type"] == "message"]
+        if self.request.logprobs and len(parts) == 1 and parts[0]["type"] == "output_text":
+            parts[0]["logprobs"] = answer.all_logprobs()
+
+    # -- text, refusals and reasoning --------------------------------------------------------------------------------
+
+    def _add_text(self, answer: Answer, text: str, logprobs: list[Json]) -> bytes:
+        started = self._open_message(answer, _text_part(""))
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return started + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+
+    def _add_refusal(self, answer: Answer, text: str) -> bytes:
+        started = self._open_message(answer, _refusal_part(""))
+        self.items[-1]["content"][0]["refusal"] += text
+        return started + self._event("response.refusal.delta", **self._place(), delta=text)
+
+    def _open_message(self, answer: Answer, part: Json) -> bytes:
+        """Start a message with a part of one kind, unless one is open."""
+        return b"" if self._open == part["type"] else self._close(answer) + self._start_message(part)
+
+    def _start_message(self, part: Json) -> bytes:
+        self._open = part["type"]
+        item: Json = {"id": self._name("msg_"), "type": "message", "role": "assistant", "status": "in_progress"}
+        self.items.append(item | {"content": [part]})
+        added = self._item_event("added", item | {"content": []})
+        return added + self._event("response.content_part.added", **self._place(), part=part)
+
+    def _add_reasoning(self, answer: Answer, text: str) -> bytes:
+        started = b"" if self._open == "reasoning" else self._close(answer) + self._start_reasoning()
+        content = self.items[-1]["content"]
+        if not content:
+            content.append({"type": "reasoning_text", "text": ""})
+        content[0]["text"] += text
+        return started + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+
+    def _start_reasoning(self) -> bytes:
+        self._open = "reasoning"
+        item: Json = {"id": self._name("rs_"), "type": "reasoning", "summary": [], "status": "in_progress"}
+        self.items.append(item | {"content": []})
+        return self._item_event("added", self.items[-1])
+
+    def _sign(self, answer: Answer, event: SignedReasoning) -> bytes:
+        """Signed reasoning, which the caller can send back unchanged if it asked for encrypted content."""
+        if _ENCRYPTED not in (self.request.raw.get("include") or ()):
+            return self._close(answer) if self._open == "reasoning" else b""
+        last = self.items[-1] if self.items else {}
+        started = b""
+        if last.get("type") != "reasoning" or "encrypted_content" in last:  # It has no text.
+            started = self._close(answer) + self._start_reasoning()
+        self.items[-1]["encrypted_content"] = encode_signed_reasoning(event.block)
+        return started + self._close(answer)
+
+    def _close(self, answer: Answer, last: bool = False) -> bytes:
+        """Complete the open text or reasoning."""
+        if self._open is None:
+            if last and self.items:
+                self._finish_last(answer)
+            return b""
+        kind, self._open = self._open, None
+        item = self.items[-1]
+        item["status"] = "completed"
+        if last:
+            self._finish_last(answer)
+        whole = self._part_done(kind, item["content"][0]) if item["content"] else b""
+        return whole + self._item_event("done", item)
+
+    def _part_done(self, kind: str, part: Json) -> bytes:
+        place = self._place()
+        if kind == "reasoning":
+            return self._event("response.reasoning_text.done", **place, text=part["text"])
+        if kind == "refusal":
+            done = self._event("response.refusal.done", **place, refusal=part["refusal"])
+        else:
+            done = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        return done + self._event("response.content_part.done", **place, part=part)
+
+    # -- tool calls ------------------------------------------------------------------------------------------------
+
+    def _add_call(self, call: ToolCall) -> bytes:
+        started = self._call(ToolCall(call.index, call.id, call.name, ""), "in_progress")
+        item = self._call(call, "completed")
+        self.items.append(item)
+        if (text := item.get("input")) is not None:
+            kind, whole = "response.custom_tool_call_input", {"input": text}
+        else:
+            kind, text = "response.function_call_arguments", call.arguments
+            whole = {"name": call.name, "arguments": text}
+        return b"".join(
+            [
+                self._item_event("added", started),
+                self._event(f"{kind}.delta", **self._item(), delta=text),
+                self._event(f"{kind}.done", **self._item(), **whole),
+                self._item_event("done", item),
+            ]
+        )
+
+    def _call(self, call: ToolCall, status: str) -> Json:
+        """The item of a call, of a function or of a custom tool."""
+        is_custom, name = call.name in self.request.custom_tools, call.id.partition("_")[2] or call.id
+        kind, prefix = ("custom_tool_call", "ctc_") if is_custom else ("function_call", "fc_")
+        item = {"id": prefix + name, "type": kind, "call_id": call.id, "name": call.name, "status": status}
+        return item | ({"input": custom_input(call.arguments)} if is_custom else {"arguments": call.arguments})
+
+    # -- parts of events ---------------------------------------------------------------------------------------------
+
+    def _item(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _place(self) -> Json:
+        return self._item() | {"content_index": 0}
+
+    def _name(self, prefix: str) -> str:
+        """The id of the next item."""
+        return f"{prefix}{self.head.id.removeprefix(_PREFIX)}{len(self.items)}"
+
+    def _item_event(self, kind: str, item: Json) -> bytes:
+        """The start or the end of the last item."""
+        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item=item)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return encode_event(event, kind)
+
+    def _final(self, answer: Answer) -> Json:
+        cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
+        response = self._response("incomplete" if cut else "completed")
+        head = self.head
+        num_prompt, num_sampled = head.prompt_tokens, num_output_tokens([answer])
+        cached = {"cached_tokens": head.cached_tokens or 0, "cache_write_tokens": head.cache_write_tokens or 0}
+        return response | {
+            "incomplete_details": {"reason": cut} if cut else None,
+            "output": self.items,
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": cached,
+                "output_tokens": num_sampled,
+                "output_tokens_details": {"reasoning_tokens": head.reasoning_tokens or 0},
+                "total_tokens": num_prompt + num_sampled,
+            },
+        }
+
+    def _response(self, status: str) -> Json:
+        raw, params = self.request.raw, self.request.params
+        return {
+            "id": self.head.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "status": status,
+            "model": self.head.model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": raw.get("instructions"),
+            "metadata": raw.get("metadata") or {},
+            "parallel_tool_calls": raw.get("parallel_tool_calls") is not False,
+            "previous_response_id": raw.get("previous_response_id"),
+            "store": raw.get("store") is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_output_tokens": params.max_tokens,
+            "text": raw.get("text") or {"format": {"type": "text"}},
+            "tool_choice": raw.get("tool_choice") or "auto",
+            "tools": raw.get("tools") or [],
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _refusal_part(text: str) -> Json:
+    return {"type": "refusal", "refusal": text}
+
+
+# -- reading answers ---------------------------------------------------------------------------------------------------
+
+LAST_EVENTS: Final = ("response.completed", "response.incomplete", "response.failed")
+"""Types of the events that end a stream; each repeats the whole response."""
+_CALLS: Final = ("function_call", "custom_tool_call")
+_OWN: Final = (*_CALLS, "message", "reasoning")
+"""Types of the items that the model writes; hosted tools write the others."""
+_CALL_DELTAS: Final = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
+
+
+class ResponsesResponse(ProviderResponse):
+    """What a provider answers to `/v1/responses`, whole or event by event. Items that were streamed are not read again
+    where the last event repeats them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streamed: set[Any] = set()
+        """Output indexes of the items that were read, and ids of those that came in deltas."""
+        self._started: set[Any] = set()
+        """Output indexes of the tool calls whose names came before their arguments."""
+
+    def _read(self, data: Json) -> None:
+        kind, place = data.get("type"), data.get("output_index")
+        if kind == "error":
+            self.error = str(data.get("message"))
+        elif kind == "response.output_item.done":
+            self._read_item(place, data["item"])
+        elif kind == "response.output_item.added":
+            if data["item"].get("type") in _CALLS:
+                self._started.add(place)
+                self._add_call(place, data["item"])
+        elif kind == "response.reasoning_summary_part.added":
+            if data.get("summary_index"):
+                self.choice().add_reasoning("\n\n")
+        elif isinstance(kind, str) and kind.endswith(".delta"):
+            self._streamed |= {place, data["item_id"]} if data.get("item_id") else {place}
+            self._read_delta(kind, place, data)
+        else:
+            response = data.get("response", data if data.get("object") == "response" else None)
+            if response is not None:
+                self._read_response(response, kind is None or kind in LAST_EVENTS)
+
+    def _read_delta(self, kind: str, place: Any, data: Json) -> None:
+        answer, delta = self.choice(), data["delta"]
+        if kind == "response.output_text.delta":
+            _add_text(answer, delta, data.get("logprobs"))
+        elif kind == "response.refusal.delta":
+            answer.add_refusal(delta)
+        elif kind in ("response.reasoning_text.delta", "response.reasoning_summary_text.delta"):
+            answer.add_reasoning(delta)
+        elif kind in _CALL_DELTAS:
+            answer.add_call(place, None, None, delta, kind == _CALL_DELTAS[1])
+
+    def _read_response(self, response: Json, whole: bool) -> None:
+        self._identify(response)
+        if not whole:
+            return
+        if usage := response.get("usage"):
+            self._add_usage(chat_usage(usage), *usage_details(usage))
+        items = response.get("output") or ()
+        for place, item in enumerate(items):
+            if place not in self._streamed and item.get("id") not in self._streamed:
+                self._read_item(place, item)
+        status = response.get("status") or "completed"
+        if status == "failed":
+            self.error = str((response.get("error") or {}).get("message"))
+        reason = (response.get("incomplete_details") or {}).get("reason") or status
+        called = reason == "completed" and any(item.get("type") in _CALLS for item in items)
+        self.choice().end("tool_calls" if called else str(reason))
+
+    def _read_item(self, place: Any, item: Json) -> None:
+        """A complete item, of which nothing is read twice."""
+        kind, answer = item.get("type"), self.choice()
+        if place not in self._streamed and item.get("id") not in self._streamed:
+            self._streamed.add(place)
+            for part in item.get("content") or item.get("summary") or ():
+                if kind == "reasoning":
+                    answer.add_reasoning(part.get("text"))
+                else:
+                    _add_text(answer, part.get("text"), part.get("logprobs"))
+                    answer.add_refusal(part.get("refusal"))
+            if kind in _CALLS:
+                self._add_call(place, item | {"call_id": None, "name": None} if place in self._started else item)
+        if kind in _CALLS:
+            answer.end_call(place)
+        (answer.add_block if kind in _OWN else answer.add_hosted_call)(item)
+
+    def _add_call(self, place: Any, item: Json) -> None:
+        is_custom = item["type"] == "custom_tool_call"
+        arguments = item.get("input" if is_custom else "arguments")
+        self.choice().add_call(place, item.get("call_id"), item.get("name"), arguments, is_custom)
+
+
+def _add_text(answer: Answer, text: Any, logprobs: Any) -> None:
+    if entries := logprob_entries(logprobs):
+        answer.add_tokens(None, None, None, entries)
+    answer.add_text(text)
+
+
+def error_event(api_error: ApiError) -> bytes:
+    """An error in the middle of a stream. The official SDK raises APIError on the `error` object; other clients read
+    the fields of the event."""
+    error = api_error.error_object()
+    fields = {key: error[key] for key in ("code", "message", "param")}
+    return encode_event({"type": "error", "sequence_number": 0, **fields, "error": error}, "error")
+
+
+def _reply(request: Request, head: ReplyMetadata) -> ResponsesReplyWriter:
+    return ResponsesReplyWriter(head, request)
+
+
+RESPONSES: Final = Dialect(
+    id_prefix=_PREFIX,
+    call_prefix="call_",
+    read=read_request,
+    reply=_reply,
+    response=ResponsesResponse,
+    error_body=common.error_body,
+    error_event=error_event,
+)

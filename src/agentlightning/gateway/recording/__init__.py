@@ -1,1 +1,0 @@
-"""Turns exchanges into spans: those of local answers, of provider answers and of rejected calls."""

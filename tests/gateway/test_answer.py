@@ -1,0 +1,246 @@
+"""Promises of a provider's answer that is told to a client of another dialect: in order, as it comes, and whole."""
+
+import json
+import time
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.provider_streams import (
+    chat_events,
+    messages_answer,
+    messages_events,
+    response_answer,
+    response_events,
+)
+
+from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, SignedReasoning, ToolCall
+from agentlightning.gateway.dialects.base import ReplyMetadata
+from agentlightning.gateway.dialects.registry import DIALECTS
+from agentlightning.gateway.dialects.response_store import ResponseLookup
+from agentlightning.gateway.dialects.sse import event_data
+from agentlightning.testing.provider import chat_answer
+
+CHAT, MESSAGES = "chat/completions", "messages"
+HI = [{"role": "user", "content": "hi"}]
+ITEMS = {"input": HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
+
+
+class Translated:
+    """A provider's answer on its way to a client of another dialect."""
+
+    def __init__(self, path):
+        self.response = DIALECTS[path].response()
+        self.response.choices[0] = Answer(call_prefix="call_")
+        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0, 0)
+
+    def read(self, data):
+        self.response.read(data)
+        head = self.head
+        head.cached_tokens, head.cache_write_tokens, head.reasoning_tokens = self.response.details
+
+
+def stream(path, events):
+    """(the output events of a stream of which each event arrives by itself, the translated answer in the end)."""
+    translated, shown = Translated(path), []
+    for event in events:
+        translated.read(event_data(event) if isinstance(event, bytes) else event)
+        shown += translated.answer.take_new()
+    return [*shown, *translated.answer.take_new(done=True)], translated
+
+
+def calls_of(deltas):
+    return {"choices": [{"index": 0, "delta": {"tool_calls": deltas}}]}
+
+
+def part(index, text, **begun):
+    function = {"arguments": text} | ({"name": begun.pop("name")} if "name" in begun else {})
+    return {"index": index, "function": function} | begun
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_arguments_are_shown_as_they_were_written(path):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":6,"b":7}'}}
+    use = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 6, "b": 7}}
+    events = chat_events(["Let me."], [call]) if path == CHAT else messages_events([{"type": "text", "text": "x"}, use])
+    pieces, answer = stream(path, events)
+    (shown,) = [piece for piece in pieces if not isinstance(piece, str)]
+    assert shown == ToolCall(0, "call_1", "add", '{"a":6,"b":7}') == answer.answer.parts()[-1]
+    assert answer.answer.finish_reason == "tool_calls"
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["one", "two", "text"]), min_size=1, max_size=14), st.booleans())
+def test_calls_that_come_mixed_are_shown_one_by_one(turns, whole):
+    written = {"one": '{"a": [1, 2, {"b": "}"}]}', "two": '{"c": "\\"{"}'}
+    rest = {name: [*text] for name, text in written.items()}
+    events, content, begun = [], "", []
+    for turn in [*turns, *(["one"] * 40 + ["two"] * 40 if whole else [])]:
+        if turn == "text":
+            content += "."
+            events.append({"choices": [{"index": 0, "delta": {"content": "."}}]})
+        elif rest[turn]:
+            first = {"id": turn, "name": turn} if len(rest[turn]) == len(written[turn]) else {}
+            begun += [turn] if first else []
+            events.append(calls_of([part(len(turn) + ord(turn[0]), rest[turn].pop(0), **first)]))
+    pieces, answer = stream(CHAT, events)
+    taken = {name: text[: len(text) - len(rest[name])] for name, text in written.items()}
+    shown = [(piece.id, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+    assert shown == [(name, taken[name]) for name in begun]
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == answer.answer.content == content
+
+
+def test_a_call_is_shown_once_it_is_complete_and_holds_up_what_follows():
+    answer = Answer()
+    answer.add_call(0, "a", "f", '{"x": ')
+    answer.add_text("Well.")
+    assert answer.take_new() == []
+    answer.add_call(0, None, None, "1}")
+    assert answer.take_new() == [ToolCall(0, "a", "f", '{"x": 1}'), "Well."]
+    answer.add_call(1, "b", "g", "{}")
+    assert answer.take_new() == []
+    answer.end_call(1)
+    assert answer.take_new() == [ToolCall(1, "b", "g", "{}")]
+
+
+def test_a_call_that_goes_on_after_its_end_is_the_providers_mistake():
+    first, second = part(0, "{}", id="a", name="f"), part(1, "{", id="b", name="g")
+    _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, '{"x": 1}')])])
+    assert "continued the tool call 'f'" in answer.answer.protocol_error
+    _, answer = stream(CHAT, [calls_of([first]), calls_of([second]), calls_of([part(0, "\n")])])
+    assert answer.answer.protocol_error == ""
+
+
+def test_calls_without_arguments_ids_or_with_an_id_twice_are_calls():
+    given_calls = [part(0, None, id="a", name="f"), part(1, "{}", id="a", name="g"), part(2, {"x": 1}, name="h")]
+    _, answer = stream(CHAT, [calls_of(given_calls)])
+    calls = answer.answer.tool_calls
+    assert [(call.name, call.arguments) for call in calls] == [("f", "{}"), ("g", "{}"), ("h", '{"x":1}')]
+    assert calls[0].id == "a"
+    assert len({call.id for call in calls}) == 3
+    assert all(call.id.startswith("call_") for call in calls[1:])
+
+
+BLOCKS = [
+    {"type": "thinking", "thinking": "Hm, hm.", "signature": "c2ln"},
+    {"type": "redacted_thinking", "data": "eHg="},
+    {"type": "text", "text": "Hello."},
+    {"type": "thinking", "thinking": "And?", "signature": "c2lo"},
+    {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6}},
+]
+
+
+def test_blocks_that_anthropic_wants_back_are_collected_unchanged():
+    pieces, streamed = stream(MESSAGES, messages_events(BLOCKS))
+    whole = Translated(MESSAGES)
+    whole.read(messages_answer(BLOCKS))
+    whole.answer.take_new(done=True)
+    assert streamed.answer.blocks == whole.answer.blocks == BLOCKS
+    assert streamed.answer.parts() == whole.answer.parts()
+    assert [piece.block for piece in pieces if isinstance(piece, SignedReasoning)] == [BLOCKS[0], BLOCKS[1], BLOCKS[3]]
+    kinds = [type(piece) for piece in streamed.answer.parts()]
+    assert kinds[:5] == [ReasoningDelta, SignedReasoning, SignedReasoning, str, ReasoningDelta]
+
+
+def test_log_probabilities_go_with_the_words_they_came_with():
+    def chunk(text, *values):
+        listed = [{"token": str(value), "logprob": value, "top_logprobs": []} for value in values]
+        return {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": listed}}]}
+
+    pieces, answer = stream(CHAT, [chunk("", -1.0), chunk("a", -2.0), chunk("b", -3.0, -4.0), chunk(None, -5.0)])
+    assert pieces == ["a", "b"]
+    shown = [[each["logprob"] for each in answer.answer.next_logprobs()] for _ in pieces]
+    assert shown == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert [each["logprob"] for each in answer.answer.remaining_logprobs()] == [-5.0]
+    assert len(answer.answer.all_logprobs()) == 5
+    assert answer.answer.all_logprobs()[0] == {
+        "token": "-1.0",
+        "logprob": -1.0,
+        "bytes": [*b"-1.0"],
+        "top_logprobs": [],
+    }
+
+
+def test_refusals_stop_strings_and_cached_tokens_are_reported():
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 3}
+    events = [
+        {"choices": [{"index": 0, "delta": {"refusal": "I will not."}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}], "usage": usage},
+    ]
+    pieces, answer = stream(CHAT, events)
+    assert pieces == [RefusalDelta("I will not.")]
+    assert (answer.answer.is_refusal, answer.answer.stop_string) == (True, "END")
+    events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
+    assert stream(CHAT, events)[1].answer.stop_string == "STOP"
+    assert (answer.head.cached_tokens, answer.head.reasoning_tokens) == (4, 3)
+    whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}
+    _, answer = stream(MESSAGES, [whole])
+    assert (answer.answer.stop_string, answer.answer.finish_reason) == ("END", "stop")
+    assert (answer.head.cached_tokens, answer.head.cache_write_tokens) == (7, 8)
+
+
+ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ITEM = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a": 6}'}
+SAID = {
+    CHAT: (chat_answer("x", [ONE]), chat_events(["x"], [ONE])),
+    MESSAGES: (messages_answer(BLOCKS), messages_events(BLOCKS)),
+    "responses": (response_answer([ITEM]), response_events([ITEM])),
+}
+NAMES = st.sampled_from(["type", "index", "delta", "choices", "usage", "text", "id"])
+ODD = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "index", "delta", "choices", "usage", "text", "id"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([CHAT, MESSAGES, "responses"]), st.integers(0, 30), ODD)
+def test_what_is_not_as_expected_is_passed_over(path, place, odd):
+    whole, streamed = SAID[path]
+    events = [data for event in streamed if (data := event_data(event)) is not None]
+    events[place % len(events)] = odd
+    pieces, answer = stream(path, events)
+    assert_written(pieces, answer)
+    text = orjson.dumps(whole).decode()
+    name = ["choices", "message", "content", "tool_calls", "usage", "output", "summary"][place % 7]
+    assert_written(*stream(path, [json.loads(text.replace(f'"{name}":', f'"{name}":{json.dumps(odd)},"x":'))]))
+
+
+def assert_written(pieces, answer):
+    """Every dialect has words for it."""
+    for path, body in ((CHAT, {"messages": HI}), (MESSAGES, {"messages": HI}), ("responses", ITEMS)):
+        dialect = DIALECTS[path]
+        request = dialect.read(orjson.dumps(body), ResponseLookup())
+        reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
+        parts = [reply.start([answer.answer]), *(reply.event(answer.answer, piece) for piece in pieces)]
+        events = b"".join([*parts, reply.end([answer.answer])]).split(b"\n\n")
+        assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)
+        assert orjson.loads(whole.body([answer.answer]))
+
+
+def test_a_long_answer_in_many_pieces_takes_time_in_proportion():
+    piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "abcd"}}
+
+    def seconds(pieces):
+        translated = Translated(MESSAGES)
+        started = time.thread_time()
+        translated.read({"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+        for _ in range(pieces):
+            translated.read(piece)
+            translated.answer.take_new()
+        translated.read({"type": "content_block_stop", "index": 0})
+        translated.answer.take_new(done=True)
+        assert translated.answer.content == translated.answer.blocks[0]["text"] == "abcd" * pieces
+        return time.thread_time() - started
+
+    few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (8_000, 32_000))
+    assert many / few < 12  # four times as much; put together with each piece, 30 times and more
