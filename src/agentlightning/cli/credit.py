@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import store_to_read
+from agentlightning.cli.options import Json, RunStore, Store
+from agentlightning.cli.output import Output, agl, errors_reported
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
@@ -24,19 +25,10 @@ Rules = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="credit", no_args_is_help=True, help="Compare credit rules on recorded rollouts.")
-    verbs.command("compare")(compare)
-    verbs.callback()(_credit)
-    app.add_typer(verbs)
-
-
-def _credit() -> None:
-    """Compare credit rules on recorded rollouts."""
-
-
 def compare(
-    store: Annotated[str, typer.Argument(help="A SQLite file, or postgresql://...")],
+    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
+    run: RunStore = None,
+    store: Store = None,
     rules: Rules = None,
     groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
     mode: Annotated[str | None, typer.Option(help="Only rollouts of this mode: train, val or test.")] = None,
@@ -49,20 +41,30 @@ def compare(
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
 
     Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+
+    \b
+    Examples:
+      agl credit compare --run runs/first
+      agl credit compare --store hub.db --rule grpo --rule '{"type": "gae", "lam": 0.9}'
     """
     output = Output(as_json)
     with errors_reported(output):
+        if earlier is not None:
+            typer.echo(f"STORE is an option now: --store {earlier}", err=True)
+        place = store_to_read(run, store or earlier, None)
         from agentlightning.credit.base import RULES
         from agentlightning.evaluation.credit_comparison import compare_credit
 
         weights = _json(reward_weights, "--reward-weights")
         chosen = [_rule(each) for each in rules] if rules else RULES.names()
-        recorded, unreadable = asyncio.run(_read(store, groups, mode))
+        recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
-        output.finish(found.as_json(), lambda console: _show(found, console))
+        best = max(found.signals, key=lambda each: each.snr, default=None)
+        after = [] if best is None else [agl("credit", "compare", store=place, rule=best.rule, mode=mode)]
+        output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 
-async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+async def _read(store: str | None, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.cli.store import open_named
     from agentlightning.credit import group_trajectories
@@ -127,3 +129,6 @@ def _show(found: CreditComparison, console: Console) -> None:
 
 def _count(rollouts: float) -> str:
     return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"
+
+
+VERBS: Final = {"compare": compare}

@@ -8,24 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval")(evaluate)
+from agentlightning.cli.opening import run_or_newest, weights_of
+from agentlightning.cli.options import Agent, Data, Environment, Json, Model, Reward, RewardWeights
+from agentlightning.cli.output import Output, agl, errors_reported
 
 
 def evaluate(
     settings: Annotated[list[str] | None, typer.Argument(help="runner.key=value ...", show_default=False)] = None,
     agent: Agent = None,
     reward: Reward = None,
-    dataset: Dataset = None,
+    data: Data = None,
     env: Environment = None,
     model: Model = None,
     run: Annotated[
-        Path | None, typer.Option(help="Take agent, held-out tasks, weights and prompts from this run.")
+        Path | None,
+        typer.Option(
+            help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
+            " neither --agent nor --data nor --env is given).",
+            show_default=False,
+        ),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
@@ -61,7 +62,12 @@ def evaluate(
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}'.
-    With --run, they are those of the run.
+    Of a run, they are those of the run.
+
+    \b
+    Examples:
+      agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl --out before.json
+      agl eval --run runs/first --data test.jsonl --compare before.json
     """
     output = Output(as_json)
     with errors_reported(output):
@@ -80,21 +86,25 @@ def evaluate(
         shortcuts = {"env": env, "agent": agent, "reward": reward}
         given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
         changes = [*given, *(settings or [])]
+        if agent is None and data is None and env is None:
+            run = run_or_newest(run, "give --agent and --data, --env, or --run RUN")
+        after = [] if run is None else [agl("report", run)]
         weights, resources = weights_of(reward_weights, run), None
         if run is None:
+            after = [agl("train", agent=agent, reward=reward, data=data, env=env, model=model) + " --dry-run"]
             known = load_settings(TrainConfig, overrides=changes)
-            dataset = dataset or (str(known.data.train) if env else None)
+            data = data or (str(known.data.train) if env else None)
         else:
             known = settings_of_run(run, changes)
-            dataset = dataset or str(run / "data" / "held_out.jsonl")
+            data = data or str(run / "data" / "held_out.jsonl")
             model, resources = _learned(run, model)
-        if known.agent is None or dataset is None:
+        if known.agent is None or data is None:
             if run is None:
-                raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
+                raise ConfigError("agl eval needs --agent and --data, --env, or --run RUN")
             raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
         result = measure(
             known.agent,
-            dataset,
+            data,
             model=model,
             reward=known.reward,
             # A run may have been served by runners elsewhere; an evaluation has its own.
@@ -115,7 +125,7 @@ def evaluate(
         )
         if out is not None:
             result.save(out)
-        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa))
+        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), *after)
 
 
 def _learned(run: Path, model: str | None) -> tuple[str | None, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, Model, Reward, RewardWeights
+from agentlightning.cli.options import Json, Model, NewRun, Reward, RewardWeights
 from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
 
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
-RunDir = Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
 EvalAgent = Annotated[
@@ -33,15 +32,10 @@ CheckpointEvery = Annotated[int | None, typer.Option(min=1, help="Updates betwee
 StoreFile = Annotated[str | None, typer.Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("sft")(sft)
-    app.command("dpo")(dpo)
-
-
 def sft(
     settings: Settings = None,
     model: Model = None,
-    dataset: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
+    data: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
     store: StoreFile = None,
     validation: Annotated[str | None, typer.Option(help="Conversations to measure the loss on.")] = None,
     threshold: Annotated[float, typer.Option(help="With --store: sessions with at least this reward.")] = 0.5,
@@ -54,13 +48,13 @@ def sft(
         bool, typer.Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
     ] = False,
     reward_weights: RewardWeights = None,
-    output_dir: Annotated[Path | None, typer.Option("--output", help="Also write the model to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the model to this directory.")] = None,
     target_agent: Target = None,
     eval_agent: EvalAgent = None,
     held_out: HeldOut = None,
     reward: Reward = None,
     seed: Seed = 0,
-    run_dir: RunDir = None,
+    run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -68,9 +62,14 @@ def sft(
     """Supervised learning on conversations, or on the successful sessions of a store.
 
     Settings are those of agl.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
+
+    \b
+    Examples:
+      agl sft --data conversations.jsonl --model smollm2-135m --out start epochs=2
+      agl sft --store .agentlightning/store.db --best-of 1 --model smollm2-135m lora.r=16
     """
     output = Output(as_json)
-    directory = resume or run_dir or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
+    directory = resume or run or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
     options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
@@ -78,14 +77,14 @@ def sft(
         from agentlightning.util.settings import load_settings
 
         if resume is not None:
-            given = {"settings": settings, "--model": model, "--dataset": dataset, "--run-dir": run_dir}
+            given = {"settings": settings, "--model": model, "--data": data, "--run": run}
             _finish(_resumed(resume, given, options, _open(store), output), output)
             return
-        if (dataset is None) == (store is None):
-            raise ConfigError("give --dataset FILE or --store STORE: one of them is what is learned from")
+        if (data is None) == (store is None):
+            raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
         config = load_settings(SFTConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
         opened = _open(store)
-        records: Any = dataset
+        records: Any = data
         if opened is not None:
             records = opened.get_successful_trajectories(
                 threshold=threshold,
@@ -95,7 +94,7 @@ def sft(
                 self_verified=self_verified,
                 reward_weights=weights_of(reward_weights, store),
             )
-        algorithm = SFTAlgorithm(dataset=records, validation=validation, output=output_dir, config=config)
+        algorithm = SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
         _finish(_train(algorithm, model, opened, options, output), output)
 
 
@@ -112,7 +111,7 @@ def dpo(
     held_out: HeldOut = None,
     reward: Reward = None,
     seed: Seed = 0,
-    run_dir: RunDir = None,
+    run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -120,9 +119,14 @@ def dpo(
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
+
+    \b
+    Examples:
+      agl dpo --data pairs.jsonl --model smollm2-135m loss=ipo
+      agl dpo --store .agentlightning/store.db --model smollm2-135m steps=50 --run runs/dpo
     """
     output = Output(as_json)
-    directory = resume or run_dir or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
+    directory = resume or run or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
     options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.preference import DPO, DPOConfig
@@ -130,7 +134,7 @@ def dpo(
         from agentlightning.util.settings import load_settings
 
         if resume is not None:
-            given = {"settings": settings, "--model": model, "--data": data, "--run-dir": run_dir}
+            given = {"settings": settings, "--model": model, "--data": data, "--run": run}
             _finish(_resumed(resume, given, options, _open(store), output), output)
             return
         if data is not None and store is not None:
@@ -204,6 +208,6 @@ def _resumed(
 
 
 def _finish(result: TrainingResult, output: Output) -> None:
-    from agentlightning.cli.formatting.training_report import print_result
+    from agentlightning.cli.formatting.training_report import after_training, print_result
 
-    output.finish(result.as_json(), lambda console: print_result(result, console))
+    output.finish(result.as_json(), lambda console: print_result(result, console), *after_training(result))

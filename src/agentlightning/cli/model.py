@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from agentlightning.cli.options import MODEL_HELP, Json
-from agentlightning.cli.output import Output, errors_reported
-
-
-def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="model", no_args_is_help=True, help="Bring models to this machine.")
-    verbs.callback()(_group)
-    verbs.command("get")(get)
-    app.add_typer(verbs)
-
-
-def _group() -> None:
-    """Bring models to this machine."""
+from agentlightning.cli.output import Output, agl, errors_reported
 
 
 def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = False) -> None:
-    """Fetch and convert a model, unless it is here, and print its directory."""
+    """Fetch and convert a model, unless it is here, and print its directory.
+
+    \b
+    Examples:
+      agl model get smollm2-135m
+      agl model get Qwen/Qwen2.5-0.5B-Instruct --json
+    """
     output = Output(as_json)
     with errors_reported(output):
         from agentlightning.errors import ConfigError
@@ -32,4 +27,9 @@ def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = F
             raise ConfigError("tiny is made where it is used; there is nothing to get")
         directory = resolve_model(name)
         record = {"name": name, "directory": directory}
+        # On stderr, as scripts read the directory.
         output.finish(record, lambda console: console.print(directory, markup=False))
+        typer.echo(f"next  {agl('demo', model=name)}", err=True)
+
+
+VERBS: Final = {"get": get}

@@ -24,7 +24,7 @@ from agentlightning.cli.opening import (
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Db, Json, LogFormat, Models, Routes, Token
+from agentlightning.cli.options import Json, LogFormat, Models, Routes, Store, Token
 from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
@@ -108,14 +108,10 @@ GraceSeconds = Annotated[
 SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
-
-
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 4747,
-    db: Db = None,
+    store: Store = None,
     token: Token = None,
     no_token: NoToken = False,
     allow_hosts: AllowHosts = None,
@@ -137,7 +133,13 @@ def serve(
     slow_ms: SlowMs = 250.0,
     as_json: Json = False,
 ) -> None:
-    """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C)."""
+    """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
+
+    \b
+    Examples:
+      agl serve --store hub.db --model support=models/current --keep-days 30
+      AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
+    """
     output = Output(as_json)
     with errors_reported(output):
         import uvloop
@@ -148,7 +150,7 @@ def serve(
         options = Options(
             host=host,
             port=port,
-            db=db,
+            store=store,
             token=token or None,
             no_token=no_token,
             allowed_hosts=tuple(allow_hosts or ()),
@@ -156,7 +158,7 @@ def serve(
             models=tuple(models or ()),
             routing=read_routing(routes),
             tinker=tuple(tinker or ()),
-            tinker_weights=tinker_weights or file_beside_store(db, ".tinker"),
+            tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
             otlp_export=otlp_export,
             adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
@@ -175,7 +177,7 @@ class Options:
 
     host: str
     port: int
-    db: str | None
+    store: str | None
     token: str | None
     no_token: bool
     allowed_hosts: tuple[str, ...]
@@ -235,7 +237,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _check_access(options)
-    database = open_store(options.db)
+    database = open_store(options.store)
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
@@ -260,7 +262,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         token=options.token,
         routing=options.routing,
         require_key=options.token is not None,
-        budget_file=file_beside_store(options.db, ".spent"),
+        budget_file=file_beside_store(options.store, ".spent"),
         joined=joined,
         metrics=metrics,
         slow=slow,
@@ -350,7 +352,7 @@ async def prune_regularly(
 
 def _announce(server: Server, options: Options, output: Output) -> None:
     if output.as_json:
-        store = database_name(options.db)
+        store = database_name(options.store)
         record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
@@ -363,7 +365,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     served = [*options.models, *routed]
     models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
     for name, value in (
-        ("serving", f"{database_name(options.db)} at {server.url}"),
+        ("serving", f"{database_name(options.store)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),

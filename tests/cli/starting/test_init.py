@@ -112,7 +112,7 @@ def test_every_kind_passes_its_dry_run_and_trains(kind, tmp_path):
     )
     assert [each["policy_calls"] for each in found["rollouts"]] == [1] * 8
     assert sorted(each.name for each in tmp_path.iterdir() if not each.name.startswith("__")) == sorted(FILES)
-    trained = agl(tmp_path, "--run-dir", "run", "--json", *SHORT)
+    trained = agl(tmp_path, "--run", "run", "--json", *SHORT)
     assert trained.returncode == 0, trained.stderr
     result = json.loads(trained.stdout.splitlines()[-1])
     assert (result["steps"], result["failed_rollouts"], result["rejected_rollouts"]) == (1, 0, {})

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import run_or_newest, weights_of
+from agentlightning.cli.options import Json, RewardWeights, Run
+from agentlightning.cli.output import Output, agl, errors_reported
 from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
@@ -27,30 +27,37 @@ class Form(StrEnum):
     DPO = "dpo-jsonl"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
-
-
 def export(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    to: Annotated[Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")],
+    run: Run = None,
+    to: Annotated[
+        Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
+    ] = Form.HF,
     out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
-    agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
     store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     reward_weights: RewardWeights = None,
     precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set."""
+    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
+
+    \b
+    Examples:
+      agl export runs/first --to gguf --out my-model.gguf
+      agl export runs/first --to trl-jsonl --min-reward 0.5
+    """
     output = Output(as_json)
     with errors_reported(output):
+        run = run_or_newest(run)
         keep = out is not None and not overwrite
         path = out or run / "export" / to.value
-        found = _export(run, to, path, min_reward, agent, store, reward_weights, precision, keep)
+        found = _export(run, to, path, min_reward, target_agent, store, reward_weights, precision, keep)
+        learning = {Form.OPENAI: "sft", Form.DPO: "dpo", Form.TRL: "sft"}.get(to)
+        after = agl(learning, model="tiny", data=found["path"]) if learning else agl("serve", model=found["path"])
         lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
-        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False))
+        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False), after)
 
 
 def _export(
@@ -70,7 +77,7 @@ def _export(
     if precision is not None and to is not Form.GGUF:
         raise ConfigError(f"--precision is that of a GGUF file, and --to {to.value} writes none; leave it out")
     if to in (Form.HF, Form.GGUF_READY, Form.GGUF):
-        given = {"--min-reward": min_reward, "--agent": agent, "--store": store, "--reward-weights": weights}
+        given = {"--min-reward": min_reward, "--target-agent": agent, "--store": store, "--reward-weights": weights}
         unused = [name for name, value in given.items() if value is not None]
         if unused:
             raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, Final
 import orjson
 from rich.console import Console
 
+from agentlightning.cli.output import agl
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.training.health.examination import failures_of, read_records
@@ -57,6 +58,13 @@ def print_result(result: TrainingResult, console: Console) -> None:
         if path is None:
             continue
         console.print(f"{name:<11} {path}")
+
+
+def after_training(result: TrainingResult) -> list[str]:
+    """The commands that lead on from a run: to what it changed, or to what is wrong with it, and to its weights."""
+    gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
+    look = agl("report" if gained else "doctor", result.run_dir)
+    return [look, agl("export", result.run_dir, to="hf") if result.checkpoint else agl("dashboard", result.run_dir)]
 
 
 def print_prompt_diff(diff: str, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -25,10 +26,6 @@ class KindName(StrEnum):
     OPENAI_AGENTS = "openai-agents"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
-
-
 def init(
     directory: Annotated[Path, typer.Argument(help="The folder to make (default: the current one).")] = Path("."),
     kind: Annotated[
@@ -39,6 +36,11 @@ def init(
     """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
 
     Nothing is overwritten: where one of its files exists, nothing is written.
+
+    \b
+    Examples:
+      agl init my-agent --kind function
+      agl init --kind langgraph
     """
     output = Output(as_json)
     with errors_reported(output):
@@ -50,7 +52,7 @@ def init(
             "files": [str(path) for path in written],
             "install": chosen.missing,
         }
-        output.finish(record, lambda console: _print(directory, written, chosen, console))
+        output.finish(record, lambda console: _print(written, console), *_after(directory, chosen))
 
 
 def _ask() -> Kind:
@@ -67,16 +69,15 @@ def _ask() -> Kind:
     return chosen
 
 
-def _print(directory: Path, written: list[Path], kind: Kind, console: Console) -> None:
+def _print(written: list[Path], console: Console) -> None:
     for path in written:
-        console.print(f"wrote  {path}", markup=False)
-    steps = [
-        *([] if directory.resolve() == Path.cwd() else [f"cd {directory}"]),
+        console.print(f"wrote {path}", markup=False)
+
+
+def _after(directory: Path, kind: Kind) -> list[str]:
+    return [
+        *([] if directory.resolve() == Path.cwd() else [shlex.join(["cd", str(directory)])]),
         *([f"pip install {' '.join(kind.missing)}"] if kind.missing else []),
         "agl train --dry-run",
         "agl train",
-        "agl dashboard",
     ]
-    console.print("next:")
-    for step in steps:
-        console.print(f"  {step}", markup=False)

@@ -31,10 +31,6 @@ Target = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("dashboard")(dashboard)
-
-
 def dashboard(
     target: Target = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
@@ -48,6 +44,11 @@ def dashboard(
 
     The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) has
     its dashboard at /dashboard, with actions, and needs no `agl dashboard`.
+
+    \b
+    Examples:
+      agl dashboard --demo
+      agl dashboard runs/first --port 8000
     """
     output = Output(as_json)
     with errors_reported(output):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
+from agentlightning.cli.opening import run_or_newest
 from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import Output, agl, errors_reported
 from agentlightning.cli.viewing.remote_status import is_url, remote_status
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
     from agentlightning.training.health.step_record import StepRecord
 
 
-def register(app: typer.Typer) -> None:
-    app.command("status")(status)
+LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
+"""The verb that leads on from a run, by its status."""
 
 
 def status(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="RUN",
-            help="The directory of a run (running, finished or crashed), or the address of a server that shows it: the"
-            " link of its dashboard.",
+            help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address"
+            " of a server that shows it: the link of its dashboard.",
             show_default=False,
         ),
-    ],
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option("--run", help="Of a server: which of its runs. Default: the running one.", show_default=False),
@@ -42,11 +43,24 @@ def status(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Say how far a training run is: its step, reward, validation, speed, failures and warnings."""
+    """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
+
+    \b
+    Examples:
+      agl status
+      agl status runs/first --json
+      agl status http://hub:4747 --run first
+    """
     output = Output(as_json)
     with errors_reported(output):
-        record, rewards = remote_status(target, token, name) if is_url(target) else _local_status(Path(target), name)
-        output.finish(record, lambda console: _print(record, rewards, console))
+        if target is not None and is_url(target):
+            record, rewards = remote_status(target, token, name)
+            after = []
+        else:
+            run = run_or_newest(None if target is None else Path(target))
+            record, rewards = _local_status(run, name)
+            after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
+        output.finish(record, lambda console: _print(record, rewards, console), *after)
 
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
