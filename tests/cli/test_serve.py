@@ -73,7 +73,9 @@ def test_an_origin_that_is_no_site_is_named(invoke):
 
 
 def test_a_model_that_is_no_directory_is_named(invoke):
-    assert "/no/such/model" in refused(invoke("serve", "--port", "0", "--store", ":memory:", "--model", "/no/such/model"))
+    assert "/no/such/model" in refused(
+        invoke("serve", "--port", "0", "--store", ":memory:", "--model", "/no/such/model")
+    )
 
 
 def test_a_size_that_is_none_is_refused(invoke):

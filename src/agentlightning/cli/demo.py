@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.formatting.training_report import after_training, print_result
 from agentlightning.cli.options import Json, NewRun
 from agentlightning.cli.output import Output, errors_reported
 from agentlightning.cli.viewing.live import LiveProgress
@@ -40,6 +39,7 @@ def demo(
     output = Output(as_json)
     directory = run or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     with errors_reported(output, lambda: directory):
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.demo import job, messages
         from agentlightning.trainer import Trainer
 
@@ -50,4 +50,4 @@ def demo(
             configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
         trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
         result = trainer.fit(**tasks)
-        output.finish(result.as_json(), lambda console: print_result(result, console), *after_training(result))
+        finish(result, output)

@@ -36,6 +36,7 @@ def env(as_json: Json = False) -> None:
     """
     output = Output(as_json)
     with errors_reported(output):
+        extensions = installed_extensions()
         record = {
             "versions": _versions(),
             "extras": _extras(),
@@ -48,10 +49,10 @@ def env(as_json: Json = False) -> None:
                 "directory": str(Path.cwd()),
             },
             "variables": sorted(name for name in os.environ if name.startswith(VARIABLES)),
-            "extensions": installed_extensions(),
+            "extensions": extensions,
         }
         output.finish(record, lambda console: _print(record, console))
-    if any("problem" in each for each in record["extensions"]):
+    if any("problem" in each for each in extensions):
         raise typer.Exit(1)
 
 

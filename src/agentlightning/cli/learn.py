@@ -73,12 +73,13 @@ def sft(
     options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
         if resume is not None:
             given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-            _finish(_resumed(resume, given, options, _open(store), output), output)
+            finish(_resumed(resume, given, options, _open(store), output), output)
             return
         if (data is None) == (store is None):
             raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
@@ -95,7 +96,7 @@ def sft(
                 reward_weights=weights_of(reward_weights, store),
             )
         algorithm = SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
-        _finish(_train(algorithm, model, opened, options, output), output)
+        finish(_train(algorithm, model, opened, options, output), output)
 
 
 def dpo(
@@ -130,12 +131,13 @@ def dpo(
     options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
     with errors_reported(output, lambda: directory):
         from agentlightning.algorithms.preference import DPO, DPOConfig
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
         if resume is not None:
             given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-            _finish(_resumed(resume, given, options, _open(store), output), output)
+            finish(_resumed(resume, given, options, _open(store), output), output)
             return
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
@@ -143,7 +145,7 @@ def dpo(
         weighed = [] if weights is None else [f"reward_weights={json.dumps(weights)}"]
         overrides = [f"seed={seed}", *_target(target_agent), *weighed, *(settings or [])]
         config = load_settings(DPOConfig, overrides=overrides)
-        _finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
+        finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,3 @@ def _resumed(
         raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
     trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=Progress(console=output.console))
     return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
-
-
-def _finish(result: TrainingResult, output: Output) -> None:
-    from agentlightning.cli.formatting.training_report import after_training, print_result
-
-    output.finish(result.as_json(), lambda console: print_result(result, console), *after_training(result))

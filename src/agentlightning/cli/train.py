@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
-from agentlightning.cli.formatting.training_report import after_training, print_result
 from agentlightning.cli.options import Agent, Data, Environment, Json, Model, NewRun, Reward, Token
 from agentlightning.cli.output import Output, agl, errors_reported
 from agentlightning.cli.viewing.live import LiveProgress
@@ -109,6 +108,7 @@ def train(
         if print_config:
             _print_settings(resolved)
             return
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.trainer import Trainer
 
         progress = LiveProgress(console=output.console)
@@ -121,7 +121,7 @@ def train(
             return
         directory = trainer.run_dir
         result = trainer.train() if trainer.is_recorded else trainer.fit()
-        output.finish(result.as_json(), lambda console: print_result(result, console), *after_training(result))
+        finish(result, output)
 
 
 def _own_config(resume: Path | None) -> Path | None:

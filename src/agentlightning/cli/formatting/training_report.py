@@ -8,9 +8,10 @@ from typing import Any, Final
 import orjson
 from rich.console import Console
 
-from agentlightning.cli.output import agl
+from agentlightning.cli.output import Output, agl
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.export import holds_weights
 from agentlightning.training.health.examination import failures_of, read_records
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.report.result import TrainingResult
@@ -19,6 +20,15 @@ from agentlightning.util.printable import printable, printable_lines
 LINES: Final = 6
 """Of a transcript, the last ones."""
 WIDTH: Final = 300
+
+
+def finish(result: TrainingResult, output: Output) -> None:
+    """Print the report, and the commands that lead on: to what the run changed, or to what is wrong with it, and to its
+    weights."""
+    gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
+    after = agl("report" if gained else "doctor", result.run_dir)
+    verb = ["export", "--to", "hf"] if holds_weights(result.checkpoint) else ["dashboard"]
+    output.finish(result.as_json(), lambda console: print_result(result, console), after, agl(*verb, result.run_dir))
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
@@ -58,13 +68,6 @@ def print_result(result: TrainingResult, console: Console) -> None:
         if path is None:
             continue
         console.print(f"{name:<11} {path}")
-
-
-def after_training(result: TrainingResult) -> list[str]:
-    """The commands that lead on from a run: to what it changed, or to what is wrong with it, and to its weights."""
-    gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
-    look = agl("report" if gained else "doctor", result.run_dir)
-    return [look, agl("export", result.run_dir, to="hf") if result.checkpoint else agl("dashboard", result.run_dir)]
 
 
 def print_prompt_diff(diff: str, console: Console) -> None:
