@@ -60,7 +60,7 @@ def compare(
         recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
         best = max(found.signals, key=lambda each: each.snr, default=None)
-        after = [] if best is None else [agl("credit", "compare", store=place, rule=best.rule, mode=mode)]
+        after = [] if best is None else [agl("train", f"algorithm.credit={best.rule}", "--dry-run")]
         output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -56,18 +57,10 @@ def record_of(found: Examination) -> dict[str, Any]:
         "failed_rollouts": state.failed_rollouts,
         "rollbacks": state.rollbacks,
         "signs": [
-            {
-                "name": each.sign.name,
-                "what": each.sign.what,
-                "advice": each.sign.advice,
-                "since": each.since,
-                "until": each.until,
-                "count": each.count,
-            }
-            for each in found.signs
+            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
         ],
         "warnings": dict(found.warnings),
-        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "failures": [asdict(each) for each in found.failures],
         "damaged_lines": list(found.damaged_lines),
         "notes": list(found.notes),
     }

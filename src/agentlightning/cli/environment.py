@@ -85,13 +85,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _extras() -> dict[str, list[str]]:
-    """The packages that each extra lacks; none where it is installed."""
-    return {
-        extra: sorted(name for name in packages if _version(name) is None)
+def _extras() -> dict[str, str]:
+    """What each extra lacks."""
+    lacking = {
+        extra: [name for name in sorted(packages) if _version(name) is None]
         for extra, packages in _requirements().items()
-        if extra and packages
     }
+    return {extra: f"(lacks {', '.join(each)})" if each else "" for extra, each in lacking.items() if extra}
 
 
 def _machine() -> dict[str, Any]:
@@ -146,23 +146,11 @@ def installed_extensions() -> list[dict[str, str]]:
 
 
 def _print(record: dict[str, Any], console: Console) -> None:
-    lines = {
-        "versions": _pairs(record["versions"]),
-        "extras": ", ".join(
-            f"{extra} (lacks {', '.join(lacking)})" if lacking else extra for extra, lacking in record["extras"].items()
-        ),
-        "machine": _pairs(record["machine"]),
-        "torch": "not installed" if record["torch"] is None else _pairs(record["torch"]),
-        "paths": _pairs(record["paths"]),
-        "variables": ", ".join(record["variables"]) or "none",
-    }
-    for name, text in lines.items():
-        console.print(f"{name:<10} {printable(text)}", markup=False)
+    for name, value in record.items():
+        if name != "extensions":
+            shown = [f"{key} {each}".strip() for key, each in value.items()] if isinstance(value, dict) else value
+            console.print(f"{name:<10} {printable(', '.join(shown or ['none']))}", markup=False)
     for each in record["extensions"]:
         console.print(f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}", markup=False)
         if "problem" in each:
             console.print(f"  problem  {printable(each['problem'])}", style="yellow", markup=False)
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,8 +17,9 @@ from agentlightning.cli.output import Output, errors_reported
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
-    from agentlightning.training.report.result import TrainingResult
+    from agentlightning.util.settings import Section
 
+S = TypeVar("S", bound="Section")
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
@@ -68,23 +70,14 @@ def sft(
       agl sft --data conversations.jsonl --model smollm2-135m --out start epochs=2
       agl sft --store .agentlightning/store.db --best-of 1 --model smollm2-135m lora.r=16
     """
-    output = Output(as_json)
-    directory = resume or run or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
-    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
-    with errors_reported(output, lambda: directory):
-        from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
-        from agentlightning.cli.formatting.training_report import finish
-        from agentlightning.errors import ConfigError
-        from agentlightning.util.settings import load_settings
 
-        if resume is not None:
-            given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-            finish(_resumed(resume, given, options, _open(store), output), output)
-            return
+    def algorithm(opened: LightningStore | None) -> Any:
+        from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
+        from agentlightning.errors import ConfigError
+
         if (data is None) == (store is None):
             raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
-        config = load_settings(SFTConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
-        opened = _open(store)
+        config = _settings(SFTConfig, seed, target_agent, settings)
         records: Any = data
         if opened is not None:
             records = opened.get_successful_trajectories(
@@ -95,8 +88,11 @@ def sft(
                 self_verified=self_verified,
                 reward_weights=weights_of(reward_weights, store),
             )
-        algorithm = SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
-        finish(_train(algorithm, model, opened, options, output), output)
+        return SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
+
+    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
+    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
+    _learn("sft", algorithm, given, options, Output(as_json))
 
 
 def dpo(
@@ -126,84 +122,70 @@ def dpo(
       agl dpo --data pairs.jsonl --model smollm2-135m loss=ipo
       agl dpo --store .agentlightning/store.db --model smollm2-135m steps=50 --run runs/dpo
     """
-    output = Output(as_json)
-    directory = resume or run or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
-    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
-    with errors_reported(output, lambda: directory):
-        from agentlightning.algorithms.preference import DPO, DPOConfig
-        from agentlightning.cli.formatting.training_report import finish
-        from agentlightning.errors import ConfigError
-        from agentlightning.util.settings import load_settings
 
-        if resume is not None:
-            given = {"settings": settings, "--model": model, "--data": data, "--run": run}
-            finish(_resumed(resume, given, options, _open(store), output), output)
-            return
+    def algorithm(opened: LightningStore | None) -> Any:
+        from agentlightning.algorithms.preference import DPO, DPOConfig
+        from agentlightning.errors import ConfigError
+
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
         weights = weights_of(reward_weights, store)
         weighed = [] if weights is None else [f"reward_weights={json.dumps(weights)}"]
-        overrides = [f"seed={seed}", *_target(target_agent), *weighed, *(settings or [])]
-        config = load_settings(DPOConfig, overrides=overrides)
-        finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
+        return DPO(_settings(DPOConfig, seed, target_agent, [*weighed, *(settings or [])]), data=data)
+
+    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
+    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
+    _learn("dpo", algorithm, given, options, Output(as_json))
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     """What both verbs give to the trainer."""
 
-    run_dir: Path
+    store: str | None
     seed: int
     reward: str | None
     eval_agent: str | None
     held_out: str | None
     checkpoint_every: int | None
+    resume: Path | None
 
 
-def _target(agent: str | None) -> list[str]:
-    return [] if agent is None else [f"target_agent={json.dumps(agent)}"]
+def _settings(kind: type[S], seed: int, target_agent: str | None, settings: list[str] | None) -> S:
+    from agentlightning.util.settings import load_settings
+
+    target = [] if target_agent is None else [f"target_agent={json.dumps(target_agent)}"]
+    return load_settings(kind, overrides=[f"seed={seed}", *target, *(settings or [])])
 
 
-def _open(store: str | None) -> LightningStore | None:
-    from agentlightning.training.recorded import open_sessions
+def _learn(
+    verb: str,
+    algorithm: Callable[[LightningStore | None], Any],
+    given: dict[str, Any],
+    options: _Options,
+    output: Output,
+) -> None:
+    """Train with an algorithm, or continue a run, which keeps what was `given` to it."""
+    directory = options.resume or given["--run"] or Path("runs") / time.strftime(f"{verb}-%Y%m%d-%H%M%S")
+    with errors_reported(output, lambda: directory):
+        from agentlightning.cli.formatting.training_report import finish
+        from agentlightning.config import RunConfig, TrainConfig
+        from agentlightning.errors import ConfigError
+        from agentlightning.trainer import Trainer
+        from agentlightning.training.recorded import open_sessions
+        from agentlightning.util.progress import Progress
 
-    return None if store is None else open_sessions(store)
-
-
-def _train(
-    algorithm: Any, model: str | None, store: LightningStore | None, options: _Options, output: Output
-) -> TrainingResult:
-    from agentlightning.config import RunConfig, TrainConfig
-    from agentlightning.errors import ConfigError
-    from agentlightning.trainer import Trainer
-    from agentlightning.util.progress import Progress
-
-    if model is None:
-        raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-    every = options.checkpoint_every
-    config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
-    trainer = Trainer(
-        config,
-        algorithm=algorithm,
-        model=model,
-        store=store,
-        run_dir=options.run_dir,
-        seed=options.seed,
-        reward=options.reward,
-        progress=Progress(console=output.console),
-    )
-    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
-
-
-def _resumed(
-    run_dir: Path, given: dict[str, Any], options: _Options, store: LightningStore | None, output: Output
-) -> TrainingResult:
-    """Continue a run on recorded data. Raises ConfigError for arguments that a run keeps."""
-    from agentlightning.errors import ConfigError
-    from agentlightning.trainer import Trainer
-    from agentlightning.util.progress import Progress
-
-    if kept := [name for name, value in given.items() if value]:
-        raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-    trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=Progress(console=output.console))
-    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
+        opened = None if options.store is None else open_sessions(options.store)
+        parts: Any = {"store": opened, "reward": options.reward, "progress": Progress(console=output.console)}
+        if options.resume is None:
+            made, every = algorithm(opened), options.checkpoint_every
+            if given["--model"] is None:
+                raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
+            config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
+            named = {"model": given["--model"], "run_dir": directory, "seed": options.seed}
+            trainer = Trainer(config, algorithm=made, **named, **parts)
+        elif kept := [name for name, value in given.items() if value]:
+            raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
+        else:
+            trainer = Trainer.resume(directory, **parts)
+        finish(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out), output)

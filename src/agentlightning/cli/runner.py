@@ -122,6 +122,8 @@ def runner(
     """
     output = Output(as_json)
     with errors_reported(output):
+        import uvloop
+
         from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
@@ -142,7 +144,7 @@ def runner(
         url = _server_url(server)
         given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
         options = Options(url, given, reward, token or None, redirect, drain_seconds, patience, settings)
-        record = _run_in_uvloop(options, output)
+        record = uvloop.run(_run(options, output))
         output.finish(record, lambda console: _print_summary(record, console), agl("store", "list", server=url))
 
 
@@ -194,12 +196,6 @@ def _fields(texts: list[str] | None) -> dict[str, str] | None:
             raise ConfigError(f"--variable {text!r} has no field; write VARIABLE=FIELD")
         fields[name] = key
     return fields or None
-
-
-def _run_in_uvloop(options: Options, output: Output) -> dict[str, Any]:
-    import uvloop
-
-    return uvloop.run(_run(options, output))
 
 
 async def _run(options: Options, output: Output) -> dict[str, Any]:

@@ -7,12 +7,12 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -149,51 +149,49 @@ def serve(
         logs.configure(log_format, secret=token)
         options = Options(
             host=host,
-            port=port,
             store=store,
             token=token or None,
             no_token=no_token,
-            allowed_hosts=tuple(allow_hosts or ()),
-            allowed_origins=tuple(allow_origins or ()),
             models=tuple(models or ()),
             routing=read_routing(routes),
             tinker=tuple(tinker or ()),
             tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
             otlp_export=otlp_export,
-            adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
             runs=runs,
-            max_body_bytes=read_size(max_body),
             drain_seconds=drain_seconds,
-            grace_seconds=grace_seconds,
             slow_seconds=slow_ms / 1000,
+            server={
+                "host": host,
+                "port": port,
+                "allowed_hosts": tuple(allow_hosts or ()),
+                "allowed_origins": tuple(allow_origins or ()),
+                "adopt_traces": adopt_traces,
+                "max_body_bytes": read_size(max_body),
+                "grace_seconds": grace_seconds,
+            },
         )
         uvloop.run(_serve(options, output))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `agl serve`."""
+    """The options of `agl serve`; `server` are those of `server.serve.serve`."""
 
     host: str
-    port: int
     store: str | None
     token: str | None
     no_token: bool
-    allowed_hosts: tuple[str, ...]
-    allowed_origins: tuple[str, ...]
     models: tuple[str, ...]
     routing: GatewayConfig
     tinker: tuple[str, ...]
     tinker_weights: Path
     otlp_export: str | None
-    adopt_traces: bool
     retention: Retention | None
     runs: Path | None
-    max_body_bytes: int
     drain_seconds: float
-    grace_seconds: int
     slow_seconds: float
+    server: Mapping[str, Any]
 
 
 async def _serve(options: Options, output: Output) -> None:
@@ -266,14 +264,8 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         joined=joined,
         metrics=metrics,
         slow=slow,
-        adopt_traces=options.adopt_traces,
-        max_body_bytes=options.max_body_bytes,
-        host=options.host,
-        port=options.port,
-        grace_seconds=options.grace_seconds,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],
+        **options.server,
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None:
@@ -288,7 +280,7 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     from agentlightning.util.plugins import load_plugin
 
     open_routes = load_plugin("server_routes", "tinker")
-    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.max_body_bytes)
+    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.server["max_body_bytes"])
     return await stack.enter_async_context(routes)
 
 

@@ -35,20 +35,12 @@ def print_result(result: TrainingResult, console: Console) -> None:
     """Print the report."""
     console.print()
     for mode, gain in result.held_out.items():
-        low, high = gain.interval
-        console.print(
-            f"held-out reward, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
-            f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
-        )
+        console.print(f"held-out reward, {mode:<8} {_shown(gain)}, {gain.tasks} tasks)")
         if gain.missing_before or gain.missing_after:
             console.print(f"  {_missing(result, mode, gain)}")
     for number, stage in enumerate(result.stages, 1):
         for mode, gain in stage.held_out.items():
-            low, high = gain.interval
-            console.print(
-                f"  stage {number}, {stage.name}, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
-                f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f})"
-            )
+            console.print(f"  stage {number}, {stage.name}, {mode:<8} {_shown(gain)})")
     learned, left_out = f"{result.rollouts} rollouts", result.rejected_rollouts
     if (own := result.recorded) is not None:
         learned, left_out = f"{own.algorithm} on {own.sessions} sessions", own.left_out
@@ -68,6 +60,11 @@ def print_result(result: TrainingResult, console: Console) -> None:
         if path is None:
             continue
         console.print(f"{name:<11} {path}")
+
+
+def _shown(gain: Gain) -> str:
+    low, high = gain.interval
+    return f"{gain.before:.3f} -> {gain.after:.3f}   gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}"
 
 
 def print_prompt_diff(diff: str, console: Console) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,19 +16,11 @@ from agentlightning.cli.starting.folder import KINDS, Kind, write_folder
 from agentlightning.errors import ConfigError
 
 
-class KindName(StrEnum):
-    """A kind of agent."""
-
-    FUNCTION = "function"
-    COMMAND = "command"
-    LANGGRAPH = "langgraph"
-    OPENAI_AGENTS = "openai-agents"
-
-
 def init(
     directory: Annotated[Path, typer.Argument(help="The folder to make (default: the current one).")] = Path("."),
     kind: Annotated[
-        KindName | None, typer.Option(help="The kind of agent; asked for without it.", show_default=False)
+        Literal["function", "command", "langgraph", "openai-agents"] | None,
+        typer.Option(help="The kind of agent; asked for without it.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +35,7 @@ def init(
     """
     output = Output(as_json)
     with errors_reported(output):
-        chosen = KINDS[kind.value] if kind is not None else _ask()
+        chosen = KINDS[kind] if kind is not None else _ask()
         written = write_folder(directory, chosen)
         record = {
             "directory": str(directory),

@@ -105,20 +105,17 @@ async def _routes(
     from agentlightning.dashboard.data.run_data import DashboardData
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
-        async with _catalog(await _recorded(folder, output) if demo else target) as catalog:
+        if demo:
+            from agentlightning.dashboard.demo import write_demo
+
+            output.console.print("unpacking two recorded runs ...")
+            await write_demo(Path(folder))
+        async with _catalog(folder if demo else target) as catalog:
             data = DashboardData(catalog)
             try:
                 yield dashboard_routes(data, token)
             finally:
                 await data.close()
-
-
-async def _recorded(folder: str, output: Output) -> str:
-    from agentlightning.dashboard.demo import write_demo
-
-    output.console.print("unpacking two recorded runs ...")
-    await write_demo(Path(folder))
-    return folder
 
 
 @asynccontextmanager

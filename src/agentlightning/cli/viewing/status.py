@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -107,7 +108,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),
-        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "failures": [asdict(each) for each in found.failures],
         "warnings": dict(state.warnings),
         **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
     }
