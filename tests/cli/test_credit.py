@@ -143,7 +143,7 @@ def test_too_little_data_is_refused_in_words(agl: Agl, tmp_path: Path, records: 
     [
         (("--rule", "{oops"), "is not JSON"),
         (("--mode", "tests"), "choose train, val or test"),
-        (("--reward-weights", "1"), "is not a JSON object"),
+        (("--reward-weights", "1"), "reward_weights"),
         (("--target-agent", "nobody"), "nobody"),
     ],
 )

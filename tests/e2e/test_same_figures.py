@@ -19,7 +19,7 @@ SETTINGS = (
     "data.validation_share=0.2",
     "data.held_out_share=0.3",
     "runner.max_attempts=1",
-    "runner.max_failed_share=0.9",
+    "runner.max_failed_share=1.0",
 )
 FAILS = """
 import random
@@ -28,7 +28,7 @@ from agent import say as well
 
 
 def say(word: str) -> str:
-    if random.random() < 0.25:
+    if random.random() < 0.15:
         raise LookupError(f"no page {word}")
     return well(word)
 """

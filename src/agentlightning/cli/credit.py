@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agentlightning.cli.opening import store_to_read
-from agentlightning.cli.options import Json, RunStore, Store
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.opening import store_to_read, weights_of
+from agentlightning.cli.options import Json, RewardWeights, RunStore, Store
+from agentlightning.cli.output import agl, open_output
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
@@ -33,9 +33,7 @@ def compare(
     groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
     mode: Annotated[str | None, typer.Option(help="Only rollouts of this mode: train, val or test.")] = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
-    reward_weights: Annotated[
-        str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
-    ] = None,
+    reward_weights: RewardWeights = None,
     as_json: Json = False,
 ) -> None:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
@@ -47,15 +45,14 @@ def compare(
       agl credit compare --run runs/first
       agl credit compare --store hub.db --rule grpo --rule '{"type": "gae", "lam": 0.9}'
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         if earlier is not None:
             typer.echo(f"STORE is an option now: --store {earlier}", err=True)
         place = store_to_read(run, store or earlier, None)
         from agentlightning.credit.base import RULES
         from agentlightning.evaluation.credit_comparison import compare_credit
 
-        weights = _json(reward_weights, "--reward-weights")
+        weights = weights_of(reward_weights, place)
         chosen = [_rule(each) for each in rules] if rules else RULES.names()
         recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
@@ -86,21 +83,14 @@ async def _read(store: str | None, groups: int, mode: str | None) -> tuple[list[
 
 
 def _rule(text: str) -> Any:
-    return _json(text, "--rule") if text.lstrip().startswith("{") else text
-
-
-def _json(text: str | None, option: str) -> Any:
     from agentlightning.errors import ConfigError
 
-    if text is None:
-        return None
+    if not text.lstrip().startswith("{"):
+        return text
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} {text!r} is not a JSON object")
-    return value
+        raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
 
 
 # -- output ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agentlightning.cli.options import Json, NewRun
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 from agentlightning.cli.viewing.live import LiveProgress
 from agentlightning.models.resolve import TINY
 
@@ -36,9 +36,8 @@ def demo(
       agl demo
       agl demo --model smollm2-135m --run runs/messages
     """
-    output = Output(as_json)
     directory = run or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    with errors_reported(output, lambda: directory):
+    with open_output(as_json, lambda: directory) as output:
         from agentlightning.cli.formatting.training_report import finish
         from agentlightning.demo import job, messages
         from agentlightning.trainer import Trainer

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from agentlightning.cli.opening import run_or_newest
 from agentlightning.cli.options import Json, Run
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import agl, open_output
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
@@ -30,16 +30,12 @@ def doctor(
       agl doctor
       agl doctor runs/first --json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.training.health.examination import examine
 
         found = examine(run_or_newest(run))
-        after = agl("report", found.run_dir)
-        if found.failures:
-            after = agl("store", "list", run=found.run_dir, status="failed")
-        elif not found.is_healthy:
-            after = agl("dashboard", found.run_dir)
+        failed = agl("store", "list", run=found.run_dir, status="failed")
+        after = failed if found.failures else agl("dashboard", found.run_dir)
         output.finish(record_of(found), lambda console: print_examination(found, console), after)
         if not found.is_healthy:
             raise typer.Exit(1)

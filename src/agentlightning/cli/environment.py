@@ -18,7 +18,7 @@ from rich.console import Console
 
 from agentlightning.cli.opening import RUNS, database_name
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.printable import printable
@@ -34,8 +34,7 @@ def env(as_json: Json = False) -> None:
       agl env
       agl env --json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         extensions = installed_extensions()
         record = {
             "versions": _versions(),
@@ -119,7 +118,6 @@ def _torch() -> dict[str, Any] | None:
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())] if cuda else [],
         "mps": torch.backends.mps.is_available(),
-        "threads": torch.get_num_threads(),
     }
 
 

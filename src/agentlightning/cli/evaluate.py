@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import run_or_newest, weights_of
+from agentlightning.cli.opening import overrides, run_or_newest, weights_of
 from agentlightning.cli.options import Agent, Data, Environment, Json, Model, Reward, RewardWeights
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import agl, open_output
 
 
 def evaluate(
@@ -69,8 +68,7 @@ def evaluate(
       agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl --out before.json
       agl eval --run runs/first --data test.jsonl --compare before.json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
         from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
@@ -83,9 +81,7 @@ def evaluate(
             raise ConfigError(
                 f"{others[0]} is no setting of an evaluation; it takes those of the runner, runner.key=value"
             )
-        shortcuts = {"env": env, "agent": agent, "reward": reward}
-        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-        changes = [*given, *(settings or [])]
+        changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
         if agent is None and data is None and env is None:
             run = run_or_newest(run, "give --agent and --data, --env, or --run RUN")
         after = [] if run is None else [agl("report", run)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from agentlightning.cli.opening import weights_of
+from agentlightning.cli.opening import overrides, weights_of
 from agentlightning.cli.options import Json, Model, NewRun, Reward, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
@@ -92,7 +91,7 @@ def sft(
 
     given = {"settings": settings, "--model": model, "--data": data, "--run": run}
     options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
-    _learn("sft", algorithm, given, options, Output(as_json))
+    _learn("sft", algorithm, given, options, as_json)
 
 
 def dpo(
@@ -129,13 +128,12 @@ def dpo(
 
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
-        weights = weights_of(reward_weights, store)
-        weighed = [] if weights is None else [f"reward_weights={json.dumps(weights)}"]
-        return DPO(_settings(DPOConfig, seed, target_agent, [*weighed, *(settings or [])]), data=data)
+        weighed = overrides({"reward_weights": weights_of(reward_weights, store)}, settings)
+        return DPO(_settings(DPOConfig, seed, target_agent, weighed), data=data)
 
     given = {"settings": settings, "--model": model, "--data": data, "--run": run}
     options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
-    _learn("dpo", algorithm, given, options, Output(as_json))
+    _learn("dpo", algorithm, given, options, as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +152,7 @@ class _Options:
 def _settings(kind: type[S], seed: int, target_agent: str | None, settings: list[str] | None) -> S:
     from agentlightning.util.settings import load_settings
 
-    target = [] if target_agent is None else [f"target_agent={json.dumps(target_agent)}"]
-    return load_settings(kind, overrides=[f"seed={seed}", *target, *(settings or [])])
+    return load_settings(kind, overrides=overrides({"seed": seed, "target_agent": target_agent}, settings))
 
 
 def _learn(
@@ -163,11 +160,11 @@ def _learn(
     algorithm: Callable[[LightningStore | None], Any],
     given: dict[str, Any],
     options: _Options,
-    output: Output,
+    as_json: bool,
 ) -> None:
     """Train with an algorithm, or continue a run, which keeps what was `given` to it."""
     directory = options.resume or given["--run"] or Path("runs") / time.strftime(f"{verb}-%Y%m%d-%H%M%S")
-    with errors_reported(output, lambda: directory):
+    with open_output(as_json, lambda: directory) as output:
         from agentlightning.cli.formatting.training_report import finish
         from agentlightning.config import RunConfig, TrainConfig
         from agentlightning.errors import ConfigError

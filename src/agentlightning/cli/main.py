@@ -70,16 +70,14 @@ class Verb(TyperCommand):
     """A verb that accepts the earlier names of its options, and says what they are called now."""
 
     @property
-    def earlier(self) -> dict[str, tuple[str, Any]]:
-        """By earlier name: the name, and the option."""
+    def earlier(self) -> dict[str, Any]:
+        """The options by their earlier names."""
         options = {name: each for each in self.params for name in each.opts}
-        return {
-            before: (now, options[now]) for now, before in EARLIER.items() if now in options and before not in options
-        }
+        return {before: options[now] for now, before in EARLIER.items() if now in options and before not in options}
 
     def make_parser(self, ctx: Any) -> Any:
         parser = super().make_parser(ctx)
-        for before, (_, option) in self.earlier.items():
+        for before, option in self.earlier.items():
             names, option.opts = option.opts, [before]
             option.add_to_parser(parser, ctx)
             option.opts = names
@@ -92,14 +90,14 @@ class Verb(TyperCommand):
             words = words[: len(words) - len(ctx.params["command"] or ())]
         for word in words:
             if (before := word.partition("=")[0]) in self.earlier and not ctx.resilient_parsing:
-                typer.echo(f"{before} is called {self.earlier[before][0]} now", err=True)
+                typer.echo(f"{before} is called {self.earlier[before].opts[0]} now", err=True)
         return rest
 
 
 class LazyVerb(TyperCommand):
     """A line in the help of the program; the verb itself is imported when it is called."""
 
-    def __init__(self, name: str, place: str, text: str | None = None) -> None:
+    def __init__(self, name: str, place: str, text: str | None) -> None:
         super().__init__(name, short_help=text)
         self.verb, self.place = name, place
 
@@ -135,35 +133,29 @@ class Program(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for verbs in GROUPS.values():
+        known = {name for verbs in GROUPS.values() for name in verbs}
+        others = dict.fromkeys(sorted(plugin_names("commands") - known), ("", None))
+        self.groups = {**GROUPS, "Extensions": others}
+        for verbs in self.groups.values():
             for name, (place, text) in verbs.items():
                 self.add_command(LazyVerb(name, place, text))
-        for name in sorted(plugin_names("commands") - self.commands.keys()):
-            self.add_command(LazyVerb(name, ""))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        own = {name for verbs in GROUPS.values() for name in verbs}
-        for title, names in [*GROUPS.items(), ("Extensions", [name for name in self.commands if name not in own])]:
-            rows = [(name, self._line(name)) for name in names]
-            if rows := [(name, text) for name, text in rows if text is not None]:
+        for title, names in self.groups.items():
+            verbs: Any = [self.commands[name] for name in names]
+            verbs = [verb if verb.short_help else verb.load() for verb in verbs]
+            if rows := [(verb.name, verb.get_short_help_str(60)) for verb in verbs if not verb.hidden]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-    def _line(self, name: str) -> str | None:
-        """None: the verb is hidden."""
-        verb: Any = self.commands[name]
-        if verb.short_help is None:
-            verb = verb.load()
-        return None if verb.hidden else verb.get_short_help_str(60)
 
 
 def _refusal(name: str, error: ConfigError) -> TyperCommand:
     """A verb that says why it is not here."""
 
     def refuse() -> None:
-        from agentlightning.cli.output import Output, errors_reported
+        from agentlightning.cli.output import open_output
 
-        with errors_reported(Output(as_json=False)):
+        with open_output(as_json=False):
             raise error
 
     return TyperCommand(name, callback=refuse, hidden=True, context_settings=ANY_ARGUMENTS)

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from agentlightning.cli.options import MODEL_HELP, Json
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import agl, open_output
 
 
 def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = False) -> None:
@@ -18,8 +18,7 @@ def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = F
       agl model get smollm2-135m
       agl model get Qwen/Qwen2.5-0.5B-Instruct --json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.errors import ConfigError
         from agentlightning.models.resolve import TINY, resolve_model
 

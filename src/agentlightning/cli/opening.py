@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -52,6 +53,11 @@ def store_to_read(run: Path | None, store: str | None, server: str | None) -> st
             f"{path.parent} has no store.db: it is no run, or its rollouts are in the store that it was given"
         )
     return str(path)
+
+
+def overrides(named: Mapping[str, object], settings: Sequence[str] | None) -> list[str]:
+    """Settings as `key=value`: those that options are `named` for, where they are given, and then the others."""
+    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *(settings or [])]
 
 
 def database_name(db: str | None) -> str:

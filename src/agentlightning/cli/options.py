@@ -50,6 +50,9 @@ RunStore = Annotated[
         show_default=False,
     ),
 ]
+GivenStore = Annotated[
+    str | None, typer.Option("--store", help="The store of the run, where it was given one.", show_default=False)
+]
 NewRun = Annotated[
     Path | None,
     typer.Option("--run", help="The directory of the new run (default: runs/<time>).", show_default=False),

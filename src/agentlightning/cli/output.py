@@ -74,10 +74,12 @@ def agl(*words: object, **options: object) -> str:
 
 
 @contextmanager
-def errors_reported(output: Output, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[None]:
-    """Print errors that users cause or can fix as one message; any other keeps its traceback."""
+def open_output(as_json: bool, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[Output]:
+    """The output of a verb, which prints errors that users cause or can fix as one message; any other keeps its
+    traceback."""
+    output = Output(as_json)
     try:
-        yield
+        yield output
     except AgentLightningError as error:
         status = 2 if isinstance(error, INVALID_INPUT) else 1
         advice = "" if status == 2 else _resume_advice(run_dir(), isinstance(error, AgentError))

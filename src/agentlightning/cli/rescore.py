@@ -69,12 +69,11 @@ def rescore(
             result = await rescore_async(
                 opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
             )
-        place: Any = {"store": store, "server": server}
         if dry_run:
             chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
-            after = agl("rescore", *chosen, reward=reward, run=run, task=task, **place)
+            after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store, server=server)
         else:
-            after = agl("store", "list", sort="reward", **{**place, "store": own})
+            after = agl("store", "list", sort="reward", store=own, server=server)
         return asdict(result), lambda console: _show(result, console), after
 
     stores.run_verb(as_json, work)

@@ -31,7 +31,7 @@ from agentlightning.cli.opening import (
     read_routing,
 )
 from agentlightning.cli.options import Models, Routes, Store, Token
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, ConfigError
@@ -92,8 +92,7 @@ def run(
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         import uvloop
 
         hide_token()

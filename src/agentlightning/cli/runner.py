@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentlightning.cli.opening import has_model
 from agentlightning.cli.options import Agent, Json, LogFormat, Reward, Token
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def runner(
       agl runner --server http://hub:4747 --agent agent.py:solve --reward reward.py:score
       agl runner --server http://hub:4747 --agent "node agent.mjs" --variable QUESTION=question --concurrency 8
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         import uvloop
 
         from agentlightning.observability import logs
@@ -140,10 +139,12 @@ def runner(
             "hide": tuple(hide or ()),
             "cwd": cwd,
             "log": log,
+            "reward": reward,
+            "redirect": redirect,
         }
         url = _server_url(server)
         given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
-        options = Options(url, given, reward, token or None, redirect, drain_seconds, patience, settings)
+        options = Options(url, given, token or None, drain_seconds, patience, settings)
         record = uvloop.run(_run(options, output))
         output.finish(record, lambda console: _print_summary(record, console), agl("store", "list", server=url))
 
@@ -166,9 +167,7 @@ class Options:
 
     server: str
     agent: AgentLike | None
-    reward: str | None
     token: str | None
-    redirect: bool | None
     drain_seconds: float | None
     patience: float
     runner: Mapping[str, Any]
@@ -231,8 +230,6 @@ def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
         options.agent,
         secret=attempt_secret(options.token),
         server_url=options.server,
-        reward=options.reward,
-        redirect=options.redirect,
         poll_seconds=POLL_SECONDS,
         patience=options.patience,
         **options.runner,
@@ -250,7 +247,7 @@ async def _start(options: Options, runner: Runner) -> None:
 
 async def _redirects(options: Options) -> bool | None:
     """Whether model calls are redirected to the server by default; None: only if the resources of a rollout say so."""
-    return (options.redirect is None and await has_model(options.server, options.token)) or None
+    return (options.runner["redirect"] is None and await has_model(options.server, options.token)) or None
 
 
 async def _check_server(options: Options, store: LightningStoreBase) -> None:

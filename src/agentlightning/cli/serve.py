@@ -25,7 +25,7 @@ from agentlightning.cli.opening import (
     read_routing,
 )
 from agentlightning.cli.options import Json, LogFormat, Models, Routes, Store, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import Output, open_output
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -140,8 +140,7 @@ def serve(
       agl serve --store hub.db --model support=models/current --keep-days 30
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         import uvloop
 
         from agentlightning.observability import logs

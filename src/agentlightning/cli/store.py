@@ -18,7 +18,7 @@ from rich.console import Console
 from agentlightning.cli.formatting.units import retention_from, show_size
 from agentlightning.cli.opening import POSTGRES, store_to_read, weights_of
 from agentlightning.cli.options import Json, RewardWeights, RunStore, Store, Token
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table
 from agentlightning.errors import ConfigError
 
@@ -93,8 +93,7 @@ def run_verb(
     work: Callable[[Output, Progress], Awaitable[Result]],
 ) -> None:
     """Run the work of a verb and print its result."""
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.util.progress import Progress
 
         async def main() -> Result:
@@ -341,8 +340,9 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
             async with in_background(_show_phase_later(progress, "vacuuming")):
                 await opened.vacuum()
             after = (await opened.statistics())["bytes"]
+        text = f"{show_size(before)} before, {show_size(after)} now"
         record, stats = {"bytes_before": before, "bytes": after}, agl("store", "stats", store=store, server=server)
-        return record, lambda console: _show_vacuum(before, after, console), stats
+        return record, lambda console: console.print(text), stats
 
     run_verb(as_json, work)
 
@@ -350,10 +350,6 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
 async def _show_phase_later(progress: Progress, name: str) -> None:
     await asyncio.sleep(PROGRESS_SECONDS)
     progress.phase(name)
-
-
-def _show_vacuum(before: int, after: int, console: Console) -> None:
-    console.print(f"{show_size(before)} before, {show_size(after)} now")
 
 
 # -- export and import -----------------------------------------------------------------------------------------------

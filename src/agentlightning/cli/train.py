@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
+from agentlightning.cli.opening import overrides
 from agentlightning.cli.options import Agent, Data, Environment, Json, Model, NewRun, Reward, Token
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.viewing.live import LiveProgress
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ def train(
       agl train --config train.toml --run runs/lora policy.lora.r=16 algorithm.optimizer.lr=1e-4
       agl train --resume runs/lora algorithm.steps=200
     """
-    output = Output(as_json)
     directory = resume or run
-    with errors_reported(output, lambda: directory):
+    with open_output(as_json, lambda: directory) as output:
         shortcuts = {
             "env": env,
             "agent": agent,
@@ -86,8 +85,7 @@ def train(
             "policy.model": model,
             "run.seed": seed,
         }
-        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-        changes = [*given, *(settings or [])]
+        changes = overrides(shortcuts, settings)
         again = agl(
             "train",
             *(settings or []),
@@ -106,7 +104,9 @@ def train(
         resolved = _resolve(changes, config, run, resume)
         store = _store(server, token)
         if print_config:
-            _print_settings(resolved)
+            from agentlightning.util.settings import dump_toml
+
+            typer.echo(dump_toml(resolved), nl=False)
             return
         from agentlightning.cli.formatting.training_report import finish
         from agentlightning.trainer import Trainer
@@ -164,9 +164,3 @@ def _store(server: str | None, token: str | None) -> LightningStoreClient | None
     from agentlightning.store.http.client import LightningStoreClient
 
     return LightningStoreClient(server, token)
-
-
-def _print_settings(settings: TrainConfig) -> None:
-    from agentlightning.util.settings import dump_toml
-
-    typer.echo(dump_toml(settings), nl=False)

@@ -12,7 +12,7 @@ import typer
 
 from agentlightning.cli.formatting.units import show_size
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 
 if TYPE_CHECKING:
     from agentlightning_weights.pull import Pulled, WeightPuller
@@ -49,8 +49,7 @@ def pull(
     as_json: Json = False,
 ) -> None:
     """Pull the newest version: what changed since the one that is here, or all of it."""
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning_weights.pull import WeightPuller
 
         puller = WeightPuller(url, directory)

@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import typer
 
 from agentlightning.cli.opening import run_or_newest, weights_of
-from agentlightning.cli.options import Json, RewardWeights, Run
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.options import GivenStore, Json, RewardWeights, Run
+from agentlightning.cli.output import agl, open_output
 from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
@@ -39,7 +39,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
-    store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
+    store: GivenStore = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     reward_weights: RewardWeights = None,
     precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
@@ -52,8 +52,7 @@ def export(
       agl export runs/first --to gguf --out my-model.gguf
       agl export runs/first --to trl-jsonl --min-reward 0.5
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.errors import ConfigError
         from agentlightning.training.export import Selection, export_dataset, export_weights
 

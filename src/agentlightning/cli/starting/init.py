@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 from agentlightning.cli.starting.folder import KINDS, Kind, write_folder
 from agentlightning.errors import ConfigError
 
@@ -33,8 +33,7 @@ def init(
       agl init my-agent --kind function
       agl init --kind langgraph
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         chosen = KINDS[kind] if kind is not None else _ask()
         written = write_folder(directory, chosen)
         record = {

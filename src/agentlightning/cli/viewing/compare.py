@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, agl, errors_reported
+from agentlightning.cli.output import agl, open_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,8 +50,7 @@ def compare(
       agl compare runs/grpo-1 runs/grpo-2 runs/dapo-1 runs/dapo-2
       agl compare runs/*
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         found = configurations(runs)
         record = record_of(found)
         output.finish(record, lambda console: _print(record, console), agl("report", runs[0]))

@@ -15,7 +15,7 @@ import typer
 
 from agentlightning.cli.opening import POSTGRES
 from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import Output, open_output
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -50,8 +50,7 @@ def dashboard(
       agl dashboard --demo
       agl dashboard runs/first --port 8000
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         asyncio.run(_until_stopped(_serve(target, demo, host, port, token, browser, output)))
 
 

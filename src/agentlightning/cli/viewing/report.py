@@ -9,10 +9,8 @@ from typing import Annotated
 import typer
 
 from agentlightning.cli.opening import run_or_newest
-from agentlightning.cli.options import Json, Run
-from agentlightning.cli.output import Output, agl, errors_reported
-
-Store = Annotated[str | None, typer.Option(help="The store of the run, where it was given one.", show_default=False)]
+from agentlightning.cli.options import GivenStore, Json, Run
+from agentlightning.cli.output import agl, open_output
 
 
 def report(
@@ -22,7 +20,7 @@ def report(
         Path | None, typer.Option(help="File to write (default: RUN/report.html; text is printed).", show_default=False)
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
-    store: Store = None,
+    store: GivenStore = None,
     as_json: Json = False,
 ) -> None:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
@@ -32,8 +30,7 @@ def report(
       agl report
       agl report runs/first --html --out first.html
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         run = run_or_newest(run)
         text = asyncio.run(_report(run, html, examples, store))
         path = out or (run / "report.html" if html else None)

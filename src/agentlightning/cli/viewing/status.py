@@ -12,8 +12,8 @@ from rich.console import Console
 
 from agentlightning.cli.opening import run_or_newest
 from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, agl, errors_reported
-from agentlightning.cli.viewing.remote_status import is_url, remote_status
+from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.viewing.remote_status import is_url, remote_status, reward_figures
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
 from agentlightning.util.sparkline import sparkline
@@ -52,8 +52,7 @@ def status(
       agl status runs/first --json
       agl status http://hub:4747 --run first
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         if target is not None and is_url(target):
             record, rewards = remote_status(target, token, name)
             after = []
@@ -79,7 +78,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
     """The state of a run as JSON values."""
     from agentlightning.training.persistence.checkpoints import prompts_of
 
-    state, rewards = found.state, [each.reward for each in records if each.reward is not None]
+    state = found.state
     validated = next((each for each in reversed(records) if each.validation), None)
     # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
     total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
@@ -97,9 +96,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "steps": total,
         "seconds": round(state.seconds, 1),
         "seconds_left": None if left is None else round(left, 1),
-        "reward": rewards[-1] if rewards else None,
-        "first_reward": rewards[0] if rewards else None,
-        "best_reward": max(rewards) if rewards else None,
+        **reward_figures([each.reward for each in records]),
         "start": means,
         "validation": dict(validated.validation) if validated else {},
         "validated_at": validated.step if validated else None,
