@@ -150,7 +150,7 @@ def test_a_store_that_is_named_or_of_recorded_commands_comes_before_the_newest_r
         (("eval", "--run", "runs/second"), ["agl report runs/second"]),
         (
             ("eval", "--agent", "agent.py:solve", "--data", "tasks of mine.jsonl"),
-            ["agl train --agent agent.py:solve --data 'tasks of mine.jsonl' --dry-run"],
+            ["agl train --dry-run --agent agent.py:solve --data 'tasks of mine.jsonl'"],
         ),
         (("export", "runs/second", "--to", "openai-jsonl"), None),
         (("store", "stats"), ["agl store list --store runs/second/store.db"]),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,6 @@ from agentlightning.cli.output import open_output
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
-    from agentlightning.util.settings import Section
-
-S = TypeVar("S", bound="Section")
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
@@ -73,10 +70,12 @@ def sft(
     def algorithm(opened: LightningStore | None) -> Any:
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
         from agentlightning.errors import ConfigError
+        from agentlightning.util.settings import load_settings
 
         if (data is None) == (store is None):
             raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
-        config = _settings(SFTConfig, seed, target_agent, settings)
+        named = {"seed": seed, "target_agent": target_agent}
+        config = load_settings(SFTConfig, overrides=overrides(named, settings))
         records: Any = data
         if opened is not None:
             records = opened.get_successful_trajectories(
@@ -125,11 +124,13 @@ def dpo(
     def algorithm(opened: LightningStore | None) -> Any:
         from agentlightning.algorithms.preference import DPO, DPOConfig
         from agentlightning.errors import ConfigError
+        from agentlightning.util.settings import load_settings
 
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
-        weighed = overrides({"reward_weights": weights_of(reward_weights, store)}, settings)
-        return DPO(_settings(DPOConfig, seed, target_agent, weighed), data=data)
+        weights = weights_of(reward_weights, store)
+        named = {"seed": seed, "target_agent": target_agent, "reward_weights": weights}
+        return DPO(load_settings(DPOConfig, overrides=overrides(named, settings)), data=data)
 
     given = {"settings": settings, "--model": model, "--data": data, "--run": run}
     options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
@@ -147,12 +148,6 @@ class _Options:
     held_out: str | None
     checkpoint_every: int | None
     resume: Path | None
-
-
-def _settings(kind: type[S], seed: int, target_agent: str | None, settings: list[str] | None) -> S:
-    from agentlightning.util.settings import load_settings
-
-    return load_settings(kind, overrides=overrides({"seed": seed, "target_agent": target_agent}, settings))
 
 
 def _learn(

@@ -27,8 +27,9 @@ def finish(result: TrainingResult, output: Output) -> None:
     weights."""
     gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
     after = agl("report" if gained else "doctor", result.run_dir)
-    verb = ["export", "--to", "hf"] if holds_weights(result.checkpoint) else ["dashboard"]
-    output.finish(result.as_json(), lambda console: print_result(result, console), after, agl(*verb, result.run_dir))
+    run, weights = result.run_dir, holds_weights(result.checkpoint)
+    learned = agl("export", run, to="hf") if weights else agl("dashboard", run)
+    output.finish(result.as_json(), lambda console: print_result(result, console), after, learned)
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
@@ -80,9 +81,7 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     records, _ = read_records(result.run_dir / "metrics.jsonl")
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
     if flat:
-        console.print(
-            f"groups without spread: {flat} of {groups}; the rewards within each were equal: nothing to learn"
-        )
+        console.print(f"groups without spread: {flat} of {groups}, within which all rewards were equal")
     if result.failed_rollouts:
         for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):
             console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)
