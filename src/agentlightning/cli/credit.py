@@ -56,8 +56,8 @@ def compare(
         chosen = [_rule(each) for each in rules] if rules else RULES.names()
         recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
-        best = max(found.signals, key=lambda each: each.snr, default=None)
-        after = [] if best is None else [agl("train", f"algorithm.credit={best.rule}", "--dry-run")]
+        best = sorted(found.signals, key=lambda each: -each.snr)[:1]
+        after = [agl("train", f"algorithm.credit={each.rule}", "--dry-run") for each in best]
         output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 

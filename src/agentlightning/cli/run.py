@@ -454,12 +454,6 @@ def _summary(
     )
 
 
-def _store_option(store: str) -> dict[str, str]:
-    if store == database_name(None):
-        return {}
-    return {"server" if store.startswith("http") else "store": store}
-
-
 def _print_summary(summary: Summary, console: Console) -> None:
     failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
@@ -468,13 +462,16 @@ def _print_summary(summary: Summary, console: Console) -> None:
         calls = NOT_REDIRECTED.removeprefix(CALLS)
     elif not summary.calls:
         calls = NO_CALLS.removeprefix(CALLS)
+    place = {} if summary.store == database_name(None) else {"store": summary.store}
+    if summary.store.startswith("http"):
+        place = {"server": summary.store}
     lines = {
         "rollout": f"{summary.rollout_id} {summary.status} in {summary.seconds:.1f} s, in {summary.store}",
         "calls": calls,
         "agents": ", ".join(summary.agents),
         "reward": "none" if summary.reward is None else str(summary.reward),
         "error": summary.error or "",
-        "see": agl("store", "show", summary.rollout_id, **_store_option(summary.store)),
+        "see": agl("store", "show", summary.rollout_id, **place),
     }
     for name, text in lines.items():
         if text:
