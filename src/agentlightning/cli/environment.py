@@ -63,9 +63,9 @@ def _requirements() -> dict[str, set[str]]:
     """The packages that each extra installs; "" are those that are always there."""
     found = defaultdict[str, set[str]](set)
     for line in requires("agentlightning") or []:
-        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)", line)
-        if name is not None and name[0] != "agentlightning":
-            found[extra[1] if extra else ""].add(name[0])
+        name, extra = re.split(r"[^\w.-]", line)[0], re.search(r"extra == ['\"]([\w-]+)", line)
+        if name != "agentlightning":
+            found[extra[1] if extra else ""].add(name)
     del found["dev"]
     return found
 
@@ -111,12 +111,11 @@ def _torch() -> dict[str, Any] | None:
     try:
         import torch
     except Exception as error:  # noqa: BLE001  a broken installation is what may be reported
-        return {"problem": f"{type(error).__name__}: {error}"}
-    cuda = torch.cuda.is_available()
+        return {"problem": repr(error)}
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())] if cuda else [],
+        "devices": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
         "mps": torch.backends.mps.is_available(),
     }
 

@@ -63,7 +63,6 @@ PLAIN: Final[dict[str, Any]] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
 }
-ANY_ARGUMENTS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 class Verb(TyperCommand):
@@ -158,7 +157,8 @@ def _refusal(name: str, error: ConfigError) -> TyperCommand:
         with open_output(as_json=False):
             raise error
 
-    return TyperCommand(name, callback=refuse, hidden=True, context_settings=ANY_ARGUMENTS)
+    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(name, callback=refuse, hidden=True, context_settings=any_arguments)
 
 
 def build() -> typer.Typer:
