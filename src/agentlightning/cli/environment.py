@@ -109,15 +109,11 @@ def _torch() -> dict[str, Any] | None:
     if find_spec("torch") is None:
         return None
     try:
-        import torch
+        from agentlightning.policy.devices import torch_devices
+
+        return torch_devices()
     except Exception as error:  # noqa: BLE001  a broken installation is what may be reported
         return {"problem": repr(error)}
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
-        "mps": torch.backends.mps.is_available(),
-    }
 
 
 def installed_extensions() -> list[dict[str, str]]:
