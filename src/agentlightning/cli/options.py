@@ -39,7 +39,7 @@ Store = Annotated[
 ]
 Run = Annotated[
     Path | None,
-    typer.Argument(help="The directory of a run (default: the newest below runs).", show_default=False),
+    typer.Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).", show_default=False),
 ]
 RunStore = Annotated[
     Path | None,

@@ -48,7 +48,13 @@ def pull(
     engine: Kind = "vllm",
     as_json: Json = False,
 ) -> None:
-    """Pull the newest version: what changed since the one that is here, or all of it."""
+    """Pull the newest version: what changed since the one that is here, or all of it.
+
+    \b
+    Examples:
+      agl weights pull s3://bucket/run /models/run
+      agl weights pull s3://bucket/run /models/run --follow --model-server http://localhost:8000
+    """
     with open_output(as_json) as output:
         from agentlightning_weights.pull import WeightPuller
 
