@@ -123,7 +123,7 @@ def main(folder: Path, sessions: int = 400, golden: int = 150) -> dict[str, Any]
     port, web = free_port(), free_port()
     server, service = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{web}"
     agl_program = str(Path(sys.executable).with_name("agl"))
-    serve = [agl_program, "serve", "--db", str(store), "--port", str(port), "--model", f"support={current}"]
+    serve = [agl_program, "serve", "--store", str(store), "--port", str(port), "--model", f"support={current}"]
     app = [sys.executable, "-m", "uvicorn", "service:app", "--port", str(web), "--log-level", "warning"]
     night = [sys.executable, "learn.py", "--store", str(store), "--current", str(current), "--golden", str(labelled)]
     environment = {"AGL_STORE": server, "AGL_TOKEN": "", "OPENAI_BASE_URL": f"{server}/v1", "OPENAI_API_KEY": "none"}

@@ -45,7 +45,7 @@ def serving(model: str, store: Path, log: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     agl_program = str(Path(sys.executable).with_name("agl"))
-    command = [agl_program, "serve", "--db", str(store), "--port", str(port), "--model", f"policy={model}"]
+    command = [agl_program, "serve", "--store", str(store), "--port", str(port), "--model", f"policy={model}"]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"

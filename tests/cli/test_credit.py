@@ -143,7 +143,7 @@ def test_too_little_data_is_refused_in_words(agl: Agl, tmp_path: Path, records: 
     [
         (("--rule", "{oops"), "is not JSON"),
         (("--mode", "tests"), "choose train, val or test"),
-        (("--reward-weights", "1"), "is not a JSON object"),
+        (("--reward-weights", "1"), "reward_weights"),
         (("--target-agent", "nobody"), "nobody"),
     ],
 )
@@ -153,6 +153,18 @@ def test_impossible_options_are_refused_in_words(
     done = agl("compare", recorded, *options)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_the_store_may_be_given_as_before_and_its_option_is_named(agl: Agl, recorded: str) -> None:
+    before, now = agl("compare", recorded, "--json"), agl("compare", "--store", recorded, "--json")
+    assert result(before) == result(now)
+    assert before.stderr.splitlines() == [f"STORE is an option now: --store {recorded}"]
+    assert now.stderr == ""
+
+
+def test_it_ends_with_the_command_that_trains_with_the_best_rule(agl: Agl, recorded: str) -> None:
+    last = agl("compare", "--store", recorded, "--rule", "group_relative").stdout.splitlines()[-1]
+    assert last == "next  agl train algorithm.credit=group_relative --dry-run"
 
 
 def test_a_store_that_is_not_there_is_not_made(agl: Agl, tmp_path: Path) -> None:

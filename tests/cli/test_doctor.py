@@ -166,15 +166,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(invoke, tmp_path, prepare, comp
     assert complaint in done.output + done.stderr
 
 
-def test_without_a_run_it_lists_what_is_installed_and_what_is_wrong_with_it(
-    invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    about = tmp_path / "lab-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[agentlightning.losses]\nplain = lab_gone:Plain\nppo = pathlib:Path\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    result = invoke("doctor")
-    assert result.exit_code == 1, result.output
-    assert "lab_gone:Plain (not found in" in result.stdout.replace("\n", "")
-    assert "ppo is a name of this package" in result.stdout.replace("\n", " ")
+def test_without_a_run_there_is_nothing_to_examine(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = invoke("doctor")
+    assert (done.exit_code, "there is no run below runs" in done.stderr) == (2, True)

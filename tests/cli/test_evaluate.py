@@ -35,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("agent.py").write_text(AGENT)
     tasks = [{"n": n, "level": "easy" if n < 8 else "hard", **({"fails": True} if n == 9 else {})} for n in range(10)]
     Path("tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    return ["--dataset", "tasks.jsonl"]
+    return ["--data", "tasks.jsonl"]
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_an_agent_that_reads_its_task_from_the_environment_is_measured(job: list
     Path("chat_agent.py").write_text(TASK_OF_THE_ENVIRONMENT)
     Path("pairs.jsonl").write_text("".join(json.dumps({"q": n, "a": n % 2}) + "\n" for n in range(4)))
     env = 'runner.env={QUESTION = "q", ANSWER = "a"}'
-    found = run("--agent", "chat_agent.py:ChatAgent", "--dataset", "pairs.jsonl", env)
+    found = run("--agent", "chat_agent.py:ChatAgent", "--data", "pairs.jsonl", env)
     assert (found["reward"], found["missing_rollouts"]) == (0.5, 0)
 
 
@@ -97,7 +97,7 @@ def test_settings_of_the_runner_reach_the_agent(job: list[str]) -> None:
     Path("slow.py").write_text("import time\ndef solve(task):\n    time.sleep(task['n'])\n    return 1.0\n")
     Path("two.jsonl").write_text('{"n": 0}\n{"n": 30}\n')
     options = ["runner.timeout_seconds=0.5", "runner.max_attempts=1", "runner.max_failed_share=1.0"]
-    found = run("--agent", "slow.py:solve", "--dataset", "two.jsonl", *options)
+    found = run("--agent", "slow.py:solve", "--data", "two.jsonl", *options)
     assert (found["measured"], found["reasons"]) == (1, {"failed": 1})
 
 

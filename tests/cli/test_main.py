@@ -27,8 +27,8 @@ main()
     ("module", "arguments"),
     [
         ("agentlightning.cli.main", ["--help"]),
-        ("agentlightning.cli.train", ["--help"]),
-        ("rich.console", ["--help"]),
+        ("agentlightning.cli.train", ["train", "--help"]),
+        ("rich.console", ["train", "--help"]),
         ("agentlightning.training.health.examination", ["doctor", "."]),
     ],
 )

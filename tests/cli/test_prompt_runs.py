@@ -79,7 +79,7 @@ def run(server: PromptWorldServer, tmp_path_factory: pytest.TempPathFactory) -> 
         budget = {{ calls = 300, money = 2.0 }}
         """
     )
-    done = agl_program(place, "train", "--config", "run.toml", "--run-dir", "run")
+    done = agl_program(place, "train", "--config", "run.toml", "--run", "run")
     assert done.returncode == 0, done.stderr
     (place / "printed.txt").write_text(done.stdout + done.stderr)
     return place / "run"

@@ -93,7 +93,7 @@ def test_without_weights_an_export_names_the_dimensions(run: Path) -> None:
 def test_supervised_learning_and_preferences_name_them_too(run: Path) -> None:
     (run / "config.toml").write_text("")
     for verb in ("sft", "dpo"):
-        said = call(verb, "--store", run / "store.db", "--model", "tiny", "--run-dir", run.parent / verb)
+        said = call(verb, "--store", run / "store.db", "--model", "tiny", "--run", run.parent / verb)
         assert "no weight for reward dimensions ['right', 'short']" in said, said
         assert "--reward-weights" in said
         assert not (run.parent / verb).exists()
@@ -101,5 +101,5 @@ def test_supervised_learning_and_preferences_name_them_too(run: Path) -> None:
 
 @pytest.mark.parametrize("option", [(), ("--reward-weights", '{"right": 3.0, "short": 1.0}')])
 def test_supervised_learning_selects_by_the_weighed_reward(run: Path, option: Any) -> None:
-    words = ("sft", "--store", run / "store.db", "--model", "tiny", "--threshold", 5, "--run-dir", run.parent / "sft")
+    words = ("sft", "--store", run / "store.db", "--model", "tiny", "--threshold", 5, "--run", run.parent / "sft")
     assert ("from 1 to 4" if option else "from 0.1 to 1.1") in call(*words, *option)

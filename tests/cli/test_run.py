@@ -424,7 +424,7 @@ sys.exit(5)
 
 @pytest.mark.slow
 def test_a_server_records_it_too(start, run, clean):
-    server = start("serve", "--port", "0", "--db", "s.db", "--json", AGL_TOKEN="t0p")
+    server = start("serve", "--port", "0", "--store", "s.db", "--json", AGL_TOKEN="t0p")
     url = server.line()["url"]
     code, summary = run("--server", url, "--token", "t0p", "--reward", "0.5", "--", "true")
     assert (code, summary["reward"], summary["store"]) == (0, 0.5, url)

@@ -17,7 +17,7 @@ RUNNER = ("runner", "--agent", "agent.py:work", "--json")
 @pytest.fixture
 async def server(start):
     """(program, url, client) of `agl serve`."""
-    program = start("serve", "--port", "0", "--db", "s.db", "--json")
+    program = start("serve", "--port", "0", "--store", "s.db", "--json")
     url = program.line()["url"]
     client = LightningStoreClient(url)
     yield program, url, client
@@ -139,7 +139,7 @@ async def test_with_fresh_processes_every_attempt_has_its_own(start, server, tmp
 
 @pytest.mark.slow
 async def test_a_token_is_needed_and_the_agents_keys_follow_from_it(start, tmp_path):
-    program = start("serve", "--port", "0", "--db", ":memory:", "--json", AGL_TOKEN="t0p")
+    program = start("serve", "--port", "0", "--store", ":memory:", "--json", AGL_TOKEN="t0p")
     url = program.line()["url"]
     stranger = start(*RUNNER, "--server", url, AGL_TOKEN="wrong")
     assert await asyncio.to_thread(stranger.process.wait, 30) == 1
@@ -168,7 +168,7 @@ async def test_a_server_that_restarts_costs_nothing(start, server, tmp_path):
     gate.touch()
     await asyncio.sleep(1.5)  # the agent ends and reports to nobody
     assert runner.process.poll() is None
-    start("serve", "--port", url.rsplit(":", 1)[1], "--db", "s.db", "--json").line()
+    start("serve", "--port", url.rsplit(":", 1)[1], "--store", "s.db", "--json").line()
     after = await enqueue(client, {}, {})
     assert await ends(client, [under_way, *after]) == ["succeeded"] * 3
     assert len(await client.query_attempts(under_way.rollout_id)) == 1

@@ -30,15 +30,15 @@ def refused(result) -> str:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
 def test_an_address_others_can_reach_needs_a_token(invoke, host):
-    assert "--no-token" in refused(invoke("serve", "--host", host, "--db", ":memory:"))
+    assert "--no-token" in refused(invoke("serve", "--host", host, "--store", ":memory:"))
 
 
 def test_a_token_that_nobody_could_send_is_refused_and_not_shown(invoke):
-    assert "b\nd" not in refused(invoke("serve", "--db", ":memory:", "--token", "b\nd"))
+    assert "b\nd" not in refused(invoke("serve", "--store", ":memory:", "--token", "b\nd"))
 
 
 def test_a_path_that_cannot_be_written_is_named(invoke):
-    assert "/proc/nowhere" in refused(invoke("serve", "--port", "0", "--db", "/proc/nowhere/store.db"))
+    assert "/proc/nowhere" in refused(invoke("serve", "--port", "0", "--store", "/proc/nowhere/store.db"))
 
 
 def test_a_database_of_a_newer_version_is_refused_with_advice(invoke, tmp_path):
@@ -46,7 +46,7 @@ def test_a_database_of_a_newer_version_is_refused_with_advice(invoke, tmp_path):
     with sqlite3.connect(tmp_path / "s.db") as database:
         database.execute("UPDATE about SET value = '99' WHERE name = 'schema_version'")
     database.close()
-    assert "99" in refused(invoke("serve", "--port", "0", "--db", str(tmp_path / "s.db")))
+    assert "99" in refused(invoke("serve", "--port", "0", "--store", str(tmp_path / "s.db")))
 
 
 def test_a_port_in_use_is_named(invoke):
@@ -54,31 +54,33 @@ def test_a_port_in_use_is_named(invoke):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"127.0.0.1:{port}" in refused(invoke("serve", "--port", str(port), "--db", ":memory:"))
+        assert f"127.0.0.1:{port}" in refused(invoke("serve", "--port", str(port), "--store", ":memory:"))
 
 
 def test_host_and_port_may_come_from_the_environment(invoke, monkeypatch):
     monkeypatch.setenv("AGL_SERVER_HOST", "0.0.0.0")
-    assert "0.0.0.0" in refused(invoke("serve", "--db", ":memory:"))
+    assert "0.0.0.0" in refused(invoke("serve", "--store", ":memory:"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("AGL_SERVER_PORT", str(taken.getsockname()[1]))
         monkeypatch.setenv("AGL_SERVER_HOST", "127.0.0.1")
-        assert str(taken.getsockname()[1]) in refused(invoke("serve", "--db", ":memory:"))
+        assert str(taken.getsockname()[1]) in refused(invoke("serve", "--store", ":memory:"))
 
 
 def test_an_origin_that_is_no_site_is_named(invoke):
-    assert "'mine'" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--allow-origin", "mine"))
+    assert "'mine'" in refused(invoke("serve", "--port", "0", "--store", ":memory:", "--allow-origin", "mine"))
 
 
 def test_a_model_that_is_no_directory_is_named(invoke):
-    assert "/no/such/model" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--model", "/no/such/model"))
+    assert "/no/such/model" in refused(
+        invoke("serve", "--port", "0", "--store", ":memory:", "--model", "/no/such/model")
+    )
 
 
 def test_a_size_that_is_none_is_refused(invoke):
-    assert "much" in refused(invoke("serve", "--db", ":memory:", "--keep-size", "much"))
-    assert "plenty" in refused(invoke("serve", "--db", ":memory:", "--max-body", "plenty"))
+    assert "much" in refused(invoke("serve", "--store", ":memory:", "--keep-size", "much"))
+    assert "plenty" in refused(invoke("serve", "--store", ":memory:", "--max-body", "plenty"))
 
 
 # -- its life --------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def test_a_size_that_is_none_is_refused(invoke):
 
 @pytest.mark.slow
 async def test_it_serves_store_metrics_and_gateway_and_ends_in_good_order(start, tmp_path):
-    options = ("--port", "0", "--db", "s.db", "--max-body", "100KB", "--json")
+    options = ("--port", "0", "--store", "s.db", "--max-body", "100KB", "--json")
     program = start("serve", *options, AGL_TOKEN="open-sesame")
     said = program.line()
     url = said["url"]
@@ -136,7 +138,7 @@ def _waiters(text):
 
 @pytest.mark.slow
 async def test_a_second_signal_ends_it_at_once(start):
-    program = start("serve", "--port", "0", "--db", ":memory:", "--json")
+    program = start("serve", "--port", "0", "--store", ":memory:", "--json")
     url = program.line()["url"]
     client = LightningStoreClient(url)
     started = await client.start_rollout("a task")
@@ -160,7 +162,7 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
     from agentlightning.models.tiny import make_tiny
 
     await asyncio.to_thread(make_tiny, tmp_path / "small", [{"messages": [{"role": "user", "content": "hello"}]}])
-    program = start("serve", "--port", "0", "--db", ":memory:", "--json", "--model", "pupil=small")
+    program = start("serve", "--port", "0", "--store", ":memory:", "--json", "--model", "pupil=small")
     url = program.line(60)["url"]
     client = LightningStoreClient(url)
     started = await client.start_rollout("a task")
@@ -177,8 +179,8 @@ async def test_it_answers_model_calls_with_the_model_it_was_given(start, tmp_pat
 
 @pytest.mark.slow
 async def test_spans_are_sent_on_and_traces_of_nobody_adopted(start):
-    second = start("serve", "--port", "0", "--db", ":memory:", "--json", "--adopt-traces").line()["url"]
-    first = start("serve", "--port", "0", "--db", ":memory:", "--json", "--otlp-export", second)
+    second = start("serve", "--port", "0", "--store", ":memory:", "--json", "--adopt-traces").line()["url"]
+    first = start("serve", "--port", "0", "--store", ":memory:", "--json", "--otlp-export", second)
     here, there = LightningStoreClient(first.line()["url"]), LightningStoreClient(second)
     started = await here.start_rollout("a task")
     await here.add_span(Span(started.rollout_id, started.attempt.attempt_id, "work", 1.0, 2.0))
@@ -238,7 +240,7 @@ def test_models_of_tinker_are_served_to_those_with_the_token_and_weights_go_wher
     from tests.support.models import tiny_checkpoint
 
     tiny_checkpoint(tmp_path / "model")
-    arguments = ("--port", "0", "--db", "s.db", "--tinker", "small=model", "--tinker-weights", "kept", "--json")
+    arguments = ("--port", "0", "--store", "s.db", "--tinker", "small=model", "--tinker-weights", "kept", "--json")
     program = start("serve", *arguments, AGL_TOKEN="secret")
     url = program.line(90)["url"] + "/api/v1"
     assert httpx.get(f"{url}/get_server_capabilities").status_code == 401
@@ -256,4 +258,4 @@ def test_models_of_tinker_are_served_to_those_with_the_token_and_weights_go_wher
 
 
 def test_a_tinker_model_that_is_no_directory_is_named(invoke):
-    assert "nowhere" in refused(invoke("serve", "--port", "0", "--db", ":memory:", "--tinker", "x=./nowhere"))
+    assert "nowhere" in refused(invoke("serve", "--port", "0", "--store", ":memory:", "--tinker", "x=./nowhere"))

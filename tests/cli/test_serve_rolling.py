@@ -115,7 +115,7 @@ async def test_servers_are_replaced_under_calls_and_none_is_lost(start, tmp_path
         (tmp_path / "routes.toml").write_text(ROUTES.format(provider))
 
         def serve(name):
-            arguments = ("--port", "0", "--db", f"{name}.db", "--routes", "routes.toml", "--json")
+            arguments = ("--port", "0", "--store", f"{name}.db", "--routes", "routes.toml", "--json")
             return start("serve", *arguments, "--drain-seconds", str(DRAIN_SECONDS), THEIR_KEY="sk-1")
 
         old = [serve("a"), serve("b")]
@@ -151,7 +151,7 @@ async def test_a_call_in_progress_finishes_within_the_grace_and_is_cut_off_after
     async with slow_provider(asked) as provider:
         (tmp_path / "routes.toml").write_text(ROUTES.format(provider))
         for grace, finishes in (("5", True), ("0", False)):
-            arguments = ("--port", "0", "--db", f"{grace}.db", "--routes", "routes.toml", "--json")
+            arguments = ("--port", "0", "--store", f"{grace}.db", "--routes", "routes.toml", "--json")
             program = start("serve", *arguments, "--grace-seconds", grace, THEIR_KEY="sk-1")
             async with await caller_of((await asyncio.to_thread(program.line))["url"]) as client:
                 call = asyncio.create_task(client.post("/chat/completions", json=REQUEST))

@@ -79,7 +79,7 @@ def servers(folder, database, ports, provider):
     (folder / "routes.toml").write_text(ROUTES.format(provider) + 'api_key_env = "THEIR_KEY"\n')
     started = []
     for port in ports:
-        arguments = ["serve", "--port", str(port), "--db", database, "--routes", str(folder / "routes.toml")]
+        arguments = ["serve", "--port", str(port), "--store", database, "--routes", str(folder / "routes.toml")]
         log = (folder / f"{port}.log").open("wb")
         environment = {"PATH": "/usr/bin:/bin", "THEIR_KEY": f"key-{port}", "HOME": str(folder)}
         started.append(subprocess.Popen([AGL, *arguments], cwd=folder, env=environment, stdout=log, stderr=log))

@@ -94,7 +94,7 @@ def test_it_starts_every_part_on_its_node_trains_and_stops_them(run, tmp_path):
     }
     [train] = [call for call in calls if call[2] == "train"]
     assert calls.index(train) > max(n for n, call in enumerate(calls) if call[2] == "serve" and call[-1] == "started")
-    assert {"--run-dir", "policy.processes=4", f'policy.servers.urls=["http://{SECOND}:8000"]'} <= set(train)
+    assert {"--run", "policy.processes=4", f'policy.servers.urls=["http://{SECOND}:8000"]'} <= set(train)
     assert {(call[1], call[2]) for call in calls if call[-1] == "stopped"} == {
         ("agl", "serve"), ("agl", "runner"), ("vllm", "serve")
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_submitted_again_it_resumes_and_its_status_is_that_of_the_training(run, 
     assert status == 3
     [train] = [call for call in calls if call[2] == "train"]
     assert "--resume" in train
-    assert "--dataset" not in train
+    assert "--data" not in train
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ BAD_INPUT = {
     "a setting of the wrong type": (["algorithm.steps=many"], "algorithm.steps"),
     "weights that are cut short": (["--model", "cut"], "weights in .*cut cannot be read"),
     "a run directory that is a file": (["--run-dir", "tasks.jsonl"], "tasks.jsonl is no directory"),
-    "a run to resume and another directory": (["--resume", "nothing", "--run-dir", "x"], "leave out --run-dir x"),
+    "a run to resume and another directory": (["--resume", "nothing", "--run-dir", "x"], "leave out --run x"),
     "a run to resume that is none": (["--resume", "nothing"], "nothing"),
 }
 

@@ -98,7 +98,7 @@ def test_an_agent_trains(name, request, tmp_path):
     program, file = COMMANDS[name]
     small = ["algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "policy.max_context=256"]
     command = [AGL, "train", "--agent", f"{program} {directory / file}", "--reward", f"{directory}/reward.py:score"]
-    command += ["--dataset", "tasks.jsonl", "--json", "--run-dir", "run", "evaluation.every=0", *small]
+    command += ["--data", "tasks.jsonl", "--json", "--run", "run", "evaluation.every=0", *small]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MAX_TOKENS": "24"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def test_both_learn_the_calculator(algorithm: str, tmp_path: Path) -> None:
     shutil.copytree(HERE, folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True)
-    command = [AGL, "train", "--config", "train.toml", "--run-dir", "run", "--json", f"algorithm.type={algorithm}"]
+    command = [AGL, "train", "--config", "train.toml", "--run", "run", "--json", f"algorithm.type={algorithm}"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     gain = json.loads(done.stdout.splitlines()[-1])["held_out"]["sampled"]

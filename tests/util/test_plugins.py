@@ -117,12 +117,12 @@ def test_files_of_one_name_in_three_folders_are_three_modules(tmp_path: Path) ->
     assert found == ["a", "b", "c"]
 
 
-def test_doctor_names_every_kind_that_is_installed(folder: Path) -> None:
+def test_env_names_every_kind_that_is_installed(folder: Path) -> None:
     from agentlightning.cli.main import build
 
     install(folder, "routes", "lab", "def Part(): ...", "server_routes")
     install(folder, "unloadable", "lab", "import no_such_module", "publishers")
-    result = CliRunner().invoke(build(), ["doctor"])
+    result = CliRunner().invoke(build(), ["env"])
     lines = [line for line in result.output.splitlines() if "lab" in line]
-    assert any(line.startswith("server_routes  lab  routes_part:Part") for line in lines), result.output
+    assert any(line.startswith("extension  server_routes  lab  routes_part:Part") for line in lines), result.output
     assert (result.exit_code, "unloadable_part.py" in result.output.replace("\n", "")) == (1, True), result.output

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import typer.main
 
-from agentlightning.cli.main import build
+from agentlightning.cli.main import LazyVerb, build
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE
 
@@ -34,6 +36,7 @@ def verbs() -> Iterator[tuple[str, Any]]:
 
 def _below(group: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
+        command = command.load() if isinstance(command, LazyVerb) else command
         if hasattr(command, "commands"):
             yield from _below(command, f"{path} {name}".strip())
         else:
@@ -44,9 +47,20 @@ def _first(text: str | None) -> str:
     return (text or "").split("\n\n")[0]
 
 
+def _paragraph(text: str) -> str:
+    """One that keeps its lines has a list of commands or settings, which becomes a block."""
+    if not text.startswith("\b\n"):
+        return text
+    return re.sub(r"(?:^  .*\n?)+", _block, text[2:], flags=re.MULTILINE).strip()
+
+
+def _block(found: re.Match[str]) -> str:
+    return f"\n```text\n{textwrap.dedent(found[0]).strip()}\n```\n\n"
+
+
 def _verb(name: str, verb: Any) -> Iterator[str]:
     yield f"\n## agl {name}\n"
-    yield (verb.help or "").replace("\b\n", "").strip() + "\n"
+    yield "\n\n".join(map(_paragraph, (verb.help or "").strip().split("\n\n"))) + "\n"
     context = verb.context_class(verb, info_name=f"agl {name}")
     records = [each.get_help_record(context) for each in verb.params]
     shown = [record for record in records if record is not None and "--help" not in record[0]]

@@ -28,7 +28,7 @@ PROGRAM = "import os; print('did', os.environ['AGL_TASK'])"
 async def test_attempts_run_in_jobs_of_the_cluster(start, tmp_path):
     (tmp_path / "job.yaml").write_text(json.dumps(JOB))
     async with Cluster() as cluster:
-        url = start("serve", "--port", "0", "--db", "s.db", "--json").line()["url"]
+        url = start("serve", "--port", "0", "--store", "s.db", "--json").line()["url"]
         client = LightningStoreClient(url)
         queued = await client.enqueue_many_rollouts([EnqueueRolloutRequest(number) for number in range(3)])
         agent = shlex.join([sys.executable, "-c", PROGRAM])

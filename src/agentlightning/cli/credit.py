@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import store_to_read, weights_of
+from agentlightning.cli.options import Json, RewardWeights, RunStore, Store
+from agentlightning.cli.output import agl, open_output
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.credit_comparison import CreditComparison
@@ -24,45 +25,43 @@ Rules = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="credit", no_args_is_help=True, help="Compare credit rules on recorded rollouts.")
-    verbs.command("compare")(compare)
-    verbs.callback()(_credit)
-    app.add_typer(verbs)
-
-
-def _credit() -> None:
-    """Compare credit rules on recorded rollouts."""
-
-
 def compare(
-    store: Annotated[str, typer.Argument(help="A SQLite file, or postgresql://...")],
+    earlier: Annotated[str | None, typer.Argument(help="The earlier form of --store.", hidden=True)] = None,
+    run: RunStore = None,
+    store: Store = None,
     rules: Rules = None,
     groups: Annotated[int, typer.Option(min=1, help="Use at most this number of groups, the newest.")] = 128,
     mode: Annotated[str | None, typer.Option(help="Only rollouts of this mode: train, val or test.")] = None,
     target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
-    reward_weights: Annotated[
-        str | None, typer.Option(help="Weights of the named dimensions of a reward: '{\"correctness\": 1.0}'.")
-    ] = None,
+    reward_weights: RewardWeights = None,
     as_json: Json = False,
 ) -> None:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
 
     Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+
+    \b
+    Examples:
+      agl credit compare --run runs/first
+      agl credit compare --store hub.db --rule grpo --rule '{"type": "gae", "lam": 0.9}'
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
+        if earlier is not None:
+            typer.echo(f"STORE is an option now: --store {earlier}", err=True)
+        place = store_to_read(run, store or earlier, None)
         from agentlightning.credit.base import RULES
         from agentlightning.evaluation.credit_comparison import compare_credit
 
-        weights = _json(reward_weights, "--reward-weights")
+        weights = weights_of(reward_weights, place)
         chosen = [_rule(each) for each in rules] if rules else RULES.names()
-        recorded, unreadable = asyncio.run(_read(store, groups, mode))
+        recorded, unreadable = asyncio.run(_read(place, groups, mode))
         found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
-        output.finish(found.as_json(), lambda console: _show(found, console))
+        best = sorted(found.signals, key=lambda each: -each.snr)[:1]
+        after = [agl("train", f"algorithm.credit={each.rule}", "--dry-run") for each in best]
+        output.finish(found.as_json(), lambda console: _show(found, console), *after)
 
 
-async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
+async def _read(store: str | None, groups: int, mode: str | None) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.cli.store import open_named
     from agentlightning.credit import group_trajectories
@@ -84,21 +83,14 @@ async def _read(store: str, groups: int, mode: str | None) -> tuple[list[list[Tr
 
 
 def _rule(text: str) -> Any:
-    return _json(text, "--rule") if text.lstrip().startswith("{") else text
-
-
-def _json(text: str | None, option: str) -> Any:
     from agentlightning.errors import ConfigError
 
-    if text is None:
-        return None
+    if not text.lstrip().startswith("{"):
+        return text
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} {text!r} is not a JSON object")
-    return value
+        raise ConfigError(f"--rule {text!r} is not JSON: {error}") from error
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
@@ -127,3 +119,6 @@ def _show(found: CreditComparison, console: Console) -> None:
 
 def _count(rollouts: float) -> str:
     return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"
+
+
+VERBS: Final = {"compare": compare}

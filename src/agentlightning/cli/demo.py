@@ -8,15 +8,10 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.formatting.training_report import print_result
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.options import Json, NewRun
+from agentlightning.cli.output import open_output
 from agentlightning.cli.viewing.live import LiveProgress
 from agentlightning.models.resolve import TINY
-
-
-def register(app: typer.Typer) -> None:
-    app.command("demo")(demo)
 
 
 def demo(
@@ -28,16 +23,22 @@ def demo(
     ] = TINY,
     seed: Annotated[int, typer.Option(help="Seed of the problems, the starting policy and the sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of reinforcement learning.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/demo-<time>).")] = None,
+    run: NewRun = None,
     as_json: Json = False,
 ) -> None:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
 
     The model is made on the spot, without a download, and learns to call a calculator. A pretrained model learns to
-    read customers' messages."""
-    output = Output(as_json)
-    directory = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    with errors_reported(output, lambda: directory):
+    read customers' messages.
+
+    \b
+    Examples:
+      agl demo
+      agl demo --model smollm2-135m --run runs/messages
+    """
+    directory = run or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    with open_output(as_json, lambda: directory) as output:
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.demo import job, messages
         from agentlightning.trainer import Trainer
 
@@ -48,4 +49,4 @@ def demo(
             configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
         trainer = Trainer(configuration, run_dir=directory, progress=LiveProgress(output.console))
         result = trainer.fit(**tasks)
-        output.finish(result.as_json(), lambda console: print_result(result, console))
+        finish(result, output)

@@ -2,82 +2,43 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
-from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.util.plugins import Registry, announced, described, installed, load
+from agentlightning.cli.opening import run_or_newest
+from agentlightning.cli.options import Json, Run
+from agentlightning.cli.output import agl, open_output
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
     from agentlightning.training.health.examination import Examination
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(help="The directory of a run: running, finished or crashed.", show_default=False)
-    ] = None,
+    run: Run = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a training run, since which step, and what to try; without one, with installed extensions.
+    """Say what is wrong with a training run, since which step, and what to try.
 
-    Exit status: 0 healthy; 1 there are warnings; 2 this is no run.
+    The run may be running, finished or crashed. Exit status: 0 healthy; 1 there are warnings; 2 this is no run.
+
+    \b
+    Examples:
+      agl doctor
+      agl doctor runs/first --json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.training.health.examination import examine
 
-        if run is None:
-            extensions = installed_extensions()
-            output.finish({"extensions": extensions}, lambda console: print_extensions(extensions, console))
-            if any("problem" in each for each in extensions):
-                raise typer.Exit(1)
-            return
-        found = examine(run)
-        output.finish(record_of(found), lambda console: print_examination(found, console))
+        found = examine(run_or_newest(run))
+        failed = agl("store", "list", run=found.run_dir, status="failed")
+        after = failed if found.failures else agl("dashboard", found.run_dir)
+        output.finish(record_of(found), lambda console: print_examination(found, console), after)
         if not found.is_healthy:
             raise typer.Exit(1)
-
-
-def installed_extensions() -> list[dict[str, str]]:
-    """What distributions announce, each with what it is or the problem with it."""
-    from agentlightning.task import DATASETS
-    from agentlightning.training.persistence.run_changes import SEAMS
-
-    registries = {each.kind: each for each in (*SEAMS.values(), DATASETS)}
-    found = list[dict[str, str]]()
-    for kind, names in installed().items():
-        registry = registries.get(kind, Registry(kind, kind))
-        for name in names:
-            record = {"kind": kind, "name": name}
-            try:
-                record["part"] = described(load(announced(kind, name)))
-                if registry.get(name) is not None:
-                    raise ConfigError(f"{name} is a name of this package, which stays; name it as module:Class")
-                registry.find(name)
-            except AgentLightningError as error:
-                record["problem"] = str(error)
-            found.append(record)
-    return found
-
-
-def print_extensions(found: list[dict[str, str]], console: Console) -> None:
-    """Print what is installed."""
-    for each in found:
-        console.print(f"{each['kind']}  {each['name']}  {printable(each.get('part', ''))}", markup=False)
-        if "problem" in each:
-            console.print(f"  problem  {printable(each['problem'])}", style="yellow", markup=False)
-    if not found:
-        console.print("no extension is installed")
 
 
 def record_of(found: Examination) -> dict[str, Any]:
@@ -92,18 +53,10 @@ def record_of(found: Examination) -> dict[str, Any]:
         "failed_rollouts": state.failed_rollouts,
         "rollbacks": state.rollbacks,
         "signs": [
-            {
-                "name": each.sign.name,
-                "what": each.sign.what,
-                "advice": each.sign.advice,
-                "since": each.since,
-                "until": each.until,
-                "count": each.count,
-            }
-            for each in found.signs
+            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
         ],
         "warnings": dict(found.warnings),
-        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "failures": [asdict(each) for each in found.failures],
         "damaged_lines": list(found.damaged_lines),
         "notes": list(found.notes),
     }

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval")(evaluate)
+from agentlightning.cli.opening import overrides, run_or_newest, weights_of
+from agentlightning.cli.options import Agent, Data, Environment, Json, Model, Reward, RewardWeights
+from agentlightning.cli.output import agl, open_output
 
 
 def evaluate(
     settings: Annotated[list[str] | None, typer.Argument(help="runner.key=value ...", show_default=False)] = None,
     agent: Agent = None,
     reward: Reward = None,
-    dataset: Dataset = None,
+    data: Data = None,
     env: Environment = None,
     model: Model = None,
     run: Annotated[
-        Path | None, typer.Option(help="Take agent, held-out tasks, weights and prompts from this run.")
+        Path | None,
+        typer.Option(
+            help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
+            " neither --agent nor --data nor --env is given).",
+            show_default=False,
+        ),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1, not greedily.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
@@ -61,47 +61,41 @@ def evaluate(
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}'.
-    With --run, they are those of the run.
+    Of a run, they are those of the run.
+
+    \b
+    Examples:
+      agl eval --agent agent.py:solve --reward reward.py:score --data test.jsonl --out before.json
+      agl eval --run runs/first --data test.jsonl --compare before.json
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.cli.formatting.evaluation import evaluation_record, print_evaluation
-        from agentlightning.config import TrainConfig
         from agentlightning.errors import ConfigError
         from agentlightning.evaluator import evaluate as measure
-        from agentlightning.training.persistence.run_changes import settings_of_run
         from agentlightning.util.progress import Progress
-        from agentlightning.util.settings import load_settings
 
         if others := [each for each in settings or [] if not each.startswith("runner.")]:
             raise ConfigError(
                 f"{others[0]} is no setting of an evaluation; it takes those of the runner, runner.key=value"
             )
-        shortcuts = {"env": env, "agent": agent, "reward": reward}
-        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-        changes = [*given, *(settings or [])]
-        weights, resources = weights_of(reward_weights, run), None
+        if agent is None and data is None and env is None:
+            run = run_or_newest(run, "give --agent and --data, --env, or --run RUN")
         if run is None:
-            known = load_settings(TrainConfig, overrides=changes)
-            dataset = dataset or (str(known.data.train) if env else None)
+            after = agl("train", "--dry-run", agent=agent, reward=reward, data=data, env=env, model=model)
         else:
-            known = settings_of_run(run, changes)
-            dataset = dataset or str(run / "data" / "held_out.jsonl")
-            model, resources = _learned(run, model)
-        if known.agent is None or dataset is None:
-            if run is None:
-                raise ConfigError("agl eval needs --agent and --dataset, --env, or --run RUN_DIR")
-            raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
+            after = agl("report", run)
+        changes = overrides({"env": env, "agent": agent, "reward": reward}, settings)
+        known, tasks, model, resources = _subject(run, changes, data, model)
         result = measure(
             known.agent,
-            dataset,
+            tasks,
             model=model,
             reward=known.reward,
             # A run may have been served by runners elsewhere; an evaluation has its own.
             runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
             mode="sampled" if sampled else "greedy",
             limit=limit,
-            reward_weights=weights,
+            reward_weights=weights_of(reward_weights, run),
             repeats=2 * repeats if aa else repeats,
             failed=_failed(failed),
             bounds=bounds,
@@ -115,16 +109,30 @@ def evaluate(
         )
         if out is not None:
             result.save(out)
-        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa))
+        output.finish(evaluation_record(result, aa), lambda console: print_evaluation(console, result, aa), after)
 
 
-def _learned(run: Path, model: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The weights of a finished run, unless another model is named, and its prompts."""
+def _subject(run: Path | None, changes: list[str], data: str | None, model: str | None) -> Any:
+    """The settings that say what is measured, its tasks, its model, and its prompts: those of a finished run, where
+    others are not named. Raises ConfigError where an agent or tasks are missing."""
+    from agentlightning.config import TrainConfig
+    from agentlightning.errors import ConfigError
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
+    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.util.settings import load_settings
 
-    found = checkpoint_of(run)
-    return model or (str(found) if holds_weights(found) else None), read_resources(run, found.name)
+    if run is None:
+        known = load_settings(TrainConfig, overrides=changes)
+        data = data or (known.data.train and str(known.data.train))
+        if known.agent is None or data is None:
+            raise ConfigError("agl eval needs --agent and --data, --env, or --run RUN")
+        return known, data, model, None
+    known, found = settings_of_run(run, changes), checkpoint_of(run)
+    if known.agent is None:
+        raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
+    model = model or (str(found) if holds_weights(found) else None)
+    return known, data or str(run / "data" / "held_out.jsonl"), model, read_resources(run, found.name)
 
 
 def _failed(text: str) -> Any:

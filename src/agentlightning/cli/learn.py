@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, Model, Reward, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import overrides, weights_of
+from agentlightning.cli.options import Json, Model, NewRun, Reward, RewardWeights
+from agentlightning.cli.output import open_output
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
-    from agentlightning.training.report.result import TrainingResult
-
 Settings = Annotated[list[str] | None, typer.Argument(help="setting=value ...", show_default=False)]
-RunDir = Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")]
 Seed = Annotated[int, typer.Option(help="Seed of the order of the data.")]
 Target = Annotated[str | None, typer.Option(help="Only calls of agents whose whole name matches are learned from.")]
 EvalAgent = Annotated[
@@ -33,15 +30,10 @@ CheckpointEvery = Annotated[int | None, typer.Option(min=1, help="Updates betwee
 StoreFile = Annotated[str | None, typer.Option(help="A SQLite file, postgresql://... or the URL of `agl serve`.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("sft")(sft)
-    app.command("dpo")(dpo)
-
-
 def sft(
     settings: Settings = None,
     model: Model = None,
-    dataset: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
+    data: Annotated[str | None, typer.Option(help="Conversations: a JSONL, JSON, CSV or Parquet file.")] = None,
     store: StoreFile = None,
     validation: Annotated[str | None, typer.Option(help="Conversations to measure the loss on.")] = None,
     threshold: Annotated[float, typer.Option(help="With --store: sessions with at least this reward.")] = 0.5,
@@ -54,13 +46,13 @@ def sft(
         bool, typer.Option("--self-verified", help="With --store: sessions that agree with the majority of their task.")
     ] = False,
     reward_weights: RewardWeights = None,
-    output_dir: Annotated[Path | None, typer.Option("--output", help="Also write the model to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the model to this directory.")] = None,
     target_agent: Target = None,
     eval_agent: EvalAgent = None,
     held_out: HeldOut = None,
     reward: Reward = None,
     seed: Seed = 0,
-    run_dir: RunDir = None,
+    run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -68,24 +60,23 @@ def sft(
     """Supervised learning on conversations, or on the successful sessions of a store.
 
     Settings are those of agl.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
+
+    \b
+    Examples:
+      agl sft --data conversations.jsonl --model smollm2-135m --out start epochs=2
+      agl sft --store .agentlightning/store.db --best-of 1 --model smollm2-135m lora.r=16
     """
-    output = Output(as_json)
-    directory = resume or run_dir or Path("runs") / time.strftime("sft-%Y%m%d-%H%M%S")
-    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
-    with errors_reported(output, lambda: directory):
+
+    def algorithm(opened: LightningStore | None) -> Any:
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
-        if resume is not None:
-            given = {"settings": settings, "--model": model, "--dataset": dataset, "--run-dir": run_dir}
-            _finish(_resumed(resume, given, options, _open(store), output), output)
-            return
-        if (dataset is None) == (store is None):
-            raise ConfigError("give --dataset FILE or --store STORE: one of them is what is learned from")
-        config = load_settings(SFTConfig, overrides=[f"seed={seed}", *_target(target_agent), *(settings or [])])
-        opened = _open(store)
-        records: Any = dataset
+        if (data is None) == (store is None):
+            raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
+        named = {"seed": seed, "target_agent": target_agent}
+        config = load_settings(SFTConfig, overrides=overrides(named, settings))
+        records: Any = data
         if opened is not None:
             records = opened.get_successful_trajectories(
                 threshold=threshold,
@@ -95,8 +86,11 @@ def sft(
                 self_verified=self_verified,
                 reward_weights=weights_of(reward_weights, store),
             )
-        algorithm = SFTAlgorithm(dataset=records, validation=validation, output=output_dir, config=config)
-        _finish(_train(algorithm, model, opened, options, output), output)
+        return SFTAlgorithm(dataset=records, validation=validation, output=out, config=config)
+
+    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
+    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
+    _learn("sft", algorithm, given, options, as_json)
 
 
 def dpo(
@@ -112,7 +106,7 @@ def dpo(
     held_out: HeldOut = None,
     reward: Reward = None,
     seed: Seed = 0,
-    run_dir: RunDir = None,
+    run: NewRun = None,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = None,
     as_json: Json = False,
@@ -120,90 +114,70 @@ def dpo(
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
+
+    \b
+    Examples:
+      agl dpo --data pairs.jsonl --model smollm2-135m loss=ipo
+      agl dpo --store .agentlightning/store.db --model smollm2-135m steps=50 --run runs/dpo
     """
-    output = Output(as_json)
-    directory = resume or run_dir or Path("runs") / time.strftime("dpo-%Y%m%d-%H%M%S")
-    options = _Options(directory, seed, reward, eval_agent, held_out, checkpoint_every)
-    with errors_reported(output, lambda: directory):
+
+    def algorithm(opened: LightningStore | None) -> Any:
         from agentlightning.algorithms.preference import DPO, DPOConfig
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
 
-        if resume is not None:
-            given = {"settings": settings, "--model": model, "--data": data, "--run-dir": run_dir}
-            _finish(_resumed(resume, given, options, _open(store), output), output)
-            return
         if data is not None and store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
         weights = weights_of(reward_weights, store)
-        weighed = [] if weights is None else [f"reward_weights={json.dumps(weights)}"]
-        overrides = [f"seed={seed}", *_target(target_agent), *weighed, *(settings or [])]
-        config = load_settings(DPOConfig, overrides=overrides)
-        _finish(_train(DPO(config, data=data), model, _open(store), options, output), output)
+        named = {"seed": seed, "target_agent": target_agent, "reward_weights": weights}
+        return DPO(load_settings(DPOConfig, overrides=overrides(named, settings)), data=data)
+
+    given = {"settings": settings, "--model": model, "--data": data, "--run": run}
+    options = _Options(store, seed, reward, eval_agent, held_out, checkpoint_every, resume)
+    _learn("dpo", algorithm, given, options, as_json)
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     """What both verbs give to the trainer."""
 
-    run_dir: Path
+    store: str | None
     seed: int
     reward: str | None
     eval_agent: str | None
     held_out: str | None
     checkpoint_every: int | None
+    resume: Path | None
 
 
-def _target(agent: str | None) -> list[str]:
-    return [] if agent is None else [f"target_agent={json.dumps(agent)}"]
+def _learn(
+    verb: str,
+    algorithm: Callable[[LightningStore | None], Any],
+    given: dict[str, Any],
+    options: _Options,
+    as_json: bool,
+) -> None:
+    """Train with an algorithm, or continue a run, which keeps what was `given` to it."""
+    directory = options.resume or given["--run"] or Path("runs") / time.strftime(f"{verb}-%Y%m%d-%H%M%S")
+    with open_output(as_json, lambda: directory) as output:
+        from agentlightning.cli.formatting.training_report import finish
+        from agentlightning.config import RunConfig, TrainConfig
+        from agentlightning.errors import ConfigError
+        from agentlightning.trainer import Trainer
+        from agentlightning.training.recorded import open_sessions
+        from agentlightning.util.progress import Progress
 
-
-def _open(store: str | None) -> LightningStore | None:
-    from agentlightning.training.recorded import open_sessions
-
-    return None if store is None else open_sessions(store)
-
-
-def _train(
-    algorithm: Any, model: str | None, store: LightningStore | None, options: _Options, output: Output
-) -> TrainingResult:
-    from agentlightning.config import RunConfig, TrainConfig
-    from agentlightning.errors import ConfigError
-    from agentlightning.trainer import Trainer
-    from agentlightning.util.progress import Progress
-
-    if model is None:
-        raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-    every = options.checkpoint_every
-    config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
-    trainer = Trainer(
-        config,
-        algorithm=algorithm,
-        model=model,
-        store=store,
-        run_dir=options.run_dir,
-        seed=options.seed,
-        reward=options.reward,
-        progress=Progress(console=output.console),
-    )
-    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
-
-
-def _resumed(
-    run_dir: Path, given: dict[str, Any], options: _Options, store: LightningStore | None, output: Output
-) -> TrainingResult:
-    """Continue a run on recorded data. Raises ConfigError for arguments that a run keeps."""
-    from agentlightning.errors import ConfigError
-    from agentlightning.trainer import Trainer
-    from agentlightning.util.progress import Progress
-
-    if kept := [name for name, value in given.items() if value]:
-        raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-    trainer = Trainer.resume(run_dir, store=store, reward=options.reward, progress=Progress(console=output.console))
-    return trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out)
-
-
-def _finish(result: TrainingResult, output: Output) -> None:
-    from agentlightning.cli.formatting.training_report import print_result
-
-    output.finish(result.as_json(), lambda console: print_result(result, console))
+        opened = None if options.store is None else open_sessions(options.store)
+        parts: Any = {"store": opened, "reward": options.reward, "progress": Progress(console=output.console)}
+        if options.resume is None:
+            made, every = algorithm(opened), options.checkpoint_every
+            if given["--model"] is None:
+                raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
+            config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))
+            named = {"model": given["--model"], "run_dir": directory, "seed": options.seed}
+            trainer = Trainer(config, algorithm=made, **named, **parts)
+        elif kept := [name for name, value in given.items() if value]:
+            raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
+        else:
+            trainer = Trainer.resume(directory, **parts)
+        finish(trainer.train(eval_agent=options.eval_agent, held_out_dataset=options.held_out), output)

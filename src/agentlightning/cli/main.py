@@ -1,45 +1,164 @@
-"""The `agl` program and its verbs."""
+"""The `agl` program: its verbs in groups, each loaded when it is called, and the earlier names of their options."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from agentlightning.cli import credit, demo, doctor, evaluate, learn, model, rescore, run, runner, serve, store, train
-from agentlightning.cli.exporting import export
-from agentlightning.cli.output import Output, errors_reported
-from agentlightning.cli.starting import init
-from agentlightning.cli.viewing import compare, dashboard, report, status
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import load_plugin, plugin_names
 
-ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
-VERBS = (
-    init,
-    demo,
-    train,
-    learn,
-    evaluate,
-    status,
-    doctor,
-    report,
-    compare,
-    dashboard,
-    run,
-    serve,
-    runner,
-    rescore,
-    store,
-    credit,
-    export,
-    model,
-)
-PLUGIN_VERBS = frozenset({"weights"})
-"""Those that plugins of this repository bring; without the plugin, the verb says how to get it."""
+GROUPS: Final = {
+    "Train": {
+        "init": ("starting.init:init", "Make a folder to train an agent in."),
+        "demo": ("demo:demo", "Train an example agent on this machine."),
+        "train": ("train:train", "Train an agent on tasks."),
+        "sft": ("learn:sft", "Learn from demonstrations, or recorded successes."),
+        "dpo": ("learn:dpo", "Learn from preferences."),
+    },
+    "Measure": {
+        "eval": ("evaluate:evaluate", "Measure an agent on tasks."),
+        "compare": ("viewing.compare:compare", "Compare configurations over seeds."),
+        "rescore": ("rescore:rescore", "Apply a new reward to recorded rollouts."),
+        "credit": ("credit:VERBS", "Compare credit rules on recorded rollouts."),
+    },
+    "Look": {
+        "status": ("viewing.status:status", "Say how far a run is."),
+        "report": ("viewing.report:report", "Say what a run changed."),
+        "doctor": ("doctor:doctor", "Say what is wrong with a run."),
+        "dashboard": ("viewing.dashboard:dashboard", "Show runs and rollouts in the browser."),
+        "env": ("environment:env", "Print what a report of a fault needs."),
+    },
+    "Serve": {
+        "run": ("run:run", "Run any command as one recorded rollout."),
+        "serve": ("serve:serve", "Serve a store and models to other programs."),
+        "runner": ("runner:runner", "Run an agent on the rollouts of a server."),
+    },
+    "Move": {
+        "export": ("exporting.export:export", "Write the weights or the rollouts of a run."),
+        "store": ("store:VERBS", "Inspect a store, and keep it small."),
+        "model": ("model:VERBS", "Bring models to this machine."),
+        "weights": ("", None),
+    },
+}
+"""The verbs: where each is below this package, and its line in the help of the program; a plugin has its own."""
+EARLIER: Final = {
+    "--store": "--db",
+    "--data": "--dataset",
+    "--out": "--output",
+    "--run": "--run-dir",
+    "--variable": "--env",
+    "--target-agent": "--agent",
+}
+"""Names of options, and what they were called before, which is accepted where no other option has that name."""
+PLAIN: Final[dict[str, Any]] = {
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+}
+
+
+class Verb(TyperCommand):
+    """A verb that accepts the earlier names of its options, and says what they are called now."""
+
+    @property
+    def earlier(self) -> dict[str, Any]:
+        """The options by their earlier names."""
+        options = {name: each for each in self.params for name in each.opts}
+        return {before: options[now] for now, before in EARLIER.items() if now in options and before not in options}
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        for before, option in self.earlier.items():
+            names, option.opts = option.opts, [before]
+            option.add_to_parser(parser, ctx)
+            option.opts = names
+        return parser
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.allow_interspersed_args:  # What follows is the command that is run.
+            words = words[: len(words) - len(ctx.params["command"] or ())]
+        for word in words:
+            if (before := word.partition("=")[0]) in self.earlier and not ctx.resilient_parsing:
+                typer.echo(f"{before} is called {self.earlier[before].opts[0]} now", err=True)
+        return rest
+
+
+class LazyVerb(TyperCommand):
+    """A line in the help of the program; the verb itself is imported when it is called."""
+
+    def __init__(self, name: str, place: str, text: str | None) -> None:
+        super().__init__(name, short_help=text)
+        self.verb, self.place = name, place
+
+    @cache  # noqa: B019  as many as there are verbs
+    def load(self) -> Any:
+        """The verb, or the group of verbs. One that cannot be loaded is hidden, and says why when it is called."""
+        app = typer.Typer(name=self.verb, help=self.short_help, **PLAIN)
+        module, _, name = self.place.partition(":")
+        if not module:
+            try:
+                load_plugin("commands", self.verb)(app)
+            except ConfigError as error:
+                return _refusal(self.verb, error)
+            return next(iter(get_group(app).commands.values()))
+        found = getattr(import_module(f"agentlightning.cli.{module}"), name)
+        for verb, function in (found if isinstance(found, dict) else {self.verb: found}).items():
+            # Of `agl run`, what follows the first word is the command's.
+            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(function)
+        group = get_group(app)
+        return group if isinstance(found, dict) else group.commands[self.verb]
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        try:
+            verb = self.load()
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise
+        return verb.make_context(*args, **extra)
+
+
+class Program(TyperGroup):
+    """The program: its help shows the verbs in groups, and imports none of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        known = {name for verbs in GROUPS.values() for name in verbs}
+        others = dict.fromkeys(sorted(plugin_names("commands") - known), ("", None))
+        self.groups = {**GROUPS, "Extensions": others}
+        for verbs in self.groups.values():
+            for name, (place, text) in verbs.items():
+                self.add_command(LazyVerb(name, place, text))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in self.groups.items():
+            verbs: Any = [self.commands[name] for name in names]
+            verbs = [verb if verb.short_help else verb.load() for verb in verbs]
+            if rows := [(verb.name, verb.get_short_help_str(60)) for verb in verbs if not verb.hidden]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _refusal(name: str, error: ConfigError) -> TyperCommand:
+    """A verb that says why it is not here."""
+
+    def refuse() -> None:
+        from agentlightning.cli.output import open_output
+
+        with open_output(as_json=False):
+            raise error
+
+    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(name, callback=refuse, hidden=True, context_settings=any_arguments)
 
 
 def build() -> typer.Typer:
@@ -47,33 +166,9 @@ def build() -> typer.Typer:
     # Torch's threads would spin while they wait: beside any other program, a product on two cores then takes 2 to 4
     # times as long, and more than on one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    app = typer.Typer(
-        name="agl",
-        help="Train any AI agent, and know whether it helped.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
+    app = typer.Typer(name="agl", cls=Program, **PLAIN)
     app.callback()(_program)
-    for verb in VERBS:
-        verb.register(app)
-    for name in sorted(PLUGIN_VERBS | plugin_names("commands")):
-        try:
-            load_plugin("commands", name)(app)
-        except ConfigError as error:
-            app.command(name, hidden=True, context_settings=ANY_ARGUMENTS)(_refusal(error))
     return app
-
-
-def _refusal(error: ConfigError) -> Callable[[], None]:
-    """A verb that says why it is not here."""
-
-    def refuse() -> None:
-        with errors_reported(Output(as_json=False)):
-            raise error
-
-    return refuse
 
 
 def _print_version(wanted: bool) -> None:

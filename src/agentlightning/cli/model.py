@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from agentlightning.cli.options import MODEL_HELP, Json
-from agentlightning.cli.output import Output, errors_reported
-
-
-def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="model", no_args_is_help=True, help="Bring models to this machine.")
-    verbs.callback()(_group)
-    verbs.command("get")(get)
-    app.add_typer(verbs)
-
-
-def _group() -> None:
-    """Bring models to this machine."""
+from agentlightning.cli.output import agl, open_output
 
 
 def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = False) -> None:
-    """Fetch and convert a model, unless it is here, and print its directory."""
-    output = Output(as_json)
-    with errors_reported(output):
+    """Fetch and convert a model, unless it is here, and print its directory.
+
+    \b
+    Examples:
+      agl model get smollm2-135m
+      agl model get Qwen/Qwen2.5-0.5B-Instruct --json
+    """
+    with open_output(as_json) as output:
         from agentlightning.errors import ConfigError
         from agentlightning.models.resolve import TINY, resolve_model
 
@@ -32,4 +26,9 @@ def get(name: Annotated[str, typer.Argument(help=MODEL_HELP)], as_json: Json = F
             raise ConfigError("tiny is made where it is used; there is nothing to get")
         directory = resolve_model(name)
         record = {"name": name, "directory": directory}
+        # On stderr, as scripts read the directory.
         output.finish(record, lambda console: console.print(directory, markup=False))
+        typer.echo(f"next  {agl('demo', model=name)}", err=True)
+
+
+VERBS: Final = {"get": get}

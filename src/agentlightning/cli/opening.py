@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import typer
 
 if TYPE_CHECKING:
     from agentlightning.engine.base import Engine
@@ -14,17 +18,57 @@ if TYPE_CHECKING:
     from agentlightning.store.sql.store import SqlStore
 
 POSTGRES: Final = ("postgresql:", "postgres:", "postgresql+")
+RUNS: Final = Path("runs")
+
+
+def run_or_newest(run: Path | None, otherwise: str = "give the directory of a run") -> Path:
+    """The run that is named, else the one below `runs` that wrote last, which is said in a line. Raises ConfigError
+    where there is none."""
+    if run is not None:
+        return run
+    states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+    if not states:
+        from agentlightning.errors import ConfigError
+
+        raise ConfigError(f"there is no run below {RUNS}; {otherwise}")
+    typer.echo(f"run: {states[-1].parent}, the newest", err=True)
+    return states[-1].parent
+
+
+def store_to_read(run: Path | None, store: str | None, server: str | None) -> str | None:
+    """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either, that
+    of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
+    from agentlightning.errors import ConfigError
+    from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
+
+    if run is None:
+        named = store is not None or server is not None or os.environ.get(STORE_VARIABLE)
+        if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
+            return store
+    elif store is not None or server is not None:
+        raise ConfigError("--run uses the store of that run; leave out --store and --server")
+    path = run_or_newest(run) / "store.db"
+    if not path.exists():
+        raise ConfigError(
+            f"{path.parent} has no store.db: it is no run, or its rollouts are in the store that it was given"
+        )
+    return str(path)
+
+
+def overrides(named: Mapping[str, object], settings: Sequence[str] | None) -> list[str]:
+    """Settings as `key=value`: those that options are `named` for, where they are given, and then the others."""
+    return [*(f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None), *(settings or [])]
 
 
 def database_name(db: str | None) -> str:
-    """What `--db` names, or what is opened without it; to be shown."""
+    """What `--store` names, or what is opened without it; to be shown."""
     from agentlightning.store.base import store_url
 
     return without_password(str(store_url(db)))
 
 
 def open_store(db: str | None) -> SqlStore:
-    """Open the database of `--db`. Raises ConfigError if that fails."""
+    """Open the database of `--store`. Raises ConfigError if that fails."""
     from agentlightning.errors import ConfigError, StoreError
     from agentlightning.store.sql.store import SqlStore
 

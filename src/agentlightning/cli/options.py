@@ -11,7 +11,9 @@ Agent = Annotated[str | None, typer.Option(help="module:name, path/file.py:name,
 Reward = Annotated[
     str | None, typer.Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
 ]
-Dataset = Annotated[str | None, typer.Option(help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")]
+Data = Annotated[
+    str | None, typer.Option("--data", help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
+]
 Environment = Annotated[
     str | None,
     typer.Option("--env", help="KIND:NAME: an environment with its tasks, agent and reward.", show_default=False),
@@ -28,11 +30,32 @@ Routes = Annotated[
         help="A TOML or JSON file that maps calls to models and providers, and sets budgets.", show_default=False
     ),
 ]
-_DB_HELP = "A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"
-Db = Annotated[str | None, typer.Option("--db", help=_DB_HELP, show_default=False)]
-Store = Annotated[str | None, typer.Option("--store", help=_DB_HELP, show_default=False)]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)",
+        show_default=False,
+    ),
+]
 Run = Annotated[
-    Path | None, typer.Option("--run", help="The directory of a run, whose store is used.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).", show_default=False),
+]
+RunStore = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
+        " store).",
+        show_default=False,
+    ),
+]
+GivenStore = Annotated[
+    str | None, typer.Option("--store", help="The store of the run, where it was given one.", show_default=False)
+]
+NewRun = Annotated[
+    Path | None,
+    typer.Option("--run", help="The directory of the new run (default: runs/<time>).", show_default=False),
 ]
 RewardWeights = Annotated[
     str | None,

@@ -6,6 +6,7 @@ Exit status: 0 success; 1 the run failed; 2 invalid input; 130 interrupted.
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -50,11 +51,14 @@ class Output:
         self.as_json = as_json
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
 
-    def finish(self, record: dict[str, Any], text: Callable[[Console], None]) -> None:
+    def finish(self, record: dict[str, Any], text: Callable[[Console], None], *after: str) -> None:
+        """`after`: the commands that a user may want next."""
         if self.as_json:
             sys.stdout.write(dumps(record).decode() + "\n")
-        else:
-            text(self.console)
+            return
+        text(self.console)
+        for number, command in enumerate(after):
+            self.console.print(f"{'' if number else 'next':<5} {command}", markup=False)
 
     def fail(self, kind: str, message: str, status: int) -> typer.Exit:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", markup=False)
@@ -63,11 +67,19 @@ class Output:
         return typer.Exit(status)
 
 
+def agl(*words: object, **options: object) -> str:
+    """A command line of this program, quoted for a shell, without the options that are None."""
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", value)]
+    return shlex.join(["agl", *map(str, [*words, *given])])
+
+
 @contextmanager
-def errors_reported(output: Output, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[None]:
-    """Print errors that users cause or can fix as one message; any other keeps its traceback."""
+def open_output(as_json: bool, run_dir: Callable[[], Path | None] = lambda: None) -> Generator[Output]:
+    """The output of a verb, which prints errors that users cause or can fix as one message; any other keeps its
+    traceback."""
+    output = Output(as_json)
     try:
-        yield
+        yield output
     except AgentLightningError as error:
         status = 2 if isinstance(error, INVALID_INPUT) else 1
         advice = "" if status == 2 else _resume_advice(run_dir(), isinstance(error, AgentError))

@@ -11,7 +11,7 @@ import typer
 
 from agentlightning.cli import store as stores
 from agentlightning.cli.options import Json, Reward, Store, Token
-from agentlightning.cli.output import Output
+from agentlightning.cli.output import Output, agl
 from agentlightning.util.json_values import loads
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
     from agentlightning.rescorer import Rescoring
     from agentlightning.util.progress import Progress
-
-
-def register(app: typer.Typer) -> None:
-    app.command("rescore")(rescore)
 
 
 def rescore(
@@ -45,6 +41,11 @@ def rescore(
     """Apply a new reward function to stored rollouts.
 
     Each gets a new final reward; earlier ones stay recorded. Without --status: rollouts that succeeded.
+
+    \b
+    Examples:
+      agl rescore --reward new_reward.py:score --run runs/first --dry-run
+      agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
     """
 
     async def work(output: Output, progress: Progress) -> stores.Result:
@@ -68,7 +69,12 @@ def rescore(
             result = await rescore_async(
                 opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
             )
-        return asdict(result), lambda console: _show(result, console)
+        if dry_run:
+            chosen = [f"--status={each}" for each in status or ()] + [f"--mode={each}" for each in mode or ()]
+            after = agl("rescore", *chosen, reward=reward, run=run, task=task, store=store, server=server)
+        else:
+            after = agl("store", "list", sort="reward", store=own, server=server)
+        return asdict(result), lambda console: _show(result, console), after
 
     stores.run_verb(as_json, work)
 

@@ -30,8 +30,8 @@ from agentlightning.cli.opening import (
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Db, Models, Routes, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.options import Models, Routes, Store, Token
+from agentlightning.cli.output import agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 from agentlightning.cli.process.child_process import ChildProcess
 from agentlightning.errors import AgentError, ConfigError
@@ -68,17 +68,13 @@ Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds after wh
 JsonSummary = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, as the last line.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("run", context_settings={"allow_interspersed_args": False})(run)
-
-
 def run(
     command: Command,
     models: Models = None,
     routes: Routes = None,
     server: ServerUrl = None,
     token: Token = None,
-    db: Db = None,
+    store: Store = None,
     task: Task = None,
     task_file: TaskFile = None,
     reward: Reward = None,
@@ -90,9 +86,13 @@ def run(
 
     Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
     has. Terminal, input, output, signals and exit code are those of the command; the summary is on stderr.
+
+    \b
+    Examples:
+      agl run -- python agent.py
+      agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         import uvloop
 
         hide_token()
@@ -102,7 +102,7 @@ def run(
             routes=routes,
             server=None if server is None else server.rstrip("/"),
             token=token or None,
-            db=db,
+            store=store,
             task=_task(task, task_file),
             reward=None if reward is None else _reward(reward),
             mode=mode,
@@ -127,7 +127,7 @@ class Options:
     routes: Path | None
     server: str | None
     token: str | None
-    db: str | None
+    store: str | None
     task: Any
     """None if there is none."""
     reward: float | RewardFunction | None
@@ -213,8 +213,8 @@ class RecordingTarget:
 async def _open(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     if options.server is None:
         return await _open_own(options, stack)
-    if options.models or options.routes or options.db:
-        raise ConfigError("--server has its own store and models; leave out --model, --routes and --db")
+    if options.models or options.routes or options.store:
+        raise ConfigError("--server has its own store and models; leave out --model, --routes and --store")
     return await _open_remote(options.server, options.token, stack)
 
 
@@ -236,16 +236,16 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     config = _config(options)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
-    store = open_store(options.db)
+    store = open_store(options.store)
     stack.push_async_callback(store.close)
     await recover_journals(store)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
-    spent = file_beside_store(options.db, ".spent")
+    spent = file_beside_store(options.store, ".spent")
     serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
     server = await stack.enter_async_context(serving)
     redirect = first is not None or config is not None
-    return RecordingTarget(store, server.url, secret, database_name(options.db), redirect, first, server)
+    return RecordingTarget(store, server.url, secret, database_name(options.store), redirect, first, server)
 
 
 def _config(options: Options) -> GatewayConfig | None:
@@ -454,12 +454,6 @@ def _summary(
     )
 
 
-def _store_option(store: str) -> str:
-    if store == database_name(None):
-        return ""
-    return f" --server {store}" if store.startswith("http") else f" --store {store}"
-
-
 def _print_summary(summary: Summary, console: Console) -> None:
     failed = f" ({summary.failed_calls} failed)" if summary.failed_calls else ""
     cost = f", ${summary.dollars:.4f}" if summary.dollars else ""
@@ -468,13 +462,16 @@ def _print_summary(summary: Summary, console: Console) -> None:
         calls = NOT_REDIRECTED.removeprefix(CALLS)
     elif not summary.calls:
         calls = NO_CALLS.removeprefix(CALLS)
+    place = {} if summary.store == database_name(None) else {"store": summary.store}
+    if summary.store.startswith("http"):
+        place = {"server": summary.store}
     lines = {
         "rollout": f"{summary.rollout_id} {summary.status} in {summary.seconds:.1f} s, in {summary.store}",
         "calls": calls,
         "agents": ", ".join(summary.agents),
         "reward": "none" if summary.reward is None else str(summary.reward),
         "error": summary.error or "",
-        "see": f"agl store show {summary.rollout_id}{_store_option(summary.store)}",
+        "see": agl("store", "show", summary.rollout_id, **place),
     }
     for name, text in lines.items():
         if text:

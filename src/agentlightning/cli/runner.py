@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentlightning.cli.opening import has_model
 from agentlightning.cli.options import Agent, Json, LogFormat, Reward, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.process.access_token import hide_token
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ Lease = Annotated[
     float, typer.Option(min=1, help="Seconds without a heartbeat after which other runners get the rollouts.")
 ]
 MaxRollouts = Annotated[int | None, typer.Option(min=1, help="Exit after this number of rollouts.")]
-Env = Annotated[
-    list[str] | None, typer.Option(help="VARIABLE=FIELD: an environment variable with a field of a dict task.")
+Variables = Annotated[
+    list[str] | None,
+    typer.Option("--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."),
 ]
 Hide = Annotated[
     list[str] | None,
@@ -84,10 +85,6 @@ DrainSeconds = Annotated[
 Patience = Annotated[float, typer.Option(min=0, help="Seconds for which the server may be unreachable.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("runner")(runner)
-
-
 def runner(
     server: ServerUrl = None,
     agent: Agent = None,
@@ -100,7 +97,7 @@ def runner(
     worker_id: WorkerId = None,
     lease: Lease = 30.0,
     max_rollouts: MaxRollouts = None,
-    env: Env = None,
+    variables: Variables = None,
     hide: Hide = None,
     cwd: Cwd = None,
     log: Log = None,
@@ -117,9 +114,15 @@ def runner(
 
     SIGTERM or Ctrl-C: claim no more rollouts, let running attempts finish, report, exit 0. Again: stop running attempts
     and requeue them.
+
+    \b
+    Examples:
+      agl runner --server http://hub:4747 --agent agent.py:solve --reward reward.py:score
+      agl runner --server http://hub:4747 --agent "node agent.mjs" --variable QUESTION=question --concurrency 8
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
+        import uvloop
+
         from agentlightning.observability import logs
 
         logs.configure(log_format, secret=token)
@@ -132,16 +135,18 @@ def runner(
             "worker_id": worker_id,
             "lease_seconds": lease,
             "max_rollouts": max_rollouts,
-            "env": _fields(env),
+            "env": _fields(variables),
             "hide": tuple(hide or ()),
             "cwd": cwd,
             "log": log,
+            "reward": reward,
+            "redirect": redirect,
         }
         url = _server_url(server)
         given = agent if job is None else _job_template(job, agent, job_api, job_start_seconds)
-        options = Options(url, given, reward, token or None, redirect, drain_seconds, patience, settings)
-        record = _run_in_uvloop(options, output)
-        output.finish(record, lambda console: _print_summary(record, console))
+        options = Options(url, given, token or None, drain_seconds, patience, settings)
+        record = uvloop.run(_run(options, output))
+        output.finish(record, lambda console: _print_summary(record, console), agl("store", "list", server=url))
 
 
 def _server_url(server: str | None) -> str:
@@ -162,9 +167,7 @@ class Options:
 
     server: str
     agent: AgentLike | None
-    reward: str | None
     token: str | None
-    redirect: bool | None
     drain_seconds: float | None
     patience: float
     runner: Mapping[str, Any]
@@ -191,15 +194,9 @@ def _fields(texts: list[str] | None) -> dict[str, str] | None:
     for text in texts or []:
         name, equals, key = text.partition("=")
         if not equals or not name or not key:
-            raise ConfigError(f"--env {text!r} has no field; write VARIABLE=FIELD")
+            raise ConfigError(f"--variable {text!r} has no field; write VARIABLE=FIELD")
         fields[name] = key
     return fields or None
-
-
-def _run_in_uvloop(options: Options, output: Output) -> dict[str, Any]:
-    import uvloop
-
-    return uvloop.run(_run(options, output))
 
 
 async def _run(options: Options, output: Output) -> dict[str, Any]:
@@ -235,8 +232,6 @@ def _open_runner(options: Options, stack: AsyncExitStack) -> Runner:
         options.agent,
         secret=attempt_secret(options.token),
         server_url=options.server,
-        reward=options.reward,
-        redirect=options.redirect,
         poll_seconds=POLL_SECONDS,
         patience=options.patience,
         **options.runner,
@@ -254,7 +249,7 @@ async def _start(options: Options, runner: Runner) -> None:
 
 async def _redirects(options: Options) -> bool | None:
     """Whether model calls are redirected to the server by default; None: only if the resources of a rollout say so."""
-    return (options.redirect is None and await has_model(options.server, options.token)) or None
+    return (options.runner["redirect"] is None and await has_model(options.server, options.token)) or None
 
 
 async def _check_server(options: Options, store: LightningStoreBase) -> None:

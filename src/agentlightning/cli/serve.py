@@ -7,12 +7,12 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,8 +24,8 @@ from agentlightning.cli.opening import (
     open_store,
     read_routing,
 )
-from agentlightning.cli.options import Db, Json, LogFormat, Models, Routes, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.options import Json, LogFormat, Models, Routes, Store, Token
+from agentlightning.cli.output import Output, open_output
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -108,14 +108,10 @@ GraceSeconds = Annotated[
 SlowMs = Annotated[float, typer.Option(min=0, help="Log operations that take longer, in milliseconds.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
-
-
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 4747,
-    db: Db = None,
+    store: Store = None,
     token: Token = None,
     no_token: NoToken = False,
     allow_hosts: AllowHosts = None,
@@ -137,9 +133,14 @@ def serve(
     slow_ms: SlowMs = 250.0,
     as_json: Json = False,
 ) -> None:
-    """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C)."""
-    output = Output(as_json)
-    with errors_reported(output):
+    """Serve a store to clients, runners and agents, until stopped (SIGTERM, Ctrl-C).
+
+    \b
+    Examples:
+      agl serve --store hub.db --model support=models/current --keep-days 30
+      AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
+    """
+    with open_output(as_json) as output:
         import uvloop
 
         from agentlightning.observability import logs
@@ -147,51 +148,49 @@ def serve(
         logs.configure(log_format, secret=token)
         options = Options(
             host=host,
-            port=port,
-            db=db,
+            store=store,
             token=token or None,
             no_token=no_token,
-            allowed_hosts=tuple(allow_hosts or ()),
-            allowed_origins=tuple(allow_origins or ()),
             models=tuple(models or ()),
             routing=read_routing(routes),
             tinker=tuple(tinker or ()),
-            tinker_weights=tinker_weights or file_beside_store(db, ".tinker"),
+            tinker_weights=tinker_weights or file_beside_store(store, ".tinker"),
             otlp_export=otlp_export,
-            adopt_traces=adopt_traces,
             retention=_retention(keep_days, keep_rollouts, keep_size),
             runs=runs,
-            max_body_bytes=read_size(max_body),
             drain_seconds=drain_seconds,
-            grace_seconds=grace_seconds,
             slow_seconds=slow_ms / 1000,
+            server={
+                "host": host,
+                "port": port,
+                "allowed_hosts": tuple(allow_hosts or ()),
+                "allowed_origins": tuple(allow_origins or ()),
+                "adopt_traces": adopt_traces,
+                "max_body_bytes": read_size(max_body),
+                "grace_seconds": grace_seconds,
+            },
         )
         uvloop.run(_serve(options, output))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `agl serve`."""
+    """The options of `agl serve`; `server` are those of `server.serve.serve`."""
 
     host: str
-    port: int
-    db: str | None
+    store: str | None
     token: str | None
     no_token: bool
-    allowed_hosts: tuple[str, ...]
-    allowed_origins: tuple[str, ...]
     models: tuple[str, ...]
     routing: GatewayConfig
     tinker: tuple[str, ...]
     tinker_weights: Path
     otlp_export: str | None
-    adopt_traces: bool
     retention: Retention | None
     runs: Path | None
-    max_body_bytes: int
     drain_seconds: float
-    grace_seconds: int
     slow_seconds: float
+    server: Mapping[str, Any]
 
 
 async def _serve(options: Options, output: Output) -> None:
@@ -235,7 +234,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _check_access(options)
-    database = open_store(options.db)
+    database = open_store(options.store)
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_seconds)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
@@ -260,18 +259,12 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         token=options.token,
         routing=options.routing,
         require_key=options.token is not None,
-        budget_file=file_beside_store(options.db, ".spent"),
+        budget_file=file_beside_store(options.store, ".spent"),
         joined=joined,
         metrics=metrics,
         slow=slow,
-        adopt_traces=options.adopt_traces,
-        max_body_bytes=options.max_body_bytes,
-        host=options.host,
-        port=options.port,
-        grace_seconds=options.grace_seconds,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, options.token)],
+        **options.server,
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None:
@@ -286,7 +279,7 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     from agentlightning.util.plugins import load_plugin
 
     open_routes = load_plugin("server_routes", "tinker")
-    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.max_body_bytes)
+    routes = open_routes(options.tinker, options.tinker_weights, options.token, options.server["max_body_bytes"])
     return await stack.enter_async_context(routes)
 
 
@@ -350,7 +343,7 @@ async def prune_regularly(
 
 def _announce(server: Server, options: Options, output: Output) -> None:
     if output.as_json:
-        store = database_name(options.db)
+        store = database_name(options.store)
         record = {"url": server.url, "pid": os.getpid(), "store": store, "token": options.token is not None}
         output.finish(record, lambda console: None)
         sys.stdout.flush()
@@ -363,7 +356,7 @@ def _announce(server: Server, options: Options, output: Output) -> None:
     served = [*options.models, *routed]
     models = ", ".join(served) or "none; add one with --model MODEL or --routes FILE"
     for name, value in (
-        ("serving", f"{database_name(options.db)} at {server.url}"),
+        ("serving", f"{database_name(options.store)} at {server.url}"),
         ("client", f'agentlightning.LightningStoreClient("{server.url}"){token}'),
         ("runner", f"agl runner --server {server.url} --agent module:name{token}"),
         ("traces", f"OTEL_EXPORTER_OTLP_ENDPOINT={server.url}"),

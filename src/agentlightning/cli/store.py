@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
 from agentlightning.cli.formatting.units import retention_from, show_size
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, RewardWeights, Run, Store, Token
-from agentlightning.cli.output import Output, errors_reported
-from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table, store_of_run
+from agentlightning.cli.opening import POSTGRES, store_to_read, weights_of
+from agentlightning.cli.options import Json, RewardWeights, RunStore, Store, Token
+from agentlightning.cli.output import Output, agl, open_output
+from agentlightning.cli.viewing.rollouts import Order, print_rollouts, rollout_table
 from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from agentlightning.store.types import Pruned, Queue, Retention
     from agentlightning.util.progress import Progress
 
-POSTGRES = ("postgresql:", "postgresql+", "postgres:")
 PROGRESS_SECONDS = 2.0
 """Work that takes longer shows its progress, updated this often."""
 RETRY_SECONDS = 3.0
@@ -41,23 +40,8 @@ Statuses = Annotated[list[str] | None, typer.Option("--status", help="Only rollo
 Modes = Annotated[list[str] | None, typer.Option("--mode", help="Only rollouts with this mode; repeatable.")]
 Queues = Annotated[list[str] | None, typer.Option("--queue", help="Only rollouts of this queue; repeatable.")]
 
-Result = tuple[dict[str, Any], Callable[[Console], None]]
-"""The record of a verb for programs, and a function that prints it for people."""
-
-
-def register(app: typer.Typer) -> None:
-    verbs = typer.Typer(name="store", no_args_is_help=True, help="Inspect a store, and keep it small.")
-    for name, verb in (
-        ("stats", stats),
-        ("list", list_rollouts),
-        ("show", show),
-        ("prune", prune),
-        ("vacuum", vacuum),
-        ("export", export_),
-        ("import", import_),
-    ):
-        verbs.command(name)(verb)
-    app.add_typer(verbs)
+Result = tuple[dict[str, Any], Callable[[Console], None], *tuple[str, ...]]
+"""The record of a verb for programs, a function that prints it for people, and the commands that lead on."""
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------
@@ -109,8 +93,7 @@ def run_verb(
     work: Callable[[Output, Progress], Awaitable[Result]],
 ) -> None:
     """Run the work of a verb and print its result."""
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         from agentlightning.util.progress import Progress
 
         async def main() -> Result:
@@ -123,15 +106,28 @@ def run_verb(
 # -- stats -----------------------------------------------------------------------------------------------------------
 
 
-def stats(store: Store = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size."""
+def stats(
+    run: RunStore = None, store: Store = None, server: Server = None, token: Token = None, as_json: Json = False
+) -> None:
+    """Show the contents of a store: rollouts by status, attempts, spans, queues, and its size.
+
+    \b
+    Examples:
+      agl store stats
+      agl store stats --store hub.db --json
+    """
 
     async def work(output: Output, progress: Progress) -> Result:
-        async with open_named(store, server, token) as opened:
+        place = store_to_read(run, store, server)
+        async with open_named(place, server, token) as opened:
             counts = await opened.statistics()
             queues = await opened.query_queues()
         record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
-        return record, lambda console: _show_stats(counts, queues, console)
+        return (
+            record,
+            lambda console: _show_stats(counts, queues, console),
+            agl("store", "list", store=place, server=server),
+        )
 
     run_verb(as_json, work)
 
@@ -140,18 +136,25 @@ def show(
     rollout_id: Annotated[
         str | None, typer.Argument(help="Its id, or the start of it (default: the newest rollout).", show_default=False)
     ] = None,
-    run: Run = None,
+    run: RunStore = None,
     store: Store = None,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Show a rollout: its attempts, model calls, messages and reward."""
+    """Show a rollout: its attempts, model calls, messages and reward.
+
+    \b
+    Examples:
+      agl store show
+      agl store show ro-01a2 --run runs/first
+    """
 
     async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.cli.formatting.rollout_text import rollout_lines
 
-        async with open_named(store_of_run(run, store, server), server, token) as opened:
+        place = store_to_read(run, store, server)
+        async with open_named(place, server, token) as opened:
             rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
             rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
             if rollout is None:
@@ -164,13 +167,14 @@ def show(
             "attempts": [asdict(attempt) for attempt in attempts],
             "spans": [asdict(span) for span in spans],
         }
-        return record, lambda console: console.print("\n".join(lines), markup=False)
+        after = agl("store", "list", store=place, server=server, sort="reward")
+        return record, lambda console: console.print("\n".join(lines), markup=False), after
 
     run_verb(as_json, work)
 
 
 def list_rollouts(
-    run: Run = None,
+    run: RunStore = None,
     statuses: Statuses = None,
     modes: Modes = None,
     sort: Annotated[Order, typer.Option(help="newest, reward (lowest first) or seconds (slowest first).")] = "newest",
@@ -181,13 +185,21 @@ def list_rollouts(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """List rollouts with their reward, calls and failure."""
+    """List rollouts with their reward, calls and failure.
+
+    \b
+    Examples:
+      agl store list --run runs/first --status failed
+      agl store list --sort reward --limit 5
+    """
 
     async def work(output: Output, progress: Progress) -> Result:
-        async with open_named(store_of_run(run, store, server), server, token) as opened:
-            table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, run or store))
+        place = store_to_read(run, store, server)
+        async with open_named(place, server, token) as opened:
+            table = await rollout_table(opened, statuses, modes, sort, limit, weights_of(reward_weights, place))
         record = {"rollouts": [asdict(row) for row in table.rows], "read": table.read, "matching": table.matching}
-        return record, lambda console: print_rollouts(table, console)
+        after = [agl("store", "show", row.rollout_id, store=place, server=server) for row in table.rows[:1]]
+        return record, lambda console: print_rollouts(table, console), *after
 
     run_verb(as_json, work)
 
@@ -227,6 +239,11 @@ def prune(
 
     Their attempts and spans are removed too. Unfinished rollouts and resources stay, and in the store of a training run
     also the rollouts that the run still needs. The file becomes smaller only with `agl store vacuum`.
+
+    \b
+    Examples:
+      agl store prune --older-than 30d --dry-run
+      agl store prune --store hub.db --keep 100000 --yes
     """
 
     async def work(output: Output, progress: Progress) -> Result:
@@ -240,7 +257,8 @@ def prune(
                 _confirm(planned, yes, output, progress)
                 removed = await _prune(opened, retention, planned, progress)
         record = {"dry_run": dry_run, **asdict(removed or planned)}
-        return record, lambda console: _show_pruned(removed, planned, console)
+        after = [agl("store", "vacuum", store=store, server=server)] if removed is not None else []
+        return record, lambda console: _show_pruned(removed, planned, console), *after
 
     run_verb(as_json, work)
 
@@ -295,7 +313,7 @@ def _describe(pruned: Pruned) -> str:
 
 def _show_pruned(removed: Pruned | None, planned: Pruned, console: Console) -> None:
     if removed is not None:
-        console.print(f"removed {_describe(removed)}; `agl store vacuum` returns the space to the file system")
+        console.print(f"removed {_describe(removed)}; vacuum returns the space to the file system")
     elif planned.rollouts:
         console.print(f"would remove {_describe(planned)}")
     else:
@@ -307,6 +325,11 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
 
     Also deletes tokens that no span refers to. Needs as much free disk space as the store is large. The store stays
     usable, but writes may wait.
+
+    \b
+    Examples:
+      agl store vacuum
+      agl store vacuum --store runs/first/store.db
     """
 
     async def work(output: Output, progress: Progress) -> Result:
@@ -317,7 +340,9 @@ def vacuum(store: Store = None, server: Server = None, token: Token = None, as_j
             async with in_background(_show_phase_later(progress, "vacuuming")):
                 await opened.vacuum()
             after = (await opened.statistics())["bytes"]
-        return {"bytes_before": before, "bytes": after}, lambda console: _show_vacuum(before, after, console)
+        text = f"{show_size(before)} before, {show_size(after)} now"
+        record, stats = {"bytes_before": before, "bytes": after}, agl("store", "stats", store=store, server=server)
+        return record, lambda console: console.print(text), stats
 
     run_verb(as_json, work)
 
@@ -327,15 +352,12 @@ async def _show_phase_later(progress: Progress, name: str) -> None:
     progress.phase(name)
 
 
-def _show_vacuum(before: int, after: int, console: Console) -> None:
-    console.print(f"{show_size(before)} before, {show_size(after)} now")
-
-
 # -- export and import -----------------------------------------------------------------------------------------------
 
 
 def export_(
     file: Annotated[Path, typer.Argument(help="Ends in .jsonl, .jsonl.gz or .parquet.")],
+    run: RunStore = None,
     store: Store = None,
     server: Server = None,
     token: Token = None,
@@ -348,19 +370,25 @@ def export_(
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
     The store may be written to meanwhile. The file appears when it is complete.
+
+    \b
+    Examples:
+      agl store export rollouts.jsonl.gz --run runs/first
+      agl store export train.jsonl --store hub.db --mode train --status succeeded
     """
 
     async def work(output: Output, progress: Progress) -> Result:
         from agentlightning.store.export import export_store
 
         filters: dict[str, Any] = {"status_in": checked(statuses, "status"), "mode_in": checked(modes, "mode")}
-        async with open_named(store, server, token) as opened:
+        async with open_named(store_to_read(run, store, server), server, token) as opened:
             with _write_errors(file):
                 report = _report(progress, "exporting")
                 exported = await export_store(
                     opened, file, **filters, queue_in=queues or None, overwrite=force, report=report
                 )
-        return {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console)
+        after = agl("store", "import", file, store="copy.db")
+        return {"file": str(file), **asdict(exported)}, lambda console: _show_exported(file, exported, console), after
 
     run_verb(as_json, work)
 
@@ -423,6 +451,11 @@ def import_(
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
     truncated or damaged file, the part before the damage is imported.
+
+    \b
+    Examples:
+      agl store import rollouts.jsonl.gz
+      agl store import train.jsonl --store copy.db
     """
 
     async def work(output: Output, progress: Progress) -> Result:
@@ -434,6 +467,18 @@ def import_(
             imported = await import_store(opened, file, report=_report(progress, "importing"))
         known = f"; {imported.known:,} were already there" if imported.known else ""
         text = f"{imported.rollouts:,} rollouts and {imported.resources:,} resources imported from {file}{known}"
-        return {"file": str(file), **asdict(imported)}, lambda console: console.print(text, markup=False)
+        after = agl("store", "list", store=store, server=server)
+        return {"file": str(file), **asdict(imported)}, lambda console: console.print(text, markup=False), after
 
     run_verb(as_json, work)
+
+
+VERBS: Final = {
+    "stats": stats,
+    "list": list_rollouts,
+    "show": show,
+    "prune": prune,
+    "vacuum": vacuum,
+    "export": export_,
+    "import": import_,
+}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
-from typer.core import TyperCommand
 
 from agentlightning.cli.formatting.dry_run import print_dry_run
-from agentlightning.cli.formatting.training_report import print_result
-from agentlightning.cli.options import Agent, Dataset, Environment, Json, Model, Reward, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import overrides
+from agentlightning.cli.options import Agent, Data, Environment, Json, Model, NewRun, Reward, Token
+from agentlightning.cli.output import Output, agl, open_output
 from agentlightning.cli.viewing.live import LiveProgress
-from agentlightning.util.plugins import installed
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -26,30 +22,16 @@ CONFIG_FILE: Final = "agl.toml"
 """The settings of the current directory, where none are given."""
 
 
-class TrainCommand(TyperCommand):
-    """The verb, whose help names what distributions announce."""
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        named = {kind: names for kind, names in installed().items() if kind != "commands"}
-        if named:
-            with formatter.section("Installed extensions (agl doctor)"):
-                formatter.write_dl([(kind, ", ".join(names)) for kind, names in named.items()])
-
-
-def register(app: typer.Typer) -> None:
-    app.command("train", cls=TrainCommand)(train)
-
-
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)] = None,
     agent: Agent = None,
     reward: Reward = None,
-    dataset: Dataset = None,
+    data: Data = None,
     env: Environment = None,
     model: Model = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The directory of the run (default: runs/<time>).")] = None,
+    run: NewRun = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the run in this directory; settings change those of the run.")
     ] = None,
@@ -71,42 +53,75 @@ def train(
 ) -> None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
-    Settings are given as section.key=value, for example algorithm.steps=50 or runner.timeout_seconds=30. Without
-    --config and --resume, those of agl.toml in the current directory are used, if there is one. With
-    data.sessions=STORE, or a file of algorithm.type=sft or dpo, it learns from what was recorded instead.
+    Settings are given as section.key=value. Without --config and --resume, those of agl.toml in the current directory
+    are used, if there is one. With data.sessions=STORE, or a file of algorithm.type=sft or dpo, it learns from what was
+    recorded instead. `agl env` names installed extensions.
+
+    \b
+    Settings that are changed most, with examples of values:
+      algorithm.steps=50             steps of training
+      algorithm.tasks_per_step=8     tasks in each step
+      algorithm.group_size=8         rollouts of each task, whose rewards are compared
+      algorithm.optimizer.lr=1e-5    learning rate (default: from the size of the model)
+      policy.lora.r=16               train a LoRA adapter of this rank, not all weights
+      policy.token_budget=4096       tokens computed at once: less needs less memory
+      runner.concurrency=32          rollouts at the same time
+      evaluation.every=10            steps between validations
+    All settings with their meaning: agl train --print-config
+
+    \b
+    Examples:
+      agl train --agent agent.py:solve --reward reward.py:score --data tasks.jsonl --model smollm2-135m
+      agl train --config train.toml --run runs/lora policy.lora.r=16 algorithm.optimizer.lr=1e-4
+      agl train --resume runs/lora algorithm.steps=200
     """
-    output = Output(as_json)
-    directory = resume or run_dir
-    with errors_reported(output, lambda: directory):
+    directory = resume or run
+    with open_output(as_json, lambda: directory) as output:
         shortcuts = {
             "env": env,
             "agent": agent,
             "reward": reward,
-            "data.train": dataset,
+            "data.train": data,
             "policy.model": model,
             "run.seed": seed,
         }
-        given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-        changes = [*given, *(settings or [])]
+        changes = overrides(shortcuts, settings)
+        again = agl(
+            "train",
+            *(settings or []),
+            agent=agent,
+            reward=reward,
+            data=data,
+            env=env,
+            model=model,
+            config=config,
+            seed=seed,
+            run=run,
+            resume=resume,
+            server=server,
+        )
         config = config or _own_config(resume)
-        resolved = _resolve(changes, config, run_dir, resume)
+        resolved = _resolve(changes, config, run, resume)
         store = _store(server, token)
         if print_config:
-            _print_settings(resolved)
+            from agentlightning.util.settings import dump_toml
+
+            typer.echo(dump_toml(resolved), nl=False)
             return
+        from agentlightning.cli.formatting.training_report import finish
         from agentlightning.trainer import Trainer
 
         progress = LiveProgress(console=output.console)
         if resume is not None:
             trainer = Trainer.resume(resume, changes=changes, progress=progress, store=store)
         else:
-            trainer = Trainer(resolved, run_dir=run_dir, progress=progress, store=store)
+            trainer = Trainer(resolved, run_dir=run, progress=progress, store=store)
         if dry_run:
-            _check(trainer, output)
+            _check(trainer, again, output)
             return
         directory = trainer.run_dir
         result = trainer.train() if trainer.is_recorded else trainer.fit()
-        output.finish(result.as_json(), lambda console: print_result(result, console))
+        finish(result, output)
 
 
 def _own_config(resume: Path | None) -> Path | None:
@@ -114,19 +129,20 @@ def _own_config(resume: Path | None) -> Path | None:
     path = Path(CONFIG_FILE)
     if resume is not None or not path.is_file():
         return None
-    Console(stderr=True, highlight=False).print(f"settings: {path}", markup=False)
+    typer.echo(f"settings: {path}", err=True)
     return path
 
 
-def _check(trainer: Trainer, output: Output) -> None:
+def _check(trainer: Trainer, again: str, output: Output) -> None:
     """The dry run. Exit status 1 where training cannot work like this."""
     found = trainer.dry_run()
-    output.finish(found.as_json(), lambda console: print_dry_run(found, console))
+    after = [again] if found.is_ready else [f"{again} --dry-run"]
+    output.finish(found.as_json(), lambda console: print_dry_run(found, console), *after)
     if not found.is_ready:
         raise typer.Exit(1)
 
 
-def _resolve(changes: list[str], config: Path | None, run_dir: Path | None, resume: Path | None) -> TrainConfig:
+def _resolve(changes: list[str], config: Path | None, run: Path | None, resume: Path | None) -> TrainConfig:
     """The configuration of the run. Raises ConfigError for settings and options that cannot work."""
     from agentlightning.config import TrainConfig
     from agentlightning.errors import ConfigError
@@ -137,8 +153,8 @@ def _resolve(changes: list[str], config: Path | None, run_dir: Path | None, resu
         return load_settings(TrainConfig, toml=config, overrides=changes)
     if config is not None:
         raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
-    if run_dir is not None:
-        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run-dir {run_dir}")
+    if run is not None:
+        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
     return resumed_settings(resume, changes)
 
 
@@ -148,9 +164,3 @@ def _store(server: str | None, token: str | None) -> LightningStoreClient | None
     from agentlightning.store.http.client import LightningStoreClient
 
     return LightningStoreClient(server, token)
-
-
-def _print_settings(settings: TrainConfig) -> None:
-    from agentlightning.util.settings import dump_toml
-
-    typer.echo(dump_toml(settings), nl=False)

@@ -1,7 +1,7 @@
 """The export of a selection of rollouts, named one by one or by the filters of the table.
 
 rollouts   as `agl store import` reads them
-sft        {"messages": [...], "tools": [...]}, as `agl sft --dataset` reads them
+sft        {"messages": [...], "tools": [...]}, as `agl sft --data` reads them
 dpo        {"prompt": [...], "chosen": [...], "rejected": [...]}, as `agl dpo --data` reads them
 """
 

@@ -21,7 +21,6 @@ from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig, WarmStartConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
-from agentlightning.models.resolve import TINY
 from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
 from agentlightning.span import Span
@@ -332,8 +331,8 @@ REPEATS: Final = 2
 
 
 def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig:
-    """Those of a dry run: no warm start, no second attempts, and failures are counted only; the starting weights of a
-    run that is `resumed`. Raises ConfigError where runners elsewhere have the agent, or a tracker is not installed."""
+    """Those of a dry run: no second attempts, and failures are counted only; the starting weights of a run that is
+    `resumed`. Raises ConfigError where runners elsewhere have the agent, or a tracker is not installed."""
     if config.is_recorded:
         raise ConfigError("a dry run runs an agent, and this run learns from recorded data, without one")
     if not config.runner.hosts:
@@ -341,10 +340,11 @@ def settings_of(config: TrainConfig, resumed: Path | None = None) -> TrainConfig
     runner = config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0})
     check_installed(config.tracking)
     tracking = TrackingConfig(transcripts=0)
-    changes: dict[str, Any] = {"warm_start": WarmStartConfig(), "runner": runner, "tracking": tracking}
+    changes: dict[str, Any] = {"runner": runner, "tracking": tracking}
     changes["run"] = config.run.model_copy(update={"gateways": ()})  # Its store is its own.
     if resumed is not None and (resumed / "start").exists():
         changes["policy"] = config.policy.model_copy(update={"model": str(resumed / "start")})
+        changes["warm_start"] = WarmStartConfig()
     return config.model_copy(update=changes)
 
 
@@ -361,7 +361,8 @@ async def dry_run(
     tasks: Tasks,
     wired: Callable[[], AbstractAsyncContextManager[tuple[Runner | None, TrainingRun]]],
 ) -> DryRun:
-    """Check tasks, agent, reward and model, then a few rollouts. `config`: the settings of the run that is to follow.
+    """Check tasks, agent, reward and model, then a few rollouts, after the warm start, if there is one. `config`: the
+    settings of the run that is to follow.
     Raises ConfigError for settings that cannot work."""
     started, trains = time.monotonic(), algorithm.learns_weights
     checks, rollouts = [check_tasks(config, tasks)], tuple[DryRunRollout, ...]()
@@ -373,7 +374,7 @@ async def dry_run(
             if trains:
                 checks += [check_model(config), *check_tool_format(run.chat)]
             rollouts = await run_beside(runner, rehearse(run, algorithm))
-        checks += checks_of(rollouts, trains=trains, random_weights=config.policy.model == TINY)
+        checks += checks_of(rollouts, trains=trains, random_weights=has_random_weights(config))
     except ConfigError:
         raise
     except AgentLightningError as error:
@@ -394,13 +395,11 @@ def check_tool_format(chat: ChatFormat) -> list[DryRunCheck]:
 
 def check_model(config: TrainConfig) -> DryRunCheck:
     """What answered."""
-    if config.policy.model != TINY:
-        return DryRunCheck("model", "ok", f"{config.policy.model} answers")
-    text = "tiny, with random weights"
     if has_random_weights(config):
         advice = "it learns next to nothing from rewards alone: give a model, or demonstrations (warm_start.dataset)"
-        return DryRunCheck("model", "warning", text, advice)
-    return DryRunCheck("model", "ok", f"{text}; the demonstrations are learned when training begins")
+        return DryRunCheck("model", "warning", "tiny, with random weights", advice)
+    warmed_up = "" if config.warm_start.dataset is None else " after its warm start"
+    return DryRunCheck("model", "ok", f"{config.policy.model} answers{warmed_up}")
 
 
 def check_tasks(config: TrainConfig, tasks: Tasks) -> DryRunCheck:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pydantic import SecretStr
 
-from agentlightning.config import TrainConfig
 from agentlightning.gateway.config import GatewayConfig, RouteRule
 from agentlightning.gateway.upstream.provider import Provider
+
+if TYPE_CHECKING:
+    from agentlightning.config import TrainConfig
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 ANTHROPIC_URL: Final = "https://api.anthropic.com"

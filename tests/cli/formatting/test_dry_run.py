@@ -20,9 +20,9 @@ OK, WARNING, FAILED = (
 @pytest.mark.parametrize(
     ("checks", "last"),
     [
-        ((OK,), "ready; to train, leave out --dry-run"),
-        ((OK, WARNING), "ready, with 1 warning; to train, leave out --dry-run"),
-        ((WARNING, WARNING), "ready, with 2 warnings; to train, leave out --dry-run"),
+        ((OK,), "ready"),
+        ((OK, WARNING), "ready, with 1 warning"),
+        ((WARNING, WARNING), "ready, with 2 warnings"),
         ((OK, WARNING, FAILED), "not ready: 1 of 3 checks failed"),
     ],
 )

@@ -98,6 +98,20 @@ def agl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_folder_ends_when_it_has_learned_and_does_not_warn_against_itself(tmp_path):
+    assert init(str(tmp_path), "--kind", "function").exit_code == 0
+    trained = agl(tmp_path, "--run", "runs/first", "--json")
+    assert trained.returncode == 0, trained.stderr
+    result = json.loads(trained.stdout.splitlines()[-1])
+    assert result["warnings"] == []
+    assert result["held_out"]["greedy"]["after"] > 0.8
+    assert result["held_out"]["greedy"]["interval"][0] > 0.2
+    examined = subprocess.run([AGL, "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (examined.returncode, examined.stderr) == (0, "run: runs/first, the newest\n"), examined.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_passes_its_dry_run_and_trains(kind, tmp_path):
@@ -112,7 +126,7 @@ def test_every_kind_passes_its_dry_run_and_trains(kind, tmp_path):
     )
     assert [each["policy_calls"] for each in found["rollouts"]] == [1] * 8
     assert sorted(each.name for each in tmp_path.iterdir() if not each.name.startswith("__")) == sorted(FILES)
-    trained = agl(tmp_path, "--run-dir", "run", "--json", *SHORT)
+    trained = agl(tmp_path, "--run", "run", "--json", *SHORT)
     assert trained.returncode == 0, trained.stderr
     result = json.loads(trained.stdout.splitlines()[-1])
     assert (result["steps"], result["failed_rollouts"], result["rejected_rollouts"]) == (1, 0, {})

@@ -61,7 +61,9 @@ def test_it_opens_a_database(start, tmp_path):
 
 
 def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
-    server = start("serve", "--port", "0", "--db", "s.db", "--runs", str(runs), "--json", AGL_TOKEN="theirs").line(60)
+    server = start("serve", "--port", "0", "--store", "s.db", "--runs", str(runs), "--json", AGL_TOKEN="theirs").line(
+        60
+    )
     url, headers = opened(start("dashboard", server["url"], "--json", AGL_TOKEN="theirs"))
     assert names(url, headers)[-1] == "store"
     assert {"calculator-grpo", "calculator-rloo"} < set(names(url, headers))

@@ -68,6 +68,32 @@ def dry_run(agent: Any, tmp_path: Any, reward: Any = length, **settings: Any) ->
     return found
 
 
+@pytest.mark.slow
+def test_its_rollouts_are_those_of_the_policy_after_its_warm_start(tmp_path):
+    shown = [
+        {"messages": [{"role": "user", "content": f"say word {n}"}, {"role": "assistant", "content": "yes"}]}
+        for n in range(64)
+    ]
+    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in shown))
+    optimizer = {"type": "muon", "muon_lr": 0.02, "lr": 6e-3}
+    warm_start = {"dataset": str(tmp_path / "demonstrations.jsonl"), "steps": 24, "batch_size": 16}
+    config = agl.TrainConfig(
+        runner=agl.RunnerConfig(concurrency=8, timeout_seconds=20),
+        policy={"model": "tiny"},
+        warm_start={**warm_start, "optimizer": optimizer},
+    )
+    progress = agl.Progress(enabled=False)
+    trainer = agl.Trainer(config, reward=says_yes, run_dir=tmp_path / "run", progress=progress)
+    found = trainer.dry_run(good, TASKS)
+    model = check(found, "model")
+    assert (model.outcome, model.text) == ("ok", "tiny answers after its warm start")
+    assert sum(each.reward or 0.0 for each in found.rollouts) >= 6
+
+
+def says_yes(task: dict, output: str) -> float:
+    return float(output.strip() == "yes")
+
+
 def check(found: DryRun, name: str) -> Any:
     (only,) = (each for each in found.checks if each.name == name)
     return only

@@ -57,9 +57,9 @@ def test_a_directory_without_a_run_cannot_be_resumed(tmp_path):
 def test_a_place_that_cannot_be_written_to_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=r"is no directory, or lies in a file; give another --run-dir"):
+        with pytest.raises(ConfigError, match=r"is no directory, or lies in a file; give another --run"):
             RunDir.create(path)
-    with pytest.raises(ConfigError, match=r"/proc/run cannot be written to .*; give another --run-dir"):
+    with pytest.raises(ConfigError, match=r"/proc/run cannot be written to .*; give another --run"):
         RunDir.create(Path("/proc/run"))
 
 

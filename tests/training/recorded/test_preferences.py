@@ -298,7 +298,7 @@ def test_agl_sft_learns_from_a_file_into_an_adapter_and_makes_no_store(
     assert json.loads(done.stdout)["recorded"]["sessions"] == 2
     assert list((tmp_path / "cli" / "checkpoint").rglob("adapter_config.json"))
     assert not (tmp_path / ".agentlightning").exists()
-    assert "give --dataset FILE or --store STORE" in CliRunner().invoke(build(), words[:4]).output
+    assert "give --data FILE or --store STORE" in CliRunner().invoke(build(), words[:4]).output
 
 
 def test_a_tiny_model_is_made_for_the_pairs_of_a_file(tmp_path: Path) -> None:

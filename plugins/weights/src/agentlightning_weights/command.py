@@ -12,7 +12,7 @@ import typer
 
 from agentlightning.cli.formatting.units import show_size
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 
 if TYPE_CHECKING:
     from agentlightning_weights.pull import Pulled, WeightPuller
@@ -48,9 +48,14 @@ def pull(
     engine: Kind = "vllm",
     as_json: Json = False,
 ) -> None:
-    """Pull the newest version: what changed since the one that is here, or all of it."""
-    output = Output(as_json)
-    with errors_reported(output):
+    """Pull the newest version: what changed since the one that is here, or all of it.
+
+    \b
+    Examples:
+      agl weights pull s3://bucket/run /models/run
+      agl weights pull s3://bucket/run /models/run --follow --model-server http://localhost:8000
+    """
+    with open_output(as_json) as output:
         from agentlightning_weights.pull import WeightPuller
 
         puller = WeightPuller(url, directory)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Final
 
 import typer
 
-from agentlightning.cli.opening import weights_of
-from agentlightning.cli.options import Json, RewardWeights
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.opening import run_or_newest, weights_of
+from agentlightning.cli.options import GivenStore, Json, RewardWeights, Run
+from agentlightning.cli.output import agl, open_output
 from agentlightning.models import Precision
 from agentlightning.util.printable import printable
 
@@ -27,74 +27,67 @@ class Form(StrEnum):
     DPO = "dpo-jsonl"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
+SUFFIXES: Final = {Form.HF: "", Form.GGUF_READY: "", Form.GGUF: ".gguf"}
+"""What the name of a file ends in; of rollouts, `.jsonl`."""
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    to: Annotated[Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")],
+    run: Run = None,
+    to: Annotated[
+        Form, typer.Option("--to", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines.")
+    ] = Form.HF,
     out: Annotated[Path | None, typer.Option(help="File or directory (default: RUN/export/FORM).")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
-    agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
-    store: Annotated[str | None, typer.Option(help="The store of the run, where it was given one.")] = None,
+    target_agent: Annotated[str | None, typer.Option(help="Only calls of agents whose name matches.")] = None,
+    store: GivenStore = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out, if there is one.")] = False,
     reward_weights: RewardWeights = None,
     precision: Annotated[Precision | None, typer.Option(help="Of the matrices of a GGUF file (default: f16).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set."""
-    output = Output(as_json)
-    with errors_reported(output):
-        keep = out is not None and not overwrite
-        path = out or run / "export" / to.value
-        found = _export(run, to, path, min_reward, agent, store, reward_weights, precision, keep)
+    """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
+
+    \b
+    Examples:
+      agl export runs/first --to gguf --out my-model.gguf
+      agl export runs/first --to trl-jsonl --min-reward 0.5
+    """
+    with open_output(as_json) as output:
+        from agentlightning.errors import ConfigError
+        from agentlightning.training.export import Selection, export_dataset, export_weights
+
+        run = run_or_newest(run)
+        if precision is not None and to is not Form.GGUF:
+            raise ConfigError(f"--precision is that of a GGUF file, and --to {to.value} writes none; leave it out")
+        path, suffix = out or run / "export" / to.value, SUFFIXES.get(to, ".jsonl")
+        if suffix:
+            path = path if path.suffix == suffix else path.with_name(path.name + suffix)
+            if out is not None and not overwrite and path.exists():
+                raise ConfigError(f"{path} exists; give another --out, or --overwrite")
+        if to in (Form.HF, Form.GGUF_READY, Form.GGUF):
+            only = {
+                "--min-reward": min_reward,
+                "--target-agent": target_agent,
+                "--store": store,
+                "--reward-weights": reward_weights,
+            }
+            if unused := [name for name, value in only.items() if value is not None]:
+                raise ConfigError(
+                    f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
+                )
+            weights = export_weights(run, to.value, path, precision or "f16")
+            found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
+            after = agl("serve", model=path)
+        else:
+            selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
+            rows = asyncio.run(export_dataset(run, to.value, path, selection, store))
+            found = {
+                "path": str(path),
+                "records": rows.records,
+                "rollouts": rows.rollouts,
+                "skipped": dict(rows.skipped),
+            }
+            learning = {Form.OPENAI: "sft", Form.DPO: "dpo"}.get(to)
+            after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
         lines = "\n".join(printable(f"{key}: {value}") for key, value in found.items())
-        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False))
-
-
-def _export(
-    run: Path,
-    to: Form,
-    out: Path,
-    min_reward: float | None,
-    agent: str | None,
-    store: str | None,
-    weights: str | None,
-    precision: Precision | None,
-    keep: bool,
-) -> dict[str, Any]:
-    from agentlightning.errors import ConfigError
-    from agentlightning.training.export import Selection, export_dataset, export_weights
-
-    if precision is not None and to is not Form.GGUF:
-        raise ConfigError(f"--precision is that of a GGUF file, and --to {to.value} writes none; leave it out")
-    if to in (Form.HF, Form.GGUF_READY, Form.GGUF):
-        given = {"--min-reward": min_reward, "--agent": agent, "--store": store, "--reward-weights": weights}
-        unused = [name for name, value in given.items() if value is not None]
-        if unused:
-            raise ConfigError(
-                f"{', '.join(unused)} select rollouts, and --to {to.value} writes weights; leave them out"
-            )
-        if to is Form.GGUF:
-            out = out if out.suffix == ".gguf" else out.with_name(f"{out.name}.gguf")
-            _check_new(out, keep)
-        written = export_weights(run, to.value, out, precision or "f16")
-        return {"path": str(written.path), "files": list(written.files), "merged": written.merged}
-    path = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
-    _check_new(path, keep)
-    selection = Selection(min_reward, agent, weights_of(weights, run))
-    found = asyncio.run(export_dataset(run, to.value, path, selection, store))
-    return {
-        "path": str(found.path),
-        "records": found.records,
-        "rollouts": found.rollouts,
-        "skipped": dict(found.skipped),
-    }
-
-
-def _check_new(path: Path, keep: bool) -> None:
-    from agentlightning.errors import ConfigError
-
-    if keep and path.exists():
-        raise ConfigError(f"{path} exists; give another --out, or --overwrite")
+        output.finish(found, lambda console: console.print(lines, markup=False, highlight=False), after)

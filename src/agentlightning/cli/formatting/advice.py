@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from agentlightning.evaluation.evaluation import Evaluation
+if TYPE_CHECKING:
+    from agentlightning.evaluation.evaluation import Evaluation
 
 CALLS: Final = "model calls: "
 NOT_REDIRECTED: Final = (

@@ -30,9 +30,9 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         console.print(f"\nnot ready: {counts['failed']} of {len(found.checks)} checks failed", style="red")
     elif counts["warning"]:
         warnings = "1 warning" if counts["warning"] == 1 else f"{counts['warning']} warnings"
-        console.print(f"\nready, with {warnings}; to train, leave out --dry-run", style="yellow")
+        console.print(f"\nready, with {warnings}", style="yellow")
     else:
-        console.print("\nready; to train, leave out --dry-run", style="green")
+        console.print("\nready", style="green")
 
 
 def _print_check(check: DryRunCheck, console: Console) -> None:

@@ -8,8 +8,10 @@ from typing import Any, Final
 import orjson
 from rich.console import Console
 
+from agentlightning.cli.output import Output, agl
 from agentlightning.credit.rejection import describe_reasons
 from agentlightning.evaluation.intervals import Gain
+from agentlightning.training.export import holds_weights
 from agentlightning.training.health.examination import failures_of, read_records
 from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.training.report.result import TrainingResult
@@ -20,24 +22,26 @@ LINES: Final = 6
 WIDTH: Final = 300
 
 
+def finish(result: TrainingResult, output: Output) -> None:
+    """Print the report, and the commands that lead on: to what the run changed, or to what is wrong with it, and to its
+    weights."""
+    gained = any(gain.tasks and gain.interval[0] > 0 for gain in result.held_out.values())
+    after = agl("report" if gained else "doctor", result.run_dir)
+    run, weights = result.run_dir, holds_weights(result.checkpoint)
+    learned = agl("export", run, to="hf") if weights else agl("dashboard", run)
+    output.finish(result.as_json(), lambda console: print_result(result, console), after, learned)
+
+
 def print_result(result: TrainingResult, console: Console) -> None:
     """Print the report."""
     console.print()
     for mode, gain in result.held_out.items():
-        low, high = gain.interval
-        console.print(
-            f"held-out reward, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
-            f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}, {gain.tasks} tasks)"
-        )
+        console.print(f"held-out reward, {mode:<8} {_shown(gain)}, {gain.tasks} tasks)")
         if gain.missing_before or gain.missing_after:
             console.print(f"  {_missing(result, mode, gain)}")
     for number, stage in enumerate(result.stages, 1):
         for mode, gain in stage.held_out.items():
-            low, high = gain.interval
-            console.print(
-                f"  stage {number}, {stage.name}, {mode:<8} {gain.before:.3f} -> {gain.after:.3f}   "
-                f"gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f})"
-            )
+            console.print(f"  stage {number}, {stage.name}, {mode:<8} {_shown(gain)})")
     learned, left_out = f"{result.rollouts} rollouts", result.rejected_rollouts
     if (own := result.recorded) is not None:
         learned, left_out = f"{own.algorithm} on {own.sessions} sessions", own.left_out
@@ -59,6 +63,11 @@ def print_result(result: TrainingResult, console: Console) -> None:
         console.print(f"{name:<11} {path}")
 
 
+def _shown(gain: Gain) -> str:
+    low, high = gain.interval
+    return f"{gain.before:.3f} -> {gain.after:.3f}   gain {gain.gain:+.3f}  (95% interval {low:+.3f} to {high:+.3f}"
+
+
 def print_prompt_diff(diff: str, console: Console) -> None:
     """What has changed in the prompts of a run."""
     console.print(printable_lines(diff) or "the prompts have not changed", markup=False, highlight=False)
@@ -72,9 +81,7 @@ def print_closing(result: TrainingResult, console: Console) -> None:
     records, _ = read_records(result.run_dir / "metrics.jsonl")
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
     if flat:
-        console.print(
-            f"groups without spread: {flat} of {groups}; the rewards within each were equal: nothing to learn"
-        )
+        console.print(f"groups without spread: {flat} of {groups}, within which all rewards were equal")
     if result.failed_rollouts:
         for each in failures_of(result.run_dir / "store.db", read_state(result.run_dir), []):
             console.print(f"failed: {each.count:>5}  {printable(each.cause)}  {printable(each.example)}", markup=False)

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import open_output
 from agentlightning.cli.starting.folder import KINDS, Kind, write_folder
 from agentlightning.errors import ConfigError
-
-
-class KindName(StrEnum):
-    """A kind of agent."""
-
-    FUNCTION = "function"
-    COMMAND = "command"
-    LANGGRAPH = "langgraph"
-    OPENAI_AGENTS = "openai-agents"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
 
 
 def init(
     directory: Annotated[Path, typer.Argument(help="The folder to make (default: the current one).")] = Path("."),
     kind: Annotated[
-        KindName | None, typer.Option(help="The kind of agent; asked for without it.", show_default=False)
+        Literal["function", "command", "langgraph", "openai-agents"] | None,
+        typer.Option(help="The kind of agent; asked for without it.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
 
     Nothing is overwritten: where one of its files exists, nothing is written.
+
+    \b
+    Examples:
+      agl init my-agent --kind function
+      agl init --kind langgraph
     """
-    output = Output(as_json)
-    with errors_reported(output):
-        chosen = KINDS[kind.value] if kind is not None else _ask()
+    with open_output(as_json) as output:
+        chosen = KINDS[kind] if kind is not None else _ask()
         written = write_folder(directory, chosen)
         record = {
             "directory": str(directory),
@@ -50,7 +42,7 @@ def init(
             "files": [str(path) for path in written],
             "install": chosen.missing,
         }
-        output.finish(record, lambda console: _print(directory, written, chosen, console))
+        output.finish(record, lambda console: _print(written, console), *_after(directory, chosen))
 
 
 def _ask() -> Kind:
@@ -67,16 +59,15 @@ def _ask() -> Kind:
     return chosen
 
 
-def _print(directory: Path, written: list[Path], kind: Kind, console: Console) -> None:
+def _print(written: list[Path], console: Console) -> None:
     for path in written:
-        console.print(f"wrote  {path}", markup=False)
-    steps = [
-        *([] if directory.resolve() == Path.cwd() else [f"cd {directory}"]),
+        console.print(f"wrote {path}", markup=False)
+
+
+def _after(directory: Path, kind: Kind) -> list[str]:
+    return [
+        *([] if directory.resolve() == Path.cwd() else [shlex.join(["cd", str(directory)])]),
         *([f"pip install {' '.join(kind.missing)}"] if kind.missing else []),
         "agl train --dry-run",
         "agl train",
-        "agl dashboard",
     ]
-    console.print("next:")
-    for step in steps:
-        console.print(f"  {step}", markup=False)

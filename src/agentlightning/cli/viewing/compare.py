@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import agl, open_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
 """What may differ between the runs of one configuration."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("compare")(compare)
 
 
 @dataclass(slots=True)
@@ -48,12 +44,16 @@ def compare(
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
     compared with: seed by seed where all have the same seeds.
+
+    \b
+    Examples:
+      agl compare runs/grpo-1 runs/grpo-2 runs/dapo-1 runs/dapo-2
+      agl compare runs/*
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         found = configurations(runs)
         record = record_of(found)
-        output.finish(record, lambda console: _print(record, console))
+        output.finish(record, lambda console: _print(record, console), agl("report", runs[0]))
 
 
 def configurations(runs: Sequence[Path]) -> list[Configuration]:

@@ -15,7 +15,7 @@ import typer
 
 from agentlightning.cli.opening import POSTGRES
 from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, errors_reported
+from agentlightning.cli.output import Output, open_output
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -31,10 +31,6 @@ Target = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("dashboard")(dashboard)
-
-
 def dashboard(
     target: Target = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
@@ -48,9 +44,13 @@ def dashboard(
 
     The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) has
     its dashboard at /dashboard, with actions, and needs no `agl dashboard`.
+
+    \b
+    Examples:
+      agl dashboard --demo
+      agl dashboard runs/first --port 8000
     """
-    output = Output(as_json)
-    with errors_reported(output):
+    with open_output(as_json) as output:
         asyncio.run(_until_stopped(_serve(target, demo, host, port, token, browser, output)))
 
 
@@ -104,20 +104,17 @@ async def _routes(
     from agentlightning.dashboard.data.run_data import DashboardData
 
     with tempfile.TemporaryDirectory(prefix="agl-dashboard-") as folder:
-        async with _catalog(await _recorded(folder, output) if demo else target) as catalog:
+        if demo:
+            from agentlightning.dashboard.demo import write_demo
+
+            output.console.print("unpacking two recorded runs ...")
+            await write_demo(Path(folder))
+        async with _catalog(folder if demo else target) as catalog:
             data = DashboardData(catalog)
             try:
                 yield dashboard_routes(data, token)
             finally:
                 await data.close()
-
-
-async def _recorded(folder: str, output: Output) -> str:
-    from agentlightning.dashboard.demo import write_demo
-
-    output.console.print("unpacking two recorded runs ...")
-    await write_demo(Path(folder))
-    return folder
 
 
 @asynccontextmanager

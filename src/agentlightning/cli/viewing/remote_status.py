@@ -76,7 +76,6 @@ def _record(
     server: str, found: Mapping[str, Any], series: Mapping[str, list[float | None]], failed: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     summary: Mapping[str, Any] = found["summary"]
-    rewards = [each for each in series.get("reward", []) if each is not None]
     validation, at = _last_validation(series)
     before = {mode: each["before"]["mean"] for mode, each in found["held_out"].items() if each["before"]}
     report: Mapping[str, Any] = found["report"] or {}
@@ -87,9 +86,7 @@ def _record(
         "steps": summary["steps"],
         "seconds": round(summary["seconds"], 1),
         "seconds_left": None if summary["time_left"] is None else round(summary["time_left"], 1),
-        "reward": rewards[-1] if rewards else None,
-        "first_reward": rewards[0] if rewards else None,
-        "best_reward": max(rewards) if rewards else None,
+        **reward_figures(series.get("reward", [])),
         "start": before,
         "validation": validation,
         "validated_at": at,
@@ -102,6 +99,12 @@ def _record(
         "prompts": found["prompts"],
         "prompt_diff": found["prompt_diff"],
     }
+
+
+def reward_figures(rewards: Sequence[float | None]) -> dict[str, float | None]:
+    """The last, the first and the best reward of the steps that have one."""
+    known = [each for each in rewards if each is not None] or [None]
+    return {"reward": known[-1], "first_reward": known[0], "best_reward": max(known, key=lambda each: each or 0.0)}
 
 
 def _last_validation(series: Mapping[str, list[float | None]]) -> tuple[dict[str, float], int | None]:

@@ -8,35 +8,40 @@ from typing import Annotated
 
 import typer
 
-from agentlightning.cli.options import Json
-from agentlightning.cli.output import Output, errors_reported
-
-Store = Annotated[str | None, typer.Option(help="The store of the run, where it was given one.", show_default=False)]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
+from agentlightning.cli.opening import run_or_newest
+from agentlightning.cli.options import GivenStore, Json, Run
+from agentlightning.cli.output import agl, open_output
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    run: Run = None,
     html: Annotated[bool, typer.Option("--html", help="Write a page with curves, which needs no server.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="File to write (default: RUN/report.html; text is printed).", show_default=False)
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="Changed tasks to show with their conversations.")] = 3,
-    store: Store = None,
+    store: GivenStore = None,
     as_json: Json = False,
 ) -> None:
-    """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples."""
-    output = Output(as_json)
-    with errors_reported(output):
+    """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
+
+    \b
+    Examples:
+      agl report
+      agl report runs/first --html --out first.html
+    """
+    with open_output(as_json) as output:
+        run = run_or_newest(run)
         text = asyncio.run(_report(run, html, examples, store))
         path = out or (run / "report.html" if html else None)
         if path is not None:
             path.write_text(text, encoding="utf-8")
         record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
-        output.finish(record, lambda console: console.print(text if path is None else f"wrote {path}", markup=False))
+        output.finish(
+            record,
+            lambda console: console.print(text if path is None else f"wrote {path}", markup=False),
+            agl("dashboard", run),
+        )
 
 
 async def _report(run: Path, html: bool, examples: int, store: str | None) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.console import Console
 
-from agentlightning.errors import ConfigError
 from agentlightning.util.printable import printable
 
 if TYPE_CHECKING:
@@ -28,18 +26,6 @@ class RolloutTable:
     rows: list[RolloutSummary]
     read: int
     matching: int
-
-
-def store_of_run(run: Path | None, store: str | None, server: str | None) -> str | None:
-    """The store to open. Raises ConfigError for a run together with another store, and for a run without one."""
-    if run is None:
-        return store
-    if store is not None or server is not None:
-        raise ConfigError("--run uses the store of that run; leave out --store and --server")
-    path = run / "store.db"
-    if not path.exists():
-        raise ConfigError(f"{run} has no store.db: it is no run, or its rollouts are in the store that it was given")
-    return str(path)
 
 
 async def rollout_table(

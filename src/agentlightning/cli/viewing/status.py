@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
+from agentlightning.cli.opening import run_or_newest
 from agentlightning.cli.options import Json, Token
-from agentlightning.cli.output import Output, errors_reported
-from agentlightning.cli.viewing.remote_status import is_url, remote_status
+from agentlightning.cli.output import agl, open_output
+from agentlightning.cli.viewing.remote_status import is_url, remote_status, reward_figures
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
 from agentlightning.util.sparkline import sparkline
@@ -21,20 +23,20 @@ if TYPE_CHECKING:
     from agentlightning.training.health.step_record import StepRecord
 
 
-def register(app: typer.Typer) -> None:
-    app.command("status")(status)
+LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
+"""The verb that leads on from a run, by its status."""
 
 
 def status(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="RUN",
-            help="The directory of a run (running, finished or crashed), or the address of a server that shows it: the"
-            " link of its dashboard.",
+            help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address"
+            " of a server that shows it: the link of its dashboard.",
             show_default=False,
         ),
-    ],
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option("--run", help="Of a server: which of its runs. Default: the running one.", show_default=False),
@@ -42,11 +44,23 @@ def status(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Say how far a training run is: its step, reward, validation, speed, failures and warnings."""
-    output = Output(as_json)
-    with errors_reported(output):
-        record, rewards = remote_status(target, token, name) if is_url(target) else _local_status(Path(target), name)
-        output.finish(record, lambda console: _print(record, rewards, console))
+    """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
+
+    \b
+    Examples:
+      agl status
+      agl status runs/first --json
+      agl status http://hub:4747 --run first
+    """
+    with open_output(as_json) as output:
+        if target is not None and is_url(target):
+            record, rewards = remote_status(target, token, name)
+            after = []
+        else:
+            run = run_or_newest(None if target is None else Path(target))
+            record, rewards = _local_status(run, name)
+            after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
+        output.finish(record, lambda console: _print(record, rewards, console), *after)
 
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
@@ -64,7 +78,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
     """The state of a run as JSON values."""
     from agentlightning.training.persistence.checkpoints import prompts_of
 
-    state, rewards = found.state, [each.reward for each in records if each.reward is not None]
+    state = found.state
     validated = next((each for each in reversed(records) if each.validation), None)
     # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
     total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
@@ -82,9 +96,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "steps": total,
         "seconds": round(state.seconds, 1),
         "seconds_left": None if left is None else round(left, 1),
-        "reward": rewards[-1] if rewards else None,
-        "first_reward": rewards[0] if rewards else None,
-        "best_reward": max(rewards) if rewards else None,
+        **reward_figures([each.reward for each in records]),
         "start": means,
         "validation": dict(validated.validation) if validated else {},
         "validated_at": validated.step if validated else None,
@@ -93,7 +105,7 @@ def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
         "rollouts": state.rollouts,
         "failed_rollouts": state.failed_rollouts,
         "rejected_rollouts": dict(state.rejected),
-        "failures": [{"cause": each.cause, "count": each.count, "example": each.example} for each in found.failures],
+        "failures": [asdict(each) for each in found.failures],
         "warnings": dict(state.warnings),
         **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
     }

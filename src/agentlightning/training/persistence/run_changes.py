@@ -63,7 +63,7 @@ def load_tasks(
     data = config.data
     given = train if train is not None else data.train
     if given is None:
-        raise ConfigError("no tasks: pass train_dataset to fit(), or set data.train (--dataset FILE)")
+        raise ConfigError("no tasks: pass train_dataset to fit(), or set data.train (--data FILE)")
     tasks = Tasks(load_dataset(given))
     for part, value in (("validation", validation or data.validation), ("held_out", held_out or data.held_out)):
         if value is not None:

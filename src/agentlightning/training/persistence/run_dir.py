@@ -315,7 +315,7 @@ class RunDir:
     def create(cls, path: Path) -> RunDir:
         """A new run. Raises ConfigError where one is already, or nothing can be written."""
         if holds_run(path):
-            raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run-dir")
+            raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or use another --run")
         made = [each for each in (path, *path.parents) if not each.exists()]
         with _writable(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -418,8 +418,8 @@ def _writable(path: Path) -> Generator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         if isinstance(error, FileExistsError | NotADirectoryError):
-            raise ConfigError(f"{path} is no directory, or lies in a file; give another --run-dir") from error
-        raise ConfigError(f"{path} cannot be written to ({error.strerror}); give another --run-dir") from error
+            raise ConfigError(f"{path} is no directory, or lies in a file; give another --run") from error
+        raise ConfigError(f"{path} cannot be written to ({error.strerror}); give another --run") from error
 
 
 def _lock(path: Path) -> IO[str]:

@@ -49,7 +49,7 @@ export function Row({ run, row, chosen, toggle }) {
 
 export const RowHead = () => html`<thead><tr><th>Rollout</th><th>State</th><th>Task</th><th class="num">Reward</th><th class="num">Calls</th><th class="num">Tool errors</th><th class="num">Tokens</th><th class="num">Time</th><th>Agents</th><th class="num">Weights</th></tr></thead>`;
 
-const FORMS = [["rollouts", "for agl store import"], ["sft", "conversations for agl sft --dataset"], ["dpo", "the best and the worst rollout of each task for agl dpo --data"]];
+const FORMS = [["rollouts", "for agl store import"], ["sft", "conversations for agl sft --data"], ["dpo", "the best and the worst rollout of each task for agl dpo --data"]];
 
 // Saves the chosen rollouts, or all that match the filters where none is chosen, and says what gave no record.
 function Export({ run, ids, query, say }) {
