@@ -15,7 +15,7 @@ from msgspec import structs
 from starlette.types import Receive, Scope
 
 from agentlightning import span as names
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.gateway.asgi import ClientDisconnected, ResponseWriter, wait_for_disconnect
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
@@ -36,8 +36,8 @@ from agentlightning.gateway.upstream.request import UpstreamRequest
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span, new_trace_id
+from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
 
@@ -154,6 +154,10 @@ async def _tokenize(pool: ServerPool, request: Mapping[str, Any], size: int) -> 
     return status, count if isinstance(count, int) and count >= 0 else None
 
 
+_REJECTIONS: Final = (ConfigError, ConflictError, NotFoundError)
+"""What a store raises for a span that it will never take."""
+
+
 class Translator(Protocol):
     """Makes calls for providers that do not speak the caller's dialect (`translation.call.Translator`)."""
 
@@ -192,10 +196,6 @@ class ForwardingService:
         self._find_context = find_context
         self._counters = counters
         self._token_counter = TokenCounter()
-        self.record = self._await_store
-        if isinstance(store, JournaledStore):
-            self.record = store.append
-            store.on_superseded = contexts.invalidate
 
     async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
@@ -296,8 +296,15 @@ class ForwardingService:
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    async def _await_store(self, spans: Sequence[Span]) -> None:
-        """Record spans in a store without a journal, and reject further calls of attempts that were superseded."""
-        for span in await self._store.add_many_spans(spans):
+    async def record(self, spans: Sequence[Span]) -> None:
+        """Record the spans of one call, and reject further calls of an attempt that was superseded. They survive the
+        end of this process, and not a power failure. Raises StoreError if the store cannot be written."""
+        try:
+            with durability.relaxed():
+                stored = await self._store.add_many_spans(spans)
+        except _REJECTIONS as error:  # its rollout was deleted, say: the caller gets its answer
+            logger.error("the store rejected %d spans: %s", len(spans), error)
+            return
+        for span in stored:
             if names.SUPERSEDED in span.attributes:
                 self._contexts.invalidate(span.rollout_id, span.attempt_id)

@@ -24,7 +24,7 @@ from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.http.errors import decode_error
 from agentlightning.store.http.shapes import Resources
-from agentlightning.store.sql.tables import mapping
+from agentlightning.store.sql import mapping
 
 BASE_PATH: Final = "/v1/agl"
 PROTOCOL_VERSION: Final = 1
