@@ -6,6 +6,7 @@ Writes wait until the next query or the commit, and go to the server together (l
 from __future__ import annotations
 
 import contextlib
+import selectors
 import time
 from collections.abc import Generator, Sequence
 from functools import cache
@@ -125,11 +126,12 @@ def _translated(sql_text: str) -> bytes:
 
 
 class _Call(NamedTuple):
-    """A prepared statement with its parameters."""
+    """What is sent: a prepared statement with its parameters, or, with `sql`, the statement to prepare."""
 
     name: bytes
     values: list[bytes | None]
     formats: list[int]
+    sql: str = ""
 
 
 class PostgresConnection:
@@ -162,8 +164,10 @@ class PostgresConnection:
 
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
+        connection.pgconn.nonblocking = 1
         self._loader = Transformer(connection)
         self._statements: dict[str, bytes] = {}
+        self._names = count()
         self._backend = fetch_row(
             connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
         )
@@ -194,6 +198,8 @@ class PostgresConnection:
                 self._connection.close()
 
     def _forget(self) -> None:
+        for call in self._calls:
+            self._statements.pop(call.sql, None)
         self._calls.clear()
         self._payloads.clear()
         self._new_rollouts.clear()
@@ -290,14 +296,13 @@ class PostgresConnection:
         self._queue(sql, values)
 
     def _queue(self, sql: str, values: Sequence[Any]) -> None:
-        name = self._statements.get(sql)
-        if name is None:
-            name = b"agl_%d" % len(self._statements)
-            _check(self._connection.pgconn.prepare(name, _translated(sql)))
-            self._statements[sql] = name
-        encoded = [encode(value) for value in values]
         if len(self._calls) >= PIPELINE:
             self._exchange()
+        name = self._statements.get(sql)
+        if name is None:
+            name = self._statements[sql] = b"agl_%d" % next(self._names)
+            self._calls.append(_Call(name, [], [], sql))
+        encoded = [encode(value) for value in values]
         self._calls.append(_Call(name, encoded, [int(type(value) is bytes) for value in values]))
 
     def _exchange(self) -> pq.abc.PGresult:
@@ -305,19 +310,27 @@ class PostgresConnection:
         calls, self._calls = self._calls, []
         pgconn = self._connection.pgconn
         if len(calls) == 1:
-            ((name, values, formats),) = calls
-            return _check(pgconn.exec_prepared(name, cast("Any", values), formats, 1))
-        pgconn.enter_pipeline_mode()
+            (call,) = calls
+            return _check(pgconn.exec_prepared(call.name, cast("Any", call.values), call.formats, 1))
+        results: list[pq.abc.PGresult] = []
         try:
-            for name, values, formats in calls:
-                pgconn.send_query_prepared(name, cast("Any", values), formats, 1)
+            pgconn.enter_pipeline_mode()
+            for call in calls:
+                if call.sql:
+                    pgconn.send_prepare(call.name, _translated(call.sql))
+                else:
+                    pgconn.send_query_prepared(call.name, cast("Any", call.values), call.formats, 1)
             pgconn.pipeline_sync()
-            results = _read_pipeline(pgconn)
+            _read_pipeline(pgconn, results)
+            for result in results:
+                _check(result)
+        except BaseException:
+            for call in calls[len([each for each in results if each.status in _DONE]) :]:
+                self._statements.pop(call.sql, None)  # it was not prepared
+            raise
         finally:
             with contextlib.suppress(psycopg.Error):  # the connection is lost
                 pgconn.exit_pipeline_mode()
-        for result in results:
-            _check(result)
         return results[-1]
 
     def new_key(self, table: str, expected: int) -> int:
@@ -374,28 +387,38 @@ class PostgresConnection:
             self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
 
 
-def _read_pipeline(pgconn: pq.abc.PGconn) -> list[pq.abc.PGresult]:
-    """The results up to the end of the pipeline. Raises OperationalError if the connection is lost before."""
-    results: list[pq.abc.PGresult] = []
-    ended = False
-    while True:
-        result = pgconn.get_result()
-        if result is None:  # after each result; twice once nothing more will come
-            if ended:
+def _read_pipeline(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> None:
+    """Send what is left, and read the results up to the end of the pipeline, without holding the interpreter lock while
+    waiting. Raises OperationalError if the connection is lost before."""
+    ended, unsent = False, bool(pgconn.flush())
+    with selectors.DefaultSelector() as selector:
+        selector.register(pgconn.socket, selectors.EVENT_READ)
+        while True:
+            if unsent or pgconn.is_busy():
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(pgconn.socket, wanted)
+                selector.select()
+                pgconn.consume_input()
+                unsent = unsent and bool(pgconn.flush())
+                continue
+            result = pgconn.get_result()
+            if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
+                return
+            if result is not None:
+                results.append(result)
+            elif ended:  # once after each result; twice, and nothing more will come
                 for each in results:
                     _check(each)
                 raise psycopg.OperationalError(pgconn.get_error_message())
-            ended = True
-            continue
-        ended = False
-        if result.status == pq.ExecStatus.PIPELINE_SYNC:
-            return results
-        results.append(result)
+            ended = result is None
+
+
+_DONE: Final = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
 
 
 def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
     """Raises what psycopg would raise."""
-    if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+    if result.status in _DONE:
         return result
     code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
     text = result.get_error_message()
