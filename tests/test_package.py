@@ -26,7 +26,7 @@ def test_the_public_names_are_sorted_and_all_of_them_can_be_had():
 
 
 def test_importing_the_package_loads_no_heavy_library():
-    heavy = ["torch", "transformers", "openai", "matplotlib", "sqlalchemy", "uvicorn"]
+    heavy = ["torch", "transformers", "openai", "matplotlib", "sqlite3", "uvicorn"]
     program = f"import agentlightning, sys; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 

@@ -95,7 +95,6 @@ async def test_every_call_that_was_answered_outlives_the_gateway(tmp_path):
         await asyncio.to_thread(end, process, signal.SIGTERM)
 
     assert len(heard) >= 600
-    assert not list(tmp_path.glob("*-calls-*"))
     store = LightningStore(str(tmp_path / "store.db"))
     kept: Counter[str] = Counter()
     for rollout in await store.query_rollouts():

@@ -16,7 +16,7 @@ from agentlightning.cli.main import build
 try:
     build()(["train", "--print-config", "--agent", "agent.py:solve", "algorithm.steps=7", *sys.argv[1:]])
 except SystemExit as exit:
-    heavy = ("torch", "transformers", "numpy", "uvicorn", "sqlalchemy", "agentlightning.trainer")
+    heavy = ("torch", "transformers", "numpy", "uvicorn", "sqlite3", "agentlightning.trainer")
     print([name for name in heavy if name in sys.modules], exit.code)
 """
 

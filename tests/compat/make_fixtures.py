@@ -1,4 +1,4 @@
-"""Makes the archives in `fixtures/`: a run, a database and a journal as an earlier version leaves them.
+"""Makes the archives in `fixtures/`: a run and a database as an earlier version leaves them.
 
 Run it with the interpreter of a checkout of that version, never of the present one; it uses nothing of the present
 package. The archives in git were made by commit 5267b49 (2.0.0.dev0, November 2026):
@@ -18,14 +18,13 @@ import importlib
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tarfile
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,6 @@ def module(name: str) -> Any:
 
 
 make_tiny = module("policy.tiny").make_tiny
-scripted = module("testing.provider")
-rollouts = module("rollouts")
 
 
 def as_json(value: Any) -> Any:
@@ -265,142 +262,6 @@ def make_database(folder: Path) -> None:
     write_expected(folder, asyncio.run(read_database(folder / "store.db")) | {"answered": answered})
 
 
-# -- a journal ---------------------------------------------------------------------------------------------------------
-
-ROUTES = """
-[models]
-mine = "model"
-[[providers]]
-name = "openai"
-base_urls = ["{url}/v1"]
-token_ids = true
-price = {{ input = 1.0, output = 2.0 }}
-[[providers]]
-name = "anthropic"
-dialect = "anthropic"
-base_urls = ["{url}"]
-[[providers]]
-name = "plain"
-base_urls = ["{url}/v1"]
-paths = ["chat/completions", "responses"]
-[[routes]]
-model = "mine"
-engine = "mine"
-[[routes]]
-model = "claude*"
-provider = "anthropic"
-[[routes]]
-model = "plain*"
-provider = "plain"
-[[routes]]
-model = "*"
-provider = "openai"
-"""
-USER = [{"role": "user", "content": "What is 6 × 7?"}]
-Calls = tuple[tuple[str, dict[str, Any]], ...]
-TOKENS = {"logprobs": True, "return_token_ids": True}
-FORWARDED: Calls = (
-    ("chat/completions", {"model": "plain", "messages": USER, **TOKENS}),
-    ("chat/completions", {"model": "plain", "messages": USER, "n": 2, "temperature": 0.5, **TOKENS}),
-    ("chat/completions", {"model": "theirs", "messages": USER, "temperature": 0.5}),
-    ("chat/completions", {"model": "theirs", "messages": USER, "n": 2}),
-    ("chat/completions", {"model": "theirs", "messages": USER, "stream": True}),
-    ("responses", {"model": "theirs", "input": "What is 6 × 7?"}),
-    ("responses", {"model": "plain", "input": "What is 6 × 7?"}),
-    ("embeddings", {"model": "theirs", "input": "What is 6 × 7?"}),
-    ("messages", {"model": "claude-theirs", "messages": USER, "max_tokens": 9}),
-    ("messages", {"model": "claude-theirs", "messages": USER, "max_tokens": 9, "stream": True}),
-)
-LOCAL: Calls = (
-    ("chat/completions", {"model": "mine", "messages": USER, "max_tokens": 5}),
-    ("chat/completions", {"model": "mine", "messages": USER, "max_tokens": 5, "stream": True}),
-)
-"""These wait until their spans are in the store, and leave none in the journal."""
-SPANS = sum(body.get("n", 1) for _, body in FORWARDED)
-"""Of the forwarded calls."""
-
-
-def reply(seen: Any) -> Any:
-    asked = seen.json
-    if seen.path.endswith("/messages"):
-        blocks = [{"type": "text", "text": "It is 42."}]
-        if asked.get("stream"):
-            return scripted.Reply(events=scripted.messages_events(blocks, usage=(9, 4)))
-        return scripted.Reply(scripted.messages_answer(blocks, usage=(9, 4)))
-    if seen.path.endswith("/responses"):
-        part = {"type": "output_text", "text": "It is 42.", "annotations": []}
-        item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
-        answer = scripted.response_answer([item], usage=(7, 2))
-        del answer["error"]  # an answer that names one is read at once
-        return scripted.Reply(answer)
-    if seen.path.endswith("/embeddings"):
-        return scripted.Reply({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 5, "total_tokens": 5}})
-    if asked.get("stream"):
-        return scripted.Reply(events=scripted.chat_events(["It is ", "42."]))
-    answer = scripted.chat_answer("It is 42.", usage=(11, 3), prompt_token_ids=[5, 6, 7])
-    content = [{"token": "It", "logprob": -0.5}, {"token": " is", "logprob": -0.25}, {"token": " 42.", "logprob": -1.0}]
-    choice = answer["choices"][0] | {"token_ids": [1, 2, 3], "logprobs": {"content": content}}
-    answer["choices"] = [choice | {"index": index} for index in range(asked.get("n") or 1)]
-    return scripted.Reply(answer)
-
-
-async def call_all(url: str, claimed: agl.AttemptedRollout, calls: Calls) -> None:
-    """Each is answered to its end before the next."""
-    attempt = f"{url}/rollout/{claimed.rollout_id}/attempt/{claimed.attempt.attempt_id}/v1"
-    for path, body in calls:
-        await asyncio.to_thread(call, f"{attempt}/{path}", body, claimed)
-
-
-def call(url: str, body: dict[str, Any], claimed: agl.AttemptedRollout) -> None:
-    key = rollouts.attempt_key(rollouts.attempt_secret(TOKEN), claimed.rollout_id, claimed.attempt.attempt_id)
-    head = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=60) as answer:
-        assert answer.read()
-
-
-async def leave_records(work: Path, folder: Path) -> None:
-    """Calls that are answered while the store cannot be written, and a server that is killed then. The folder gets the
-    files that it leaves."""
-    async with scripted.ScriptedProvider(reply) as provider:
-        (work / "routes.toml").write_text(ROUTES.format(url=provider.url))
-        with serving(work, "--routes", "routes.toml") as (process, url):
-            client = agl.LightningStoreClient(url, TOKEN)
-            claimed = await client.start_rollout({"question": "6 × 7"}, mode="val", rollout_id="ro-calls")
-            await call_all(url, claimed, (*FORWARDED, *LOCAL))
-            while len(await client.query_spans(claimed.rollout_id)) < SPANS + len(LOCAL):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await client.close()
-            with closing(sqlite3.connect(work / "store.db", isolation_level=None)) as blocker:
-                blocker.execute("BEGIN IMMEDIATE")
-                await call_all(url, claimed, FORWARDED)
-                process.kill()
-                process.wait()
-                copy_store(work, folder)
-
-
-def copy_store(source: Path, target: Path) -> None:
-    """The database with its log, and the journal. Its shared memory is made anew by whoever opens it."""
-    for path in source.glob("store.db*"):
-        if not path.name.endswith("-shm"):
-            shutil.copy2(path, target)
-
-
-def make_journal(folder: Path) -> None:
-    size = {"hidden_size": 16, "layers": 1, "heads": 2, "vocabulary": 300, "context_length": 256}
-    with tempfile.TemporaryDirectory() as work:
-        make_tiny(Path(work) / "model", [{"messages": USER}], **size)
-        asyncio.run(leave_records(Path(work), folder))
-    with tempfile.TemporaryDirectory() as copied:  # what this version makes of the records
-        copy = Path(shutil.copytree(folder, Path(copied) / "copy"))
-        before = asyncio.run(read_database(copy / "store.db"))["spans"]["ro-calls"]
-        with serving(copy):
-            pass
-        assert not list(copy.glob("*-calls-*"))
-        after = asyncio.run(read_database(copy / "store.db"))["spans"]["ro-calls"]
-    assert (len(before), len(after) - len(before)) == (SPANS + len(LOCAL), SPANS), (len(before), len(after))
-    write_expected(folder, {"before": before, "after": after})
-
-
 # -- archives ----------------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +279,7 @@ def pack(folder: Path, target: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     target = Path(arguments[0] if arguments else Path(__file__).parent / "fixtures").resolve()
     target.mkdir(exist_ok=True)
-    for name, make in (("run", make_run), ("database", make_database), ("journal", make_journal)):
+    for name, make in (("run", make_run), ("database", make_database)):
         if len(arguments) < 2 or name in arguments[1:]:
             with tempfile.TemporaryDirectory() as directory:
                 make(Path(directory))

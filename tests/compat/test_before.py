@@ -1,11 +1,10 @@
-"""A run, a database and a journal of an earlier version are resumed, opened and adopted without a loss.
+"""A run and a database of an earlier version are resumed and opened without a loss.
 
 `make_fixtures.py` says which version made the archives, and how.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -115,35 +114,6 @@ async def test_calls_that_were_answered_are_not_done_again(unpack: Unpack, tmp_p
     assert len(await store.query_rollouts()) == len(expected["rollouts"])
     assert len(await store.query_resources()) == len(expected["resources"])
     await store.close()
-
-
-# -- a journal ---------------------------------------------------------------------------------------------------------
-
-
-def calls_in(database: Path) -> Any:
-    """The spans of the journal's rollout that are in the database."""
-
-    async def read() -> Any:
-        store = agl.LightningStore(database)
-        try:
-            return as_json(await store.query_spans("ro-calls"))
-        finally:
-            await store.close()
-
-    return asyncio.run(read())
-
-
-def test_a_journal_of_raw_exchanges_that_a_killed_gateway_left_is_set_aside(unpack: Unpack, tmp_path: Path) -> None:
-    """That version journalled calls to providers as raw exchanges, which are no longer read."""
-    expected, database = unpack("journal"), tmp_path / "store.db"
-    [journal] = tmp_path.glob("store.db-calls-*")
-    content = journal.read_bytes()
-    adopted = CliRunner().invoke(build(), ["store", "stats", "--store", str(database), "--json"])
-    assert adopted.exit_code == 0, adopted.output
-    [aside] = tmp_path.glob("*-calls-*")
-    assert aside.name.startswith("unread-")
-    assert aside.read_bytes() == content
-    assert calls_in(database)[: len(expected["before"])] == expected["before"]
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------

@@ -397,7 +397,7 @@ async def refused(task: Any) -> None:
 
 
 async def test_a_locked_database_is_waited_for_as_long_as_patience_says(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agentlightning.store.sql.sqlite.backend.BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("agentlightning.store.sql.sqlite.BUSY_SECONDS", 0.01)
     store = LightningStore(tmp_path / "store.db")
     runner = Runner(store, quick, patience=20, **OPTIONS)
     hasty = Runner(store, quick, patience=0.01, **OPTIONS)

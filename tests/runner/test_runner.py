@@ -316,7 +316,7 @@ async def test_the_agent_runs_where_it_is_told_to_and_prints_where_it_is_told_to
 
 
 async def test_importing_a_small_agent_brings_no_heavy_library(start: Any, roll: Any, attempt_of: Any) -> None:
-    await start(lambda task: sorted({"torch", "transformers", "openai", "sqlalchemy"} & set(sys.modules)))
+    await start(lambda task: sorted({"torch", "transformers", "openai", "sqlite3"} & set(sys.modules)))
     [ended] = await roll({})
     assert (await attempt_of(ended)).metadata["output"] == []
 

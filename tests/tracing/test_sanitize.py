@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.span import Span, SpanEvent
-from agentlightning.store.sql.spans import codec
+from agentlightning.store.sql import pack as codec
 from agentlightning.tracing.sanitize import sanitize_span
 
 texts = st.text(st.characters(codec=None))

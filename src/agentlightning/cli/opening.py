@@ -99,7 +99,7 @@ def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] |
 def file_beside_store(db: str | None, suffix: str) -> Path:
     """The path of the database with a suffix; that of the default database if the store is not a file."""
     from agentlightning.store.base import DEFAULT_STORE, store_url
-    from agentlightning.store.sql.sqlite.backend import locate
+    from agentlightning.store.sql.sqlite import locate
 
     name = str(store_url(db))
     path = locate(DEFAULT_STORE) if name.startswith(POSTGRES) else locate(name) or locate(DEFAULT_STORE)

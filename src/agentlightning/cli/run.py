@@ -231,14 +231,12 @@ async def _open_own(options: Options, stack: AsyncExitStack) -> RecordingTarget:
     """A store, and a private server: it can be used only with its random token or the key of an attempt."""
     from agentlightning.gateway.config import GatewayConfig
     from agentlightning.server.serve import serve
-    from agentlightning.store.journal.store import recover_journals
 
     config = _config(options)
     engines = await open_engines(options.models, config or GatewayConfig(), stack)
     first = next(iter(engines), None)
     store = open_store(options.store)
     stack.push_async_callback(store.close)
-    await recover_journals(store)
     token = secrets.token_urlsafe(24)
     secret = attempt_secret(token)
     spent = file_beside_store(options.store, ".spent")

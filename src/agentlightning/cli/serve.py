@@ -230,7 +230,6 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.server.joining.service import JoinedPolicies
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, instrument
-    from agentlightning.store.journal.store import with_journal
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
     _check_access(options)
@@ -245,8 +244,6 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
         metrics.add_source(lambda: counters("otlp_export", "Spans sent on", asdict(exporter.counts)))
         observers.append(exporter)
     store = instrument(database, observers)
-    if database.path is not None:
-        store = await stack.enter_async_context(with_journal(store, database.path))
     data = DashboardData(Catalog(store, roots=() if options.runs is None else [options.runs]), writable=True)
     stack.push_async_callback(data.close)
     joined = JoinedPolicies()

@@ -52,13 +52,11 @@ async def open_named(
     store: str | None, server: str | None, token: str | None, create: bool = False
 ) -> AsyncGenerator[LightningStoreBase]:
     from agentlightning.store.base import store_url
-    from agentlightning.store.journal.store import recover_journals
 
     if store is None and server is None and str(store_url(None)).startswith(("http://", "https://")):
         server = str(store_url(None))
     opened = _open_client(server, token, store) if server is not None else _open_database(store, create)
     try:
-        await recover_journals(opened)
         yield opened
     finally:
         await opened.close()
@@ -76,7 +74,7 @@ def _open_database(store: str | None, create: bool) -> LightningStoreBase:
     """Open the database. Without `create`, it must exist."""
     from agentlightning.store import LightningStore
     from agentlightning.store.base import store_url
-    from agentlightning.store.sql.sqlite.backend import locate
+    from agentlightning.store.sql.sqlite import locate
 
     store = str(store_url(store))
     if not store.startswith(POSTGRES):
@@ -265,7 +263,7 @@ def prune(
 
 def _rollouts_in_use(store: str | None) -> tuple[str, ...]:
     """Prefixes of the ids of rollouts that a training run still needs, if this is the store of one."""
-    from agentlightning.store.sql.sqlite.backend import locate
+    from agentlightning.store.sql.sqlite import locate
     from agentlightning.training.persistence.run_dir import rollouts_in_use
 
     if store is not None and store.startswith(POSTGRES):

@@ -34,7 +34,6 @@ from agentlightning.gateway.routing import CallResolver, Router
 from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import Transport, open_transport
 from agentlightning.transport.connector import ConnectOptions
 
@@ -86,9 +85,7 @@ class Gateway:
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
-        # Whether an attempt has ended does not depend on spans, so nobody has to wait for those in the journal.
-        inner = store.store if isinstance(store, JournaledStore) else store
-        self._attempts = AttemptCache(inner, recheck_seconds=recheck_seconds)
+        self._attempts = AttemptCache(store, recheck_seconds=recheck_seconds)
         self.attribution = Attribution(
             store,
             secret,

@@ -485,7 +485,7 @@ class LightningStore(TrajectoryQueries, ABC):
 
     @abstractmethod
     async def vacuum(self) -> None:
-        """Delete unused token blocks and free space on disk (PostgreSQL: reuse it), while others read and write."""
+        """Free space on disk (PostgreSQL: reuse it), while others read and write."""
 
     @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:

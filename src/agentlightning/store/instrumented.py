@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
@@ -72,8 +71,6 @@ class _InstrumentedStore(LightningStoreBase):
     def __init__(self, store: LightningStoreBase, observers: Sequence[Observer]) -> None:
         self.store = store
         """The store that does the work."""
-        self.path: Path | None = getattr(store, "path", None)
-        """The database file of that store: journals lie beside it."""
         self._observers = tuple(observers)
 
     def __repr__(self) -> str:

@@ -29,7 +29,6 @@ from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.instrumented import instrument
-from agentlightning.store.journal.store import recover_journals
 from agentlightning.tracing.air import weighted_rules
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.training.account import RunAccount
@@ -67,7 +66,6 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
         exporter = OtlpExporter(endpoint)
         stack.push_async_callback(asyncio.to_thread, exporter.close)
         store = instrument(store, [exporter])
-    await recover_journals(store)
     return store
 
 

@@ -10,9 +10,9 @@ from tests.support.provider_streams import chat_events, messages_answer, message
 
 from agentlightning import span as names
 from agentlightning.assemble import transitions
+from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.resources import LLM
-from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
@@ -414,52 +414,60 @@ async def test_a_reader_that_stops_reading_makes_the_provider_wait(ask):
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+async def store(tmp_path):
+    store = SqlStore(tmp_path / "store.db")
+    yield store
+    await store.close()
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_in_the_journal_before_its_last_byte_goes_out(ask, tmp_path, stream):
-    bare = SqlStore(tmp_path / "store.db")
-    async with with_journal(bare, tmp_path / "store.db") as store:
-        reply = Reply(events=chat_events(["Hello."])) if stream else Reply(chat_answer("Hello."))
-        service, _ = await ask("openai", [reply], use_store=store)
-        client = await service.client()
-        answer = await client.chat.completions.create(model="theirs", messages=HI, stream=stream)
-        if stream:
-            assert [chunk.choices[0].finish_reason async for chunk in answer][-1] == "stop"
-        assert b"Hello." in b"".join(path.read_bytes() for path in tmp_path.glob("*-calls-*"))
-        assert len(await service.spans()) == 1
-    await bare.close()
+async def test_an_answer_is_in_the_file_before_its_last_byte_goes_out(ask, store, tmp_path, stream):
+    reply = Reply(events=chat_events(["Hello."])) if stream else Reply(chat_answer("Hello."))
+    service, _ = await ask("openai", [reply], use_store=store)
+    client = await service.client()
+    answer = await client.chat.completions.create(model="theirs", messages=HI, stream=stream)
+    if stream:
+        assert [chunk.choices[0].finish_reason async for chunk in answer][-1] == "stop"
+    assert b"Hello." in b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
+    assert len(await service.spans()) == 1
 
 
-async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, tmp_path, monkeypatch):
-    bare = SqlStore(tmp_path / "store.db")
-    async with with_journal(bare, tmp_path / "store.db") as store:
-        service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
-        client = await service.client()
+async def test_an_answer_that_cannot_be_recorded_is_an_error(ask, store, monkeypatch):
+    service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
+    client = await service.client()
 
-        def full(*_):
-            raise OSError(28, "No space left on device")
+    async def full(*_):
+        raise StoreFullError("the disk is full")
 
-        monkeypatch.setattr("agentlightning.store.journal.segments.os.pwrite", full)
-        with pytest.raises(openai.InternalServerError, match="could not be recorded") as caught:
-            await client.chat.completions.create(model="theirs", messages=HI)
-        assert caught.value.status_code == 503
-        monkeypatch.undo()
+    monkeypatch.setattr(store, "add_many_spans", full)
+    with pytest.raises(openai.InternalServerError, match="could not be recorded") as caught:
         await client.chat.completions.create(model="theirs", messages=HI)
-        assert len(await service.spans()) == 1
-    await bare.close()
+    assert caught.value.status_code == 503
+    monkeypatch.undo()
+    await client.chat.completions.create(model="theirs", messages=HI)
+    assert len(await service.spans()) == 1
 
 
-async def test_calls_of_an_attempt_that_was_superseded_are_refused_soon(ask, tmp_path):
-    bare = SqlStore(tmp_path / "store.db")
-    async with with_journal(bare, tmp_path / "store.db") as store:
-        service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
-        client = await service.client()
+async def test_calls_of_an_attempt_that_was_superseded_are_refused_soon(ask, store):
+    service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
+    client = await service.client()
+    await client.chat.completions.create(model="theirs", messages=HI)
+    await store.start_attempt(service.rollout_id)
+    await client.chat.completions.create(model="theirs", messages=HI)
+    with pytest.raises(openai.ConflictError, match="taken the place"):
         await client.chat.completions.create(model="theirs", messages=HI)
-        await store.start_attempt(service.rollout_id)
-        await client.chat.completions.create(model="theirs", messages=HI)
-        await store.flush()
-        with pytest.raises(openai.ConflictError, match="taken the place"):
-            await client.chat.completions.create(model="theirs", messages=HI)
-    await bare.close()
+
+
+async def test_a_caller_gets_its_answer_though_its_rollout_was_deleted_meanwhile(ask, store, caplog):
+    service, _ = await ask("openai", lambda seen: Reply(chat_answer("Hello.")), use_store=store)
+    client = await service.client()
+    await client.chat.completions.create(model="theirs", messages=HI)
+    await store.cancel_rollout(service.rollout_id)
+    await store.delete_rollouts([service.rollout_id])
+    answer = await client.chat.completions.create(model="theirs", messages=HI)
+    assert answer.choices[0].message.content == "Hello."
+    assert "the store rejected 1 spans: no rollout" in caplog.text
 
 
 LARGE = 2**70

@@ -1,4 +1,4 @@
-"""Calls to providers are answered, recorded, counted, limited and given up, in a store with a journal or without."""
+"""Calls to providers are answered, recorded, counted, limited and given up, in a file or in memory."""
 
 import asyncio
 import json
@@ -13,7 +13,6 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
-from agentlightning.store.journal.store import with_journal
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import connection
@@ -26,10 +25,8 @@ BODY = {"model": "theirs", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 async def durable(tmp_path):
-    path = tmp_path / "store.db"
-    store = SqlStore(path)
-    async with with_journal(store, path) as kept:
-        yield kept
+    store = SqlStore(tmp_path / "store.db")
+    yield store
     await store.close()
 
 
@@ -199,7 +196,7 @@ async def test_no_more_calls_are_under_way_than_the_provider_and_the_gateway_tak
     assert len(await service.spans()) == 21
 
 
-async def test_what_a_store_without_a_journal_takes_is_recorded_before_it_is_answered(ask, store):
+async def test_a_call_is_recorded_before_it_is_answered(ask, store):
     service, _, http = await ask(lambda seen: Reply(chat_answer("Again.")), use_store=store)
     for count in (2, 3, 4):
         assert said(await call(service, http)) == "Again."
@@ -301,12 +298,12 @@ async def test_a_server_that_ends_ends_what_is_under_way_and_asks_nobody_again(a
 async def test_a_call_given_up_that_cannot_be_recorded_holds_nothing(ask, durable, monkeypatch, caplog):
     service, provider, http = await ask(lambda seen: Reply(head=False, end="hang"))
 
-    def full(*_):
+    async def full(*_):
         raise StoreFullError("the disk is full")
 
     calling = asyncio.create_task(call(service, http))
     await until(lambda: len(provider.seen) == 2)
-    monkeypatch.setattr(durable._segments, "append", full)
+    monkeypatch.setattr(durable, "add_many_spans", full)
     calling.cancel()
     await asyncio.wait_for(provider.hung_up.wait(), 5)
     await until(lambda: "a call failed: " in caplog.text and "the disk is full" in caplog.text)

@@ -262,14 +262,14 @@ async def test_a_full_disk_is_told_to_the_callers_and_the_store_goes_on_once_the
 
 async def _limit_pages(store: SqlStore, pages: int) -> None:
     """What a full disk looks like to SQLite."""
-    await store.do("limit", lambda unit: unit.connection.raw.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+    await store.do("limit", lambda tx: tx.connection.raw.execute(f"PRAGMA max_page_count = {pages}").fetchone())
 
 
 # -- speed of import -------------------------------------------------------------------------------------------------
 
 
 def test_importing_the_store_imports_no_database_library() -> None:
-    code = "import sys, agentlightning.store; print('sqlalchemy' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, agentlightning.store; print('sqlite3' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, cast
 from msgspec import structs
 
 from agentlightning import span as names
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
 from agentlightning.gateway.callers.attribution import Caller
@@ -23,7 +23,7 @@ from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord, RecordSpans
+from agentlightning.gateway.forwarding.call import ForwardedCall, ProviderRecord
 from agentlightning.gateway.forwarding.translated import translate
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.metrics import Counters
@@ -33,8 +33,8 @@ from agentlightning.gateway.upstream.provider import COUNT_TOKENS_PATH, Price
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.gateway.upstream.token_bound import estimate_prompt_tokens
 from agentlightning.span import Span
+from agentlightning.store import durability
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.journal.store import JournaledStore
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import dumps
 
@@ -118,6 +118,10 @@ def can_forward(path: ApiPath, route: ModelRoute) -> bool:
     return route.provider is not None and route.provider.serves(path)
 
 
+_REJECTIONS: Final = (ConfigError, ConflictError, NotFoundError)
+"""What a store raises for a span that it will never take."""
+
+
 @dataclass(slots=True)
 class ForwardingService:
     """Serves calls to providers, as they are or translated."""
@@ -128,14 +132,7 @@ class ForwardingService:
     counters: Counters
     on_policy: OnPolicySampling
     responses: ResponseStore
-    record: RecordSpans = field(init=False)
     _token_counter: TokenCounter = field(default_factory=TokenCounter, init=False)
-
-    def __post_init__(self) -> None:
-        self.record = self._await_store
-        if isinstance(self.store, JournaledStore):
-            self.record = self.store.append
-            self.store.on_superseded = self.attempts.invalidate
 
     async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
@@ -239,8 +236,15 @@ class ForwardingService:
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    async def _await_store(self, spans: Sequence[Span]) -> None:
-        """Record spans in a store without a journal, and reject further calls of attempts that were superseded."""
-        for span in await self.store.add_many_spans(spans):
+    async def record(self, spans: Sequence[Span]) -> None:
+        """Record the spans of one call, and reject further calls of an attempt that was superseded. They survive the
+        end of this process, and not a power failure. Raises StoreError if the store cannot be written."""
+        try:
+            with durability.relaxed():
+                stored = await self.store.add_many_spans(spans)
+        except _REJECTIONS as error:  # its rollout was deleted, say: the caller gets its answer
+            logger.error("the store rejected %d spans: %s", len(spans), error)
+            return
+        for span in stored:
             if names.SUPERSEDED in span.attributes:
                 self.attempts.invalidate(span.rollout_id, span.attempt_id)

@@ -17,7 +17,7 @@ import orjson
 from agentlightning.errors import MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store.export.schema import FORMAT, VERSION, Item, ResourcesRecord, encode_item
-from agentlightning.store.sql.spans import token_blocks
+from agentlightning.store.sql import pack
 
 try:
     import pyarrow
@@ -128,9 +128,9 @@ def _span_columns(span: Span) -> dict[str, Any]:
     columns, attributes = encode_item(span), dict(span.attributes)
     for column, name in LISTS.items():
         value = attributes.get(name)
-        packed = token_blocks.pack_logprobs(name, value) if name == LOGPROBS else token_blocks.pack_ids(value)
+        packed = pack.pack_logprobs(name, value) if name == LOGPROBS else pack.pack_ids(value)
         if packed is not None:
-            read = token_blocks.read_logprobs if name == LOGPROBS else token_blocks.read_ids
+            read = pack.read_logprobs if name == LOGPROBS else pack.read_ids
             columns[column] = read(packed)
             del attributes[name]
     return {**columns, "attributes": attributes}

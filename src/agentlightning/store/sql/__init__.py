@@ -1,6 +1,5 @@
-"""The store contract over a SQL database.
+"""The store over a SQL database: SQLite in a file or in memory, PostgreSQL.
 
-store.py implements the contract. Its commands (commands/) run in the threads of execution/, on a unit of work
-(session/), by the rules of lifecycle/. spans/ encodes spans. tables/ has the statements and the interface of a backend,
-which sqlite/ and postgres/ implement.
+`store.py` implements the contract. What changes the database is a plain function of a transaction (`tx.py`), which the
+committer runs in batches; what only reads is a function of a connection. SQL is written once, for both databases.
 """

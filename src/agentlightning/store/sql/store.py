@@ -1,20 +1,25 @@
 """The store contract over a SQL database: SQLite in a file or in memory, PostgreSQL.
 
 Arguments are validated and spans packed in the caller's event loop. What changes the database is submitted to the
-writer (execution/writer.py) as a command, which decides in memory by the rules of lifecycle/; queries go to the reader.
+committer (committer.py) as a command; queries go to the reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, StoreClosedError, StoreError
+from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
-    FINISHED,
-    WAITING,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
@@ -25,32 +30,38 @@ from agentlightning.rollouts import (
     RolloutStatus,
 )
 from agentlightning.span import Span
-from agentlightning.store import validation
-from agentlightning.store.ids import claimed_id
-from agentlightning.store.sql import queries
-from agentlightning.store.sql.administration import SqlAdministration
-from agentlightning.store.sql.commands.rollouts import (
-    ClaimRollouts,
-    EnqueueRollouts,
-    StartRollout,
-    UpdateAttempt,
-    claimed_before,
+from agentlightning.store import durability, idempotency, validation
+from agentlightning.store.base import LightningStoreBase, store_url
+from agentlightning.store.clock import Clock
+from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.sql import admin, mapping, queries
+from agentlightning.store.sql import attempts as attempt_commands
+from agentlightning.store.sql import rollouts as rollout_commands
+from agentlightning.store.sql import spans as span_commands
+from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
+from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
+from agentlightning.store.sql.queries import WORKER_STATUS, Filters, Order, RolloutFilters, check_logic
+from agentlightning.store.sql.rollouts import ClaimRollouts
+from agentlightning.store.sql.spans import SpanQuery, SpanWriteResult, group_by_attempt
+from agentlightning.store.sql.sqlite import SqliteDatabase, locate
+from agentlightning.store.sql.tx import Connection, Database, Tx
+from agentlightning.store.sql.waiting import Command, WaitForRollouts
+from agentlightning.store.types import (
+    UNSET,
+    FilterLogic,
+    Pruned,
+    Queue,
+    Retention,
+    RolloutRecord,
+    SortOrder,
+    Unset,
+    Worker,
+    WorkerStatus,
 )
-from agentlightning.store.sql.commands.spans import AddSpans, reserve_sequence_ids
-from agentlightning.store.sql.commands.wait import WaitForRollouts
-from agentlightning.store.sql.lifecycle import transitions
-from agentlightning.store.sql.queries import RolloutFilters
-from agentlightning.store.sql.session.unit_of_work import UnitOfWork
-from agentlightning.store.sql.sort_order import Order, check_logic
-from agentlightning.store.sql.spans import read
-from agentlightning.store.sql.spans.attempt_spans import (
-    SpanWriteResult,
-    group_by_attempt,
-)
-from agentlightning.store.sql.spans.read import SpanQuery
-from agentlightning.store.sql.tables import mapping
-from agentlightning.store.sql.tables.mapping import Row
-from agentlightning.store.types import UNSET, FilterLogic, SortOrder, Unset
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ITER_BATCH: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
@@ -58,11 +69,110 @@ _LARGE: Final = 256 * 1024
 """Characters and tokens of spans that are packed in a thread."""
 
 
-class SqlStore(SqlAdministration):
+def find_database(url: str | Path | None) -> Database:
+    """The database at `url`. Raises ConfigError for a URL that names none."""
+    named = str(store_url(url))
+    if named.startswith(("postgresql:", "postgres:", "postgresql+")):
+        from agentlightning.store.sql.postgres import PostgresDatabase
+
+        return PostgresDatabase(named)
+    return SqliteDatabase(locate(named))
+
+
+class SqlStore(LightningStoreBase):
     """A store in one database. Any number of tasks, event loops and threads may use one object at the same time.
 
     Raises StoreError where the database cannot be opened, and StoreClosedError once `close` was called.
     """
+
+    def __init__(self, url: str | Path | None = None, clock: Clock | None = None) -> None:
+        self.database = find_database(url)
+        self.path: Path | None = getattr(self.database, "path", None)
+        """The file; None where there is none."""
+        self.database.prepare()
+        self.clock = Clock() if clock is None else clock
+        connection = self.database.connect(read_only=False)
+        self.writer = Committer("agl-store-writer", self.database, connection, self.clock)
+        self.reader: DatabaseThread = self.writer
+        threads: list[DatabaseThread] = [self.writer]
+        self._finalizer = weakref.finalize(self, _stop, threads)  # also where the next connection fails
+        if not self.database.single:
+            read_only = self.database.connect(read_only=True)
+            self.reader = DatabaseThread("agl-store-reader", self.database, read_only)
+            threads.append(self.reader)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.database.name}>"
+
+    @property
+    def observe(self) -> CommandObserver | None:
+        """Called in the store's threads after each command: (name, seconds it was queued, seconds its batch took,
+        commands in the batch)."""
+        return self.writer.observe
+
+    @observe.setter
+    def observe(self, observer: CommandObserver | None) -> None:
+        self.writer.observe = self.reader.observe = observer
+
+    def counters(self) -> dict[str, int]:
+        """Since the store was opened: `calls` that change something, `batches` they were taken in, `commits`."""
+        return {"calls": self.writer.commands, "batches": self.writer.batches, "commits": self.writer.commits}
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        self.database.begin_close()
+        try:
+            # The last command: once its result has arrived, all results before it have.
+            await self.write(Command("close", lambda db: None, reads=True))
+        except StoreClosedError:
+            if not self.writer.crashed:
+                return
+        except StoreError as error:  # nothing of a read is lost
+            logger.warning("the store was closed while its database could not be reached: %s", error)
+        await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
+
+    async def check_health(self) -> None:
+        self.writer.check_open()
+        await self.read("check_health", lambda db: db.check_files())
+
+    async def statistics(self) -> dict[str, int]:
+        return await self.read("statistics", queries.statistics)
+
+    # -- submitting commands -----------------------------------------------------------------------------------------
+
+    async def write(self, command: Command, convert: Callable[[Any], Any] | None = None) -> Any:
+        """The result of a command, converted. Raises AlreadyAnsweredError where the call has an idempotency key that
+        was used before."""
+        key = idempotency.current()
+        if key is not None:
+            command.idempotent, command.convert = key, convert
+        command.durable = not durability.is_relaxed()
+        self.writer.submit(command)
+        result = await command.future
+        return result if convert is None else convert(result)
+
+    async def do(self, name: str, run: Callable[[Tx], T], *rollouts: str, worker: str | None = None) -> T:
+        """Run a function of a transaction, with these rollouts and the worker loaded."""
+        return await self.write(Command(name, run, rollouts, () if worker is None else (worker,)))
+
+    async def read(self, name: str, query: Callable[[Connection], T]) -> T:
+        command = Command(name, query, reads=True)
+        self.reader.submit(command)
+        return await command.future
+
+    async def write_and_wait(self, command: Command, timeout: float | None) -> Any:
+        """Like `write`, for a command that may wait: until its timeout, or until its caller is cancelled."""
+        command.deadline = math.inf if timeout is None else time.monotonic() + max(0.0, timeout)
+        self.writer.submit(command)
+        try:
+            return await command.future
+        except asyncio.CancelledError:
+            if command.future.cancelled():
+                self.writer.cancel_waiter(command)
+            else:
+                self.writer.return_result(command)
+            raise
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
 
@@ -82,7 +192,16 @@ class SqlStore(SqlAdministration):
         _check_claimer(worker_id, claim_id)
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue)
         new = mapping.new_rollout(request, self.clock.wall())
-        return await self.write(StartRollout(new, rollout_id is not None, worker_id, claim_id))
+        has_id = rollout_id is not None
+        command = Command(
+            "start_rollout",
+            lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
+            () if rollout_id is None else (rollout_id,),
+            () if worker_id is None else (worker_id,),
+            () if claim_id is None else (claimed_id(claim_id, 0),),
+            new_rollouts=1,
+        )
+        return await self.write(command)
 
     async def enqueue_rollout(
         self,
@@ -99,13 +218,24 @@ class SqlStore(SqlAdministration):
         request = EnqueueRolloutRequest(input, mode, resources_id, config, metadata, rollout_id, queue, priority)
         new = mapping.new_rollout(request, self.clock.wall())
         with_id = () if rollout_id is None else (rollout_id,)
-        return await self.write(EnqueueRollouts("enqueue_rollout", (new,), with_id), itemgetter(0))
+        return await self._enqueue("enqueue_rollout", (new,), with_id, itemgetter(0))
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         now = self.clock.wall()
         new = [mapping.new_rollout(request, now) for request in rollouts]
         with_id = [request.rollout_id for request in rollouts if request.rollout_id is not None]
-        return await self.write(EnqueueRollouts("enqueue_many_rollouts", new, with_id)) if new else []
+        return await self._enqueue("enqueue_many_rollouts", new, with_id) if new else []
+
+    async def _enqueue(
+        self,
+        name: str,
+        new: Sequence[rollout_commands.New],
+        with_id: Sequence[str],
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        ids = frozenset(with_id)
+        command = Command(name, lambda tx: rollout_commands.enqueue(tx, new, ids), ids, new_rollouts=len(new))
+        return await self.write(command, convert)
 
     async def dequeue_rollout(
         self,
@@ -145,37 +275,25 @@ class SqlStore(SqlAdministration):
         validation.check_text(rollout_id, "rollout_id")
         _check_claimer(worker_id, claim_id)
 
-        def start(unit: UnitOfWork) -> AttemptedRollout:
-            before = claimed_before(unit, claim_id, 1)
-            if before:
-                return before[0].rollout.to_attempted(before[0])
-            attempt_id = None if claim_id is None else claimed_id(claim_id, 0)
-            return transitions.claim(unit, unit.rollout(rollout_id), worker_id, attempt_id)
-
-        return await self.do("start_attempt", start, [rollout_id], [] if worker_id is None else [worker_id])
+        command = Command(
+            "start_attempt",
+            lambda tx: rollout_commands.start_attempt(tx, rollout_id, worker_id, claim_id),
+            (rollout_id,),
+            () if worker_id is None else (worker_id,),
+            () if claim_id is None else (claimed_id(claim_id, 0),),
+        )
+        return await self.write(command)
 
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
         validation.check_text(rollout_id, "rollout_id")
         validation.to_json(reason, "reason")
 
-        def requeue(unit: UnitOfWork) -> Rollout:
-            rollout = unit.rollout(rollout_id)
-            if rollout.status not in WAITING:
-                transitions.requeue(unit, rollout, reason)
-            return rollout.to_rollout()
-
-        return await self.do("requeue_rollout", requeue, [rollout_id])
+        return await self.do("requeue_rollout", lambda tx: rollout_commands.requeue(tx, rollout_id, reason), rollout_id)
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
         validation.check_text(rollout_id, "rollout_id")
 
-        def cancel(unit: UnitOfWork) -> Rollout:
-            rollout = unit.rollout(rollout_id)
-            if rollout.status not in FINISHED:
-                transitions.cancel(unit, rollout)
-            return rollout.to_rollout()
-
-        return await self.do("cancel_rollout", cancel, [rollout_id])
+        return await self.do("cancel_rollout", lambda tx: rollout_commands.cancel(tx, rollout_id), rollout_id)
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
@@ -202,7 +320,7 @@ class SqlStore(SqlAdministration):
         order = Order.of("rollouts", sort_by, "desc" if newest_first else sort_order, after)
         return await self.read(
             "query_rollouts",
-            lambda connection: queries.rollouts(connection, filters, order, after, many, skip),
+            lambda db: queries.rollouts(db, self.database.position, filters, order, after, many, skip),
         )
 
     async def count_rollouts(
@@ -217,11 +335,11 @@ class SqlStore(SqlAdministration):
     ) -> int:
         any_of = check_logic(filter_logic)
         filters = RolloutFilters(status_in, rollout_id_in, rollout_id_contains, queue_in, mode_in, any_of)
-        return await self.read("count_rollouts", lambda connection: queries.count_rollouts(connection, filters))
+        return await self.read("count_rollouts", lambda db: queries.count_rollouts(db, filters))
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         validation.check_text(rollout_id, "rollout_id")
-        return await self.read("get_rollout_by_id", lambda connection: queries.rollout(connection, rollout_id))
+        return await self.read("get_rollout_by_id", lambda db: queries.rollout(db, rollout_id))
 
     async def update_rollout(
         self,
@@ -247,25 +365,15 @@ class SqlStore(SqlAdministration):
         }
         changes = {name: value for name, value in new.items() if not isinstance(value, Unset)}
 
-        def change(unit: UnitOfWork) -> Rollout:
-            rollout = unit.rollout(rollout_id)
-            if isinstance(resources_id, str):
-                unit.check_resources(resources_id)
-            if changes:
-                unit.modify_rollout(rollout, fields_changed=True)
-                for name, value in changes.items():
-                    setattr(rollout, name, value)
-            if not isinstance(status, Unset):
-                transitions.update_rollout_status(unit, rollout, validation.check_rollout_status(status))
-            return rollout.to_rollout()
-
-        return await self.do("update_rollout", change, [rollout_id])
+        return await self.do(
+            "update_rollout", lambda tx: rollout_commands.update(tx, rollout_id, changes, status), rollout_id
+        )
 
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
         command = WaitForRollouts(rollout_ids, minimum)
-        rows: list[Row] = await self.read(command.name, command.finished)
+        rows = await self.read(command.name, command.finished)
         if not command.over(rows) and (timeout is None or timeout > 0):
             rows = await self.write_and_wait(command, timeout)
         return [mapping.to_rollout(row) for row in rows]
@@ -284,23 +392,19 @@ class SqlStore(SqlAdministration):
         validation.check_text(rollout_id, "rollout_id")
         page = validation.check_page(limit, offset)
         order = Order.of("attempts", sort_by, sort_order)
-        return await self.read(
-            "query_attempts", lambda connection: queries.attempts(connection, rollout_id, order, *page)
-        )
+        return await self.read("query_attempts", lambda db: queries.attempts(db, rollout_id, order, *page))
 
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
         validation.check_texts(rollout_ids, "rollout_ids")
-        return await self.read(
-            "get_latest_attempts", lambda connection: queries.latest_attempts(connection, rollout_ids)
-        )
+        return await self.read("get_latest_attempts", lambda db: queries.latest_attempts(db, rollout_ids))
 
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
         validation.check_text(attempt_id, "attempt_id")
-        return await self.read("get_attempt", lambda connection: queries.attempt(connection, attempt_id))
+        return await self.read("get_attempt", lambda db: queries.attempt(db, attempt_id))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         validation.check_text(rollout_id, "rollout_id")
-        return await self.read("get_latest_attempt", lambda connection: queries.latest_attempt(connection, rollout_id))
+        return await self.read("get_latest_attempt", lambda db: queries.latest_attempt(db, rollout_id))
 
     async def update_attempt(
         self,
@@ -322,7 +426,14 @@ class SqlStore(SqlAdministration):
             validation.check_time(last_heartbeat_time, "last_heartbeat_time")
         if metadata is not UNSET:
             validation.dict_to_json(metadata, "metadata")
-        return await self.write(UpdateAttempt(rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata))
+        return await self.do(
+            "update_attempt",
+            lambda tx: attempt_commands.update(
+                tx, rollout_id, attempt_id, status, worker_id, last_heartbeat_time, metadata
+            ),
+            rollout_id,
+            worker=worker_id if isinstance(worker_id, str) else None,
+        )
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
@@ -345,22 +456,26 @@ class SqlStore(SqlAdministration):
                 group.read_result(result, stored)
             return stored[0] if alone else stored
 
-        return await self.write(AddSpans(name, groups), convert)
+        ids = [group.rollout_id for group in groups]
+        return await self.write(Command(name, lambda tx: self.writer.spans.add(tx, groups), ids), convert)
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         _check_pair((rollout_id, attempt_id))
         return await self.do(
             "get_next_span_sequence_id",
-            lambda unit: reserve_sequence_ids(unit, [(rollout_id, attempt_id)])[0],
-            [rollout_id],
+            lambda tx: span_commands.reserve_sequence_ids(tx, [(rollout_id, attempt_id)])[0],
+            rollout_id,
         )
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
         pairs = list(rollout_attempt_ids)
         for pair in pairs:
             _check_pair(pair)
-        ids = list(dict.fromkeys(rollout_id for rollout_id, _ in pairs))
-        return await self.do("get_many_span_sequence_ids", lambda unit: reserve_sequence_ids(unit, pairs), ids)
+        return await self.do(
+            "get_many_span_sequence_ids",
+            lambda tx: span_commands.reserve_sequence_ids(tx, pairs),
+            *[rollout_id for rollout_id, _ in pairs],
+        )
 
     async def query_spans(
         self,
@@ -396,17 +511,17 @@ class SqlStore(SqlAdministration):
         }
         any_of, order = check_logic(filter_logic), Order.of("spans", sort_by, sort_order, after)
         query = SpanQuery(rollout_id, attempt_id, after, limit, offset, exact, parts, any_of, order, tokens)
-        return await self.read("query_spans", lambda connection: read.query_spans(connection, query))
+        return await self.read("query_spans", lambda db: span_commands.query(db, query))
 
     async def count_spans(self, rollout_id: str, attempt_id: str) -> int:
         validation.check_text(rollout_id, "rollout_id")
         validation.check_text(attempt_id, "attempt_id")
-        return await self.read("count_spans", lambda connection: read.count_spans(connection, rollout_id, attempt_id))
+        return await self.read("count_spans", lambda db: span_commands.count(db, rollout_id, attempt_id))
 
     async def newest_spans(self, limit: int = 100) -> list[Span]:
         if limit < 0:
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
-        return await self.read("newest_spans", lambda connection: read.newest_spans(connection, limit))
+        return await self.read("newest_spans", lambda db: span_commands.newest(db, limit))
 
     async def iter_spans(
         self, rollout_ids: Sequence[str], tokens: bool = True
@@ -414,11 +529,169 @@ class SqlStore(SqlAdministration):
         validation.check_texts(rollout_ids, "rollout_ids")
         for start in range(0, len(rollout_ids), ITER_BATCH):
             chunk = list(rollout_ids[start : start + ITER_BATCH])
-            found = await self.read(
-                "iter_spans", lambda connection, chunk=chunk: read.latest_spans(connection, chunk, tokens=tokens)
-            )
+            found = await self.read("iter_spans", lambda db, chunk=chunk: span_commands.latest(db, chunk, tokens))
             for rollout_id in chunk:
                 yield rollout_id, found[rollout_id]
+
+    # -- resources -------------------------------------------------------------------------------------------------
+
+    async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
+        body = mapping.dump_resources(resources)
+        if resources_id is not None:
+            validation.check_new_id(resources_id, "resources_id")
+        name = new_id("rs") if resources_id is None else resources_id
+
+        command = Command("add_resources", lambda tx: admin.add_resources(tx, name, body))
+        return await self.write(command, mapping.to_resources)
+
+    async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
+        validation.check_new_id(resources_id, "resources_id")
+        body = mapping.dump_resources(resources)
+
+        command = Command("update_resources", lambda tx: admin.update_resources(tx, resources_id, body))
+        return await self.write(command, mapping.to_resources)
+
+    async def delete_resources(self, resources_id: str) -> int:
+        validation.check_text(resources_id, "resources_id")
+
+        return await self.do("delete_resources", lambda tx: admin.delete_resources(tx, resources_id))
+
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
+        validation.check_text(resources_id, "resources_id")
+        return await self.read("get_resources_by_id", lambda db: queries.resources(db, resources_id))
+
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        return await self.read("get_latest_resources", queries.latest_resources)
+
+    async def query_resources(
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[ResourcesUpdate]:
+        filters = Filters().equals("s.resources_id", "resources_id", resources_id)
+        filters.contains("s.resources_id", "resources_id_contains", resources_id_contains)
+        many, skip = validation.check_cursor(after, limit, offset)
+        order = Order.of("resources", sort_by, sort_order, after)
+        return await self.read(
+            "query_resources",
+            lambda db: queries.resources_page(db, filters, order, after, many, skip),
+        )
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    async def update_worker(
+        self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
+    ) -> Worker:
+        validation.check_text(worker_id, "worker_id")
+        text = None if stats is None else validation.dict_to_json(stats, "stats")
+        if lease_seconds is not None:
+            validation.check_time(lease_seconds, "lease_seconds")
+            if lease_seconds <= 0:
+                raise ConfigError(f"lease_seconds={lease_seconds} is not positive; use more than 0")
+        return await self.do(
+            "update_worker",
+            lambda tx: attempt_commands.update_worker(tx, worker_id, text, lease_seconds),
+            worker=worker_id,
+        )
+
+    async def get_worker(self, worker_id: str) -> Worker | None:
+        validation.check_text(worker_id, "worker_id")
+        return await self.read("get_worker", lambda db: queries.worker(db, worker_id))
+
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[WorkerStatus] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        after: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Worker]:
+        many, skip = validation.check_cursor(after, limit, offset)
+        order = Order.of("workers", sort_by, sort_order, after)
+        filters = Filters(check_logic(filter_logic)).among(WORKER_STATUS, "status_in", status_in)
+        filters.contains("w.worker_id", "worker_id_contains", worker_id_contains)
+        return await self.read("query_workers", lambda db: queries.workers(db, filters, order, after, many, skip))
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+
+    async def update_queue(self, name: str, limit: int | None) -> Queue:
+        validation.check_new_id(name, "name")
+        if limit is not None and (isinstance(limit, bool) or not 0 <= limit < 2**31):
+            raise ConfigError(f"limit={limit!r} of queue {name!r}: use 0 to pause it, or None for no limit")
+
+        await self.do("update_queue", lambda tx: admin.limit_queue(tx, name, limit))
+        return next(queue for queue in await self.query_queues() if queue.name == name)
+
+    async def query_queues(self) -> list[Queue]:
+        return await self.read("query_queues", queries.queues)
+
+    # -- retention, export and import ------------------------------------------------------------------------------
+
+    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
+        validation.check_texts(rollout_ids, "rollout_ids")
+        ids = list(rollout_ids)
+        return await self.do("delete_rollouts", lambda tx: admin.delete(tx, ids), *ids)
+
+    async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
+        admin.check_retention(retention)
+        oldest = float("-inf") if retention.max_age_seconds is None else self.clock.wall() - retention.max_age_seconds
+        excess = Excess(retention, oldest)
+        if retention.max_rollouts is not None or retention.max_bytes is not None:
+            async for sizes in self._rollout_sizes():
+                excess.count(sizes)
+        rollouts = spans = size = 0
+        async for sizes in self._rollout_sizes():
+            removed = list(excess.take(sizes))
+            for start in range(0, 0 if dry_run else len(removed), DELETE_BATCH):
+                ends = {each.rollout_id: each.end_time for each in removed[start : start + DELETE_BATCH]}
+                await self.do("prune", lambda tx, ends=ends: admin.delete_finished(tx, ends), *ends)
+            rollouts += len(removed)
+            spans += sum(each.spans for each in removed)
+            size += sum(each.bytes for each in removed)
+            if excess.fits:
+                break
+        return Pruned(rollouts, spans, size)
+
+    async def _rollout_sizes(self) -> AsyncIterator[list[RolloutSize]]:
+        last: RolloutSize | None = None
+        while sizes := await self.read("prune", lambda db, last=last: admin.rollout_sizes(db, last)):
+            yield sizes
+            last = sizes[-1]
+
+    async def vacuum(self) -> None:
+        if not self.database.single:
+            await asyncio.to_thread(self._release_free_space)
+
+    def _release_free_space(self) -> None:
+        connection = self.database.connect(read_only=False)
+        try:
+            connection.vacuum()
+        except self.database.errors as error:
+            raise self.database.explain(error) from error
+        finally:
+            connection.close()
+
+    async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
+        validation.check_texts(rollout_ids, "rollout_ids")
+        ids = list(rollout_ids)
+        return await self.read("read_records", lambda db: admin.read_records(db, ids))
+
+    async def add_records(self, records: Sequence[RolloutRecord]) -> int:
+        prepared = [admin.prepare(record) for record in records]
+        ids = [record.rollout.rollout_id for record in prepared]
+        if not prepared:
+            return 0
+        return await self.do("add_records", lambda tx: admin.add_records(tx, self.writer.spans, prepared), *ids)
 
 
 def _check_claimer(worker_id: str | None, claim_id: str | None) -> None:
@@ -433,3 +706,12 @@ def _check_pair(pair: tuple[str, str]) -> None:
         raise ConfigError(f"rollout_attempt_ids: {pair!r} is not a pair of a rollout_id and an attempt_id")
     validation.check_text(pair[0], "rollout_id")
     validation.check_text(pair[1], "attempt_id")
+
+
+def _stop(threads: Sequence[DatabaseThread]) -> None:
+    """End the threads once their queues are empty. Also runs at exit, and when the store is garbage-collected."""
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        if thread.thread is not threading.current_thread():
+            thread.thread.join()

@@ -10,22 +10,17 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import delete, select
 
 from agentlightning.errors import StoreError
 from agentlightning.store.sql.postgres import PostgresDatabase
 from agentlightning.store.sql.postgres.connection import PostgresConnection
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.tables.backend import Insert, Statement, Update
-from agentlightning.store.sql.tables.schema import param, queues
 
 pytestmark = pytest.mark.integration
 
-ADD = Insert(queues, ("name", "max_open"), unique=("name",))
-PUT = Insert(queues, ("name", "max_open"), unique=("name",), replace=("max_open",))
-CHANGE = Update(queues, ("key", "max_open"))
-TAKE = Statement(select(queues.c.key).where(queues.c.name == param("name")).with_for_update(), ("the_name",))
-ALL = Statement(select(queues.c.name, queues.c.max_open).order_by(queues.c.name))
+ADD = "INSERT INTO queues (name, max_open) VALUES (?, NULL) ON CONFLICT (name) DO NOTHING"
+TAKE = "SELECT key FROM queues WHERE name = ? FOR UPDATE"
+ALL = "SELECT name, max_open FROM queues ORDER BY name"
 
 
 @pytest.fixture
@@ -53,30 +48,54 @@ def seen(database: PostgresDatabase) -> list[Any]:
 
 
 def add(connection: PostgresConnection, *names: str) -> int:
-    return connection.insert(ADD, [(name, None) for name in names])
+    return sum([connection.run(ADD, name) for name in names])
 
 
-def test_rows_are_inserted_once_replaced_and_changed(
+def test_writes_wait_for_the_next_query_or_the_commit(
     connection: PostgresConnection, database: PostgresDatabase
 ) -> None:
     connection.begin(write=True)
-    assert add(connection, "a", "b") == 2
-    assert add(connection, "b", "c") == 1
-    assert connection.insert(PUT, [("c", 3), ("d", 4)]) == 2
-    assert connection.insert(PUT, []) == 0
-    ((key,),) = connection.all(TAKE, "a")
-    connection.update(CHANGE, [(key, 1)])
+    assert (add(connection, "a"), add(connection, "a")) == (1, 0)
+    connection.write(ADD, [(f"{number:04}",) for number in range(2_000)])  # more than are sent at once
+    connection.write("UPDATE queues SET max_open = ? WHERE name = ?", [(1, "a"), (2, "0000")])
+    assert connection.all("SELECT count(*), max(max_open) FROM queues") == [(2_001, 2)]
+    connection.write("DELETE FROM queues WHERE name <> ?", [("a",)])
     assert seen(database) == []
     connection.commit()
-    assert seen(database) == [("a", 1), ("b", None), ("c", 3), ("d", 4)]
+    assert seen(database) == [("a", 1)]
+
+
+def test_a_write_that_is_refused_is_told_by_the_commit_and_undoes_it(
+    connection: PostgresConnection, database: PostgresDatabase
+) -> None:
+    connection.begin(write=True)
+    connection.write("INSERT INTO queues (name) VALUES (?)", [("a",), ("b",), ("a",), ("c",)])
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        connection.commit()
+    connection.rollback()
+    assert seen(database) == []
+    connection.begin(write=True)
+    assert add(connection, "a") == 1
+    connection.commit()
+    assert seen(database) == [("a", None)]
 
 
 def test_keys_are_new_and_ascend(connection: PostgresConnection) -> None:
     connection.begin(write=True)
-    first = list(connection.keys(queues, 5))
-    second = list(connection.keys(queues, 1))
-    assert len(set(first + second)) == 6
-    assert first + second == sorted(first + second)
+    keys = [connection.new_key("span_packs", 0) for _ in range(150)]
+    assert keys == sorted(set(keys))
+    connection.rollback()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_a_transaction_that_need_not_be_durable_does_not_wait_for_the_disk(
+    connection: PostgresConnection, durable: bool
+) -> None:
+    connection.begin(write=True, durable=durable)
+    assert connection.all("SHOW synchronous_commit") == [("on" if durable else "off",)]
+    connection.commit()
+    connection.begin(write=True)
+    assert connection.all("SHOW synchronous_commit") == [("on",)]
     connection.rollback()
 
 
@@ -188,25 +207,23 @@ def test_of_two_that_wait_for_one_another_one_is_told_to_try_again(
     other.close()
 
 
-def test_who_locked_a_table_sees_all_that_others_wrote_and_has_it_alone(
+def test_who_waited_for_a_lock_sees_what_the_other_wrote(
     connection: PostgresConnection, database: PostgresDatabase
 ) -> None:
     other = database.connect(read_only=False)
     other.begin(write=True)
     add(other, "a")
+    other.commit()
+    other.begin(write=True)
+    other.run("UPDATE queues SET max_open = 1 WHERE name = ?", "a")
     with ThreadPoolExecutor() as pool:
         connection.begin(write=True)
-        locked = pool.submit(connection.lock, queues)
-        assert not wait([locked], 0.1).done
+        connection.lock(TAKE, "a")
+        found = pool.submit(connection.all, ALL)
+        assert not wait([found], 0.1).done
         other.commit()
-        locked.result(30)
-        assert connection.all(ALL) == [("a", None)]
-        other.begin(write=True)
-        added = pool.submit(add, other, "b")
-        assert not wait([added], 0.1).done
-        connection.commit()
-        assert added.result(30) == 1
-        other.rollback()
+        assert found.result(30) == [("a", 1)]
+    connection.rollback()
     other.close()
 
 
@@ -217,7 +234,7 @@ def test_the_size_is_that_of_the_tables_and_vacuum_gives_space_back(connection: 
     connection.commit()
     full = connection.size()
     connection.begin(write=True)
-    connection.run(Statement(delete(queues)))
+    connection.run("DELETE FROM queues")
     connection.commit()
     connection.vacuum()
     assert connection.size() < full - 300_000

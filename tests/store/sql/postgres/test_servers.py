@@ -17,7 +17,7 @@ from agentlightning.errors import StoreError
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
-from agentlightning.store.sql.execution import writer
+from agentlightning.store.sql import committer
 from agentlightning.store.sql.postgres import server
 from agentlightning.store.sql.postgres.server import SUSPENDED_SECONDS
 from agentlightning.store.sql.store import SqlStore
@@ -30,7 +30,7 @@ Store = LightningStoreBase
 @pytest.fixture
 async def servers(postgres_store_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Store, Store]]:
     """Two, that learn of one another by NOTIFY only: they would look for themselves after an hour."""
-    monkeypatch.setattr(writer, "POLL_SECONDS", 3_600.0)
+    monkeypatch.setattr(committer, "POLL_SECONDS", 3_600.0)
     pair = LightningStore(postgres_store_url), LightningStore(postgres_store_url)
     yield pair
     for store in pair:

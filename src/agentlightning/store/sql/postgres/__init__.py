@@ -1,7 +1,7 @@
 """The PostgreSQL backend: any number of servers, on any number of machines, share one database.
 
 The writer of each server locks the rows it works with in the order of their keys, and claims waiting rollouts with
-SKIP LOCKED. Servers notify one another of what they wait for with NOTIFY (listener.py).
+SKIP LOCKED. Servers notify one another of what they wait for with NOTIFY (server.py).
 
 A lost connection is reopened, for up to RECONNECT_SECONDS. The running transaction is not lost with it: if it was not
 committed, it runs again, and if the answer to its commit was lost, its outcome is looked up. For that, each transaction
@@ -19,6 +19,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("psycopg", "postgres") from error
 
-from agentlightning.store.sql.postgres.backend import PostgresDatabase
+from agentlightning.store.sql.postgres.connection import PostgresDatabase
 
 __all__ = ["PostgresDatabase"]

@@ -1,76 +1,137 @@
-"""A connection to PostgreSQL that reconnects, and finds out whether a commit in doubt succeeded."""
+"""A connection to PostgreSQL that reconnects, and finds out whether a commit in doubt succeeded.
+
+Writes wait until the next query or the commit, and go to the server together (libpq's pipeline mode).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import selectors
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Generator, Sequence
+from functools import cache
+from itertools import count
+from typing import Any, Final, NamedTuple, cast
 
 import psycopg
-from psycopg import ClientCursor, pq, sql
+from psycopg import pq, sql
 from psycopg.adapt import Transformer
-from sqlalchemy import Table, text
 
+from agentlightning.errors import StoreError
 from agentlightning.store.clock import OUTAGE_SECONDS, Clock
-from agentlightning.store.sql.postgres import errors
-from agentlightning.store.sql.postgres.dialect import (
-    DIALECT,
-    MERGE_COUNTERS,
-    POSITION,
-    TABLES,
-    bulk_values,
-    encode,
-    formats,
+from agentlightning.store.sql import schema
+from agentlightning.store.sql.postgres.server import (
+    ConnectError,
+    PostgresListener,
+    PostgresServer,
+    UnknownOutcomeError,
+    is_lost,
+    payloads,
 )
-from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
-from agentlightning.store.sql.postgres.listener import payloads
-from agentlightning.store.sql.postgres.server import PostgresServer
-from agentlightning.store.sql.tables import bulk, statements
-from agentlightning.store.sql.tables.backend import Insert, Row, Statement, Update
-from agentlightning.store.sql.tables.schema import rollouts
+from agentlightning.store.sql.rollouts import NEXT_WAITING
+from agentlightning.store.sql.schema import migrate
+from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Wake
 
+MIN_VERSION: Final = 130_000
+"""PostgreSQL 13."""
 REPLAN_TRANSACTIONS: Final = 500
 """Plans of prepared statements are discarded at least this often."""
 SERVER_RETENTION_SECONDS: Final = 7 * 86_400
 """The row of a server that was killed is deleted after this time."""
+KEY_BLOCK: Final = 64
+"""Keys reserved at once where they need not be in the order of transactions."""
+PIPELINE: Final = 256
+"""Statements sent before their results are read: more could fill the buffers of both sides."""
 
-_KEYS: Final = Statement(
-    text("SELECT nextval(:sequence) FROM generate_series(1, CAST(:many AS BIGINT))"), ("sequence", "many")
+# -- the schema --------------------------------------------------------------------------------------------------------
+
+_TYPES: Final = {
+    "key": "BIGSERIAL PRIMARY KEY",
+    "int": "BIGINT",
+    "text": 'TEXT COLLATE "C"',
+    "float": "DOUBLE PRECISION",
+    "blob": "BYTEA",
+}
+"""Text is ordered by its bytes, as in SQLite, whatever the locale of the database."""
+POSITION: Final = "coalesce(position, key)"
+"""Rollouts in order of creation: that of their keys, except for those that were committed late (see `_PLACE`)."""
+_DDL: Final = (
+    *schema.ddl(_TYPES),
+    "CREATE TABLE servers (server TEXT PRIMARY KEY, number BIGINT NOT NULL, "
+    "seen TIMESTAMPTZ NOT NULL DEFAULT now()) WITH (fillfactor = 50)",
+    "ALTER TABLE counts SET (fillfactor = 50)",
+    "ALTER TABLE rollouts ADD COLUMN position BIGINT",
+    f"CREATE INDEX rollouts_position ON rollouts (({POSITION}))",
+    f"CREATE INDEX rollouts_status ON rollouts (status, ({POSITION}))",
+    "CREATE SEQUENCE rollouts_shown MINVALUE 0",
 )
+TABLES: Final = (*schema.TABLES, "servers")
+
+# -- statements --------------------------------------------------------------------------------------------------------
+
+MERGE_COUNTERS: Final = (
+    "WITH gone AS (DELETE FROM counts WHERE shard <> '' AND shard NOT IN (SELECT server FROM servers) RETURNING *) "
+    "INSERT INTO counts SELECT '', name, queue, sum(number) FROM gone GROUP BY name, queue ORDER BY name, queue "
+    "ON CONFLICT (shard, name, queue) DO UPDATE SET number = counts.number + excluded.number"
+)
+"""Merge the counter rows of servers that are gone into the shared rows. A server that comes back starts from zero."""
+_KEYS: Final = "SELECT nextval(?) FROM generate_series(1, CAST(? AS BIGINT))"
 _LOCK: Final = 0x61676C6B
 """The upper half of the advisory locks that order rows; the lower half is the oid of the table."""
-_TABLE: Final = f"{_LOCK << 32} + CAST(CAST(to_regclass(:table) AS oid) AS BIGINT)"
-_LOCK_KEYS: Final = Statement(text(f"SELECT pg_advisory_xact_lock({_TABLE})"), ("table",))
-_ROLLOUTS: Final = _TABLE.replace(":table", "'rollouts'")
+_TABLE: Final = f"{_LOCK << 32} + CAST(CAST(to_regclass(?) AS oid) AS BIGINT)"
+_LOCK_KEYS: Final = f"SELECT pg_advisory_xact_lock({_TABLE})"
+_ROLLOUTS: Final = _TABLE.replace("?", "'rollouts'")
 _SHOW: Final = (
     f"SELECT pg_advisory_xact_lock({_ROLLOUTS}); "
     "SELECT setval('rollouts_shown', greatest((SELECT last_value FROM rollouts_shown), "
     f"(SELECT max({POSITION}) FROM rollouts)))"
 )
 """From now on, no rollout is committed at or before the last position there is."""
+_LOCK_POSITIONS: Final = f"SELECT pg_advisory_xact_lock_shared({_ROLLOUTS})"
 _PLACE: Final = (
-    f"SELECT pg_advisory_xact_lock_shared({_ROLLOUTS})",
     "UPDATE rollouts SET position = new.position FROM (SELECT key, nextval('rollouts_key_seq') AS position "
-    "FROM unnest(%s::bigint[]) AS key ORDER BY key) AS new "
-    "WHERE rollouts.key = new.key AND %s <= (SELECT last_value FROM rollouts_shown)",
+    "FROM unnest(CAST(? AS BIGINT[])) AS key ORDER BY key) AS new "
+    "WHERE rollouts.key = new.key AND ? <= (SELECT last_value FROM rollouts_shown)"
 )
 """With a commit: where pages have shown what comes after the first of some new rollouts, move these to the end."""
-_NOW: Final = Statement(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
-_PASSED: Final = "(extract(epoch FROM clock_timestamp())::float8 - reading)"
-_SYNC_CLOCK: Final = Statement(
-    text(
-        f"UPDATE clocks SET steady = steady + CASE WHEN abs({_PASSED}) > CAST(:gap AS FLOAT8) "
-        f"THEN CAST(:witnessed AS FLOAT8) ELSE greatest({_PASSED}, 0) END, reading = reading + {_PASSED} "
-        "WHERE name = '' RETURNING steady"
-    ),
-    ("gap", "witnessed"),
+_NOTE_NUMBER: Final = (
+    "INSERT INTO servers (server, number) VALUES (?, ?) "
+    "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
+)
+_NOW: Final = "extract(epoch FROM clock_timestamp())::float8"
+_PASSED: Final = f"({_NOW} - reading)"
+_SYNC_CLOCK: Final = (
+    f"UPDATE clocks SET steady = steady + CASE WHEN abs({_PASSED}) > CAST(? AS FLOAT8) "
+    f"THEN CAST(? AS FLOAT8) ELSE greatest({_PASSED}, 0) END, reading = reading + {_PASSED} "
+    "WHERE name = '' RETURNING steady"
 )
 """`Clock.advance`, by the database's own clock: those of its servers are never compared. For a server that had to wait
 for this row, slightly negative time has passed."""
+_START_CLOCK: Final = (
+    f"INSERT INTO clocks (name, reading, steady) SELECT '', now.t, coalesce(({LAST_SIGN_OF_LIFE}), now.t) "
+    f"FROM (SELECT {_NOW} AS t) AS now ON CONFLICT DO NOTHING"
+)
 _WRITE: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+_RELAXED: Final = b"; SET LOCAL synchronous_commit = off"
 _READ: Final = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 """All queries of one transaction see the same snapshot."""
+
+
+@cache
+def _translated(sql_text: str) -> bytes:
+    """Of the SQL that is written for every database (tx.py)."""
+    first, *parts = sql_text.split("?")
+    numbers = count(1)
+    return "".join([first, *[f"${next(numbers)}{part}" for part in parts]]).encode()
+
+
+class _Call(NamedTuple):
+    """What is sent: a prepared statement with its parameters, or, with `sql`, the statement to prepare."""
+
+    name: bytes
+    values: list[bytes | None]
+    formats: list[int]
+    sql: str = ""
 
 
 class PostgresConnection:
@@ -86,9 +147,12 @@ class PostgresConnection:
         self._plan_at = 10
         self._wrote = False
         """Whether this transaction has written."""
+        self._calls: list[_Call] = []
+        """What is sent with the next query."""
         self._payloads: list[str] = []
+        self._keys: dict[str, list[int]] = {}
         self._new_rollouts: list[int] = []
-        """Keys of those that this transaction has inserted."""
+        """Keys of those that this transaction has made."""
         connection = server.open()
         try:
             self._use(connection)
@@ -100,9 +164,10 @@ class PostgresConnection:
 
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
+        connection.pgconn.nonblocking = 1
         self._loader = Transformer(connection)
-        self._statements: dict[Statement, bytes] = {}
-        self._prepared: dict[tuple[Insert | Update, int], tuple[bytes, list[int]]] = {}
+        self._statements: dict[str, bytes] = {}
+        self._names = count()
         self._backend = fetch_row(
             connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
         )
@@ -117,11 +182,10 @@ class PostgresConnection:
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
-    def begin(self, write: bool) -> None:
+    def begin(self, write: bool, durable: bool = True) -> None:
         self._wrote = False
-        self._payloads.clear()
-        self._new_rollouts.clear()
-        start = (_WRITE if write else _READ) + self._discard_plans()
+        self._forget()
+        start = (_WRITE + (b"" if durable else _RELAXED) if write else _READ) + self._discard_plans()
         for again in (True, False):
             try:
                 if self._connection.closed:
@@ -129,9 +193,17 @@ class PostgresConnection:
                 self._send(start)
                 return
             except psycopg.Error as error:
-                if not errors.is_lost(error) or not again:
+                if not is_lost(error) or not again:
                     raise
                 self._connection.close()
+
+    def _forget(self) -> None:
+        for call in self._calls:
+            self._statements.pop(call.sql, None)
+        self._calls.clear()
+        self._payloads.clear()
+        self._new_rollouts.clear()
+        self._keys.pop("rollouts", None)
 
     def _discard_plans(self) -> bytes:
         """The command that makes PostgreSQL plan prepared statements again, or nothing. Plans are made when the tables
@@ -148,30 +220,21 @@ class PostgresConnection:
             self._send(b"COMMIT")
             return
         self._number += 1
+        self._queue(_NOTE_NUMBER, (self._server.id, self._number))
+        for payload in self._payloads:
+            self._queue("SELECT pg_notify(?, ?)", (self._server.channel, payload))
+        if self._new_rollouts:
+            self._queue(_LOCK_POSITIONS, ())
+            self._queue(_PLACE, (self._new_rollouts, min(self._new_rollouts)))
+        self._queue("COMMIT", ())
         try:
-            self._commit_with_number()
+            self._exchange()
         except psycopg.Error as error:
-            if not errors.is_lost(error):
+            if not is_lost(error):
                 raise
             self._connection.close()
             if not self._was_committed():
                 raise
-
-    def _commit_with_number(self) -> None:
-        """Store the number of the transaction, notify others, and commit, in one round trip."""
-        script = [
-            "INSERT INTO servers (server, number) VALUES (%s, %s) "
-            "ON CONFLICT (server) DO UPDATE SET number = excluded.number, seen = now()"
-        ]
-        values: list[Any] = [self._server.id, self._number]
-        for payload in self._payloads:
-            script.append("SELECT pg_notify(%s, %s)")
-            values += [self._server.channel, payload]
-        if self._new_rollouts:
-            script += _PLACE
-            values += [self._new_rollouts, min(self._new_rollouts)]
-        text = "; ".join([*script, "COMMIT"])
-        self._send(ClientCursor(self._connection).mogrify(text.encode(), values).encode())
 
     def _send(self, command: bytes) -> None:
         """Bypasses psycopg, which forgets every prepared statement when it sees a ROLLBACK."""
@@ -197,6 +260,7 @@ class PostgresConnection:
             time.sleep(0.01)
 
     def rollback(self) -> None:
+        self._forget()
         if self._connection.closed:
             return
         try:
@@ -212,59 +276,75 @@ class PostgresConnection:
 
     # -- statements --------------------------------------------------------------------------------------------------
 
-    def all(self, statement: Statement, *values: Any) -> list[Any]:
-        result = self._execute(statement, values)
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        self._queue(sql, values)
+        result = self._exchange()
         self._loader.set_pgresult(result)
         return self._loader.load_rows(0, result.ntuples, tuple)
 
-    def run(self, statement: Statement, *values: Any) -> int:
+    def run(self, sql: str, *values: Any) -> int:
         self._wrote = True
-        return self._execute(statement, values).command_tuples or 0
+        self._queue(sql, values)
+        return self._exchange().command_tuples or 0
 
-    def _execute(self, statement: Statement, values: tuple[Any, ...]) -> pq.abc.PGresult:
-        """Bypasses psycopg's cursor, with which a rollout costs a fifth more CPU (benchmarks/store.py --postgres)."""
-        pgconn = self._connection.pgconn
-        compiled = statement.compiled(DIALECT)
-        name = self._statements.get(statement)
+    def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._wrote = True
+        for row in rows:
+            self._queue(sql, row)
+
+    def lock(self, sql: str, *values: Any) -> None:
+        self._queue(sql, values)
+
+    def _queue(self, sql: str, values: Sequence[Any]) -> None:
+        if len(self._calls) >= PIPELINE:
+            self._exchange()
+        name = self._statements.get(sql)
         if name is None:
-            name = b"one_%d" % len(self._statements)
-            _check(pgconn.prepare(name, compiled.sql.encode()))
-            self._statements[statement] = name
-        arranged = compiled.arrange(values)
-        param: list[Any] = [encode(value) for value in arranged]
-        return _check(pgconn.exec_prepared(name, param, [int(type(value) is bytes) for value in arranged], 1))
+            name = self._statements[sql] = b"agl_%d" % next(self._names)
+            self._calls.append(_Call(name, [], [], sql))
+        encoded = [encode(value) for value in values]
+        self._calls.append(_Call(name, encoded, [int(type(value) is bytes) for value in values]))
 
-    def insert(self, insert: Insert, rows: Sequence[Row]) -> int:
-        if insert.table is rollouts:
-            self._new_rollouts += [row[0] for row in rows]
-        return sum(self._bulk(insert, bulk.insert_sql, chunk) for chunk in bulk.chunks(rows))
-
-    def update(self, update: Update, rows: Sequence[Row]) -> None:
-        for chunk in bulk.chunks(rows):
-            self._bulk(update, bulk.update_sql, chunk)
-
-    def _bulk(self, statement: Any, write_sql: Callable[[Any, int, bulk.Values], str], rows: Sequence[Row]) -> int:
-        """One statement for many rows."""
-        self._wrote = True
+    def _exchange(self) -> pq.abc.PGresult:
+        """Send what is queued; returns the last result. Bypasses psycopg's cursor, which costs more CPU."""
+        calls, self._calls = self._calls, []
         pgconn = self._connection.pgconn
-        prepared = self._prepared.get((statement, len(rows)))
-        if prepared is None:
-            name = b"many_%d" % len(self._prepared)
-            _check(pgconn.prepare(name, write_sql(statement, len(rows), bulk_values).encode()))
-            prepared = self._prepared[statement, len(rows)] = (
-                name,
-                formats(statement.columns, statement.table) * len(rows),
-            )
-        name, kinds = prepared
-        values: list[Any] = [encode(value) for row in rows for value in row]
-        result = _check(pgconn.exec_prepared(name, values, kinds))
-        return result.command_tuples or 0
+        if len(calls) == 1:
+            (call,) = calls
+            return _check(pgconn.exec_prepared(call.name, cast("Any", call.values), call.formats, 1))
+        results: list[pq.abc.PGresult] = []
+        try:
+            pgconn.enter_pipeline_mode()
+            for call in calls:
+                if call.sql:
+                    pgconn.send_prepare(call.name, _translated(call.sql))
+                else:
+                    pgconn.send_query_prepared(call.name, cast("Any", call.values), call.formats, 1)
+            pgconn.pipeline_sync()
+            _read_pipeline(pgconn, results)
+            for result in results:
+                _check(result)
+        except BaseException:
+            for call in calls[len([each for each in results if each.status in _DONE]) :]:
+                self._statements.pop(call.sql, None)  # it was not prepared
+            raise
+        finally:
+            with contextlib.suppress(psycopg.Error):  # the connection is lost
+                pgconn.exit_pipeline_mode()
+        return results[-1]
 
-    def keys(self, table: Table, count: int) -> Sequence[int]:
-        return [key for (key,) in self.all(_KEYS, f"{table.name}_key_seq", count)]
+    def new_key(self, table: str, expected: int) -> int:
+        keys = self._keys.get(table)
+        if not keys:
+            found = self.all(_KEYS, f"{table}_key_seq", expected or KEY_BLOCK)
+            keys = self._keys[table] = [key for (key,) in reversed(found)]
+        key = keys.pop()
+        if table == "rollouts":
+            self._new_rollouts.append(key)
+        return key
 
-    def commit_in_order(self, table: Table) -> None:
-        self.all(_LOCK_KEYS, table.name)
+    def commit_in_order(self, table: str) -> None:
+        self.all(_LOCK_KEYS, table)
 
     def check_files(self) -> None:
         """Nothing to do: the files are those of the server."""
@@ -275,19 +355,15 @@ class PostgresConnection:
         self.begin(False)
         return int(last or 0)
 
-    def lock(self, table: Table) -> None:
-        self._send(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE".encode())
-
     def sync_clock(self, clock: Clock) -> None:
         """A single statement in a transaction of its own, so that a server that is suspended meanwhile blocks no
         other."""
+        self._forget()
         if self._connection.closed:
             self._use(self._server.reopen())
         sent = clock.reading()
         while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
-            ((last_event,),) = self.all(statements.LAST_SIGN_OF_LIFE)
-            ((now,),) = self.all(_NOW)
-            self.insert(statements.START_CLOCK, [("", now, now if last_event is None else last_event)])
+            self.run(_START_CLOCK)
         clock.sync((sent + clock.reading()) / 2, rows[0][0])
 
     def changed(self) -> bool:
@@ -311,9 +387,38 @@ class PostgresConnection:
             self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
 
 
+def _read_pipeline(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> None:
+    """Send what is left, and read the results up to the end of the pipeline, without holding the interpreter lock while
+    waiting. Raises OperationalError if the connection is lost before."""
+    ended, unsent = False, bool(pgconn.flush())
+    with selectors.DefaultSelector() as selector:
+        selector.register(pgconn.socket, selectors.EVENT_READ)
+        while True:
+            if unsent or pgconn.is_busy():
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(pgconn.socket, wanted)
+                selector.select()
+                pgconn.consume_input()
+                unsent = unsent and bool(pgconn.flush())
+                continue
+            result = pgconn.get_result()
+            if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
+                return
+            if result is not None:
+                results.append(result)
+            elif ended:  # once after each result; twice, and nothing more will come
+                for each in results:
+                    _check(each)
+                raise psycopg.OperationalError(pgconn.get_error_message())
+            ended = result is None
+
+
+_DONE: Final = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
+
+
 def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
     """Raises what psycopg would raise."""
-    if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+    if result.status in _DONE:
         return result
     code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
     text = result.get_error_message()
@@ -334,3 +439,113 @@ def fetch_row(connection: psycopg.Connection[Any], query: str, *values: Any) -> 
     row = connection.execute(query.encode(), values).fetchone()
     assert row is not None
     return row
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> bytes | None:
+    """A value as a parameter of libpq: bytes unchanged, everything else as text."""
+    if value is None or type(value) is bytes:
+        return value
+    if isinstance(value, str):
+        text = str.encode(value)
+        if b"\0" in text:  # libpq would truncate it there
+            raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
+        return text
+    if isinstance(value, list):
+        return b"{" + b",".join([_element(each) for each in cast("list[Any]", value)]) + b"}"
+    return _number(value) if isinstance(value, (int, float)) else bytes(value)
+
+
+def _element(value: Any) -> bytes:
+    if not isinstance(value, str):
+        return _number(value)
+    text = encode(value)
+    assert text is not None
+    return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
+
+
+def _number(value: int | float) -> bytes:
+    """Uses the repr of int and float even for a subclass, as that of an enumeration differs."""
+    return (int.__repr__(int(value)) if isinstance(value, int) else float.__repr__(value)).encode()
+
+
+# -- the database ------------------------------------------------------------------------------------------------------
+
+
+class PostgresSchema:
+    """The schema, for migrations. `connection` is closed afterwards, which releases the lock for the next server."""
+
+    def __init__(self, connection: psycopg.Connection[Any], name: str, place: str) -> None:
+        self.connection = connection
+        self.name = name
+        self._place = place
+        """The name of PostgreSQL's schema; empty for the default one."""
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Generator[None]:
+        lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
+        self.connection.execute(lock, [self._place])
+        with self.connection.transaction():
+            yield
+
+    def about(self) -> dict[str, str]:
+        if not self._has("about"):
+            return {}
+        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
+
+    def create(self) -> None:
+        if self._place:
+            self.connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._place)))
+        taken = min([name for name in TABLES if self._has(name)], default=None)
+        if taken is not None:
+            raise StoreError(
+                f"{self.name} has a table {taken!r} that is not ours; give another database, or a schema of its own "
+                "with ?schema=NAME"
+            )
+        for statement in _DDL:
+            self.execute(statement)
+
+    def _has(self, table: str) -> bool:
+        row = self.connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone()
+        return bool(row and row[0])
+
+    def execute(self, statement: str) -> psycopg.Cursor[Any]:
+        return self.connection.execute(statement.encode())
+
+
+class PostgresDatabase(PostgresServer):
+    """See tx.py for each method."""
+
+    position = "coalesce(r.position, r.key)"
+    next_waiting = (
+        f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
+        "WHERE q.name = ANY (?)"
+    )
+
+    def prepare(self) -> None:
+        try:
+            with contextlib.closing(self.open()) as connection:
+                self._check(connection)
+                migrate(PostgresSchema(connection, self.name, self.schema))
+        except self.errors as error:
+            raise self.explain(error) from error
+
+    def _check(self, connection: psycopg.Connection[Any]) -> None:
+        if connection.info.server_version < MIN_VERSION:
+            raise StoreError(f"{self.name} is PostgreSQL {connection.info.server_version // 10_000}; use 13 or newer")
+        if fetch_value(connection, "SELECT pg_is_in_recovery()"):
+            raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
+
+    def connect(self, read_only: bool) -> PostgresConnection:
+        try:
+            return PostgresConnection(self, read_only)
+        except self.errors as error:
+            raise self.explain(error) from error
+
+    def listen(self, wake: Wake) -> PostgresListener:
+        try:
+            return PostgresListener(self.open, self.channel, self.id, wake, self.closing)
+        except self.errors as error:
+            raise self.explain(error) from error

@@ -1,26 +1,31 @@
-"""The address of a PostgreSQL database: its URL, and connections to it."""
+"""The address of a PostgreSQL database, connections to it, its errors, and what other servers notify of.
+
+An error of a statement has a code (https://www.postgresql.org/docs/current/errcodes-appendix.html), an error of
+connecting has only a text. No text contains a password.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
+import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import psycopg
-from psycopg import sql
+from psycopg import pq, sql
 from psycopg.conninfo import conninfo_to_dict
-from sqlalchemy.engine import Dialect
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, StoreError, StoreFullError
 from agentlightning.store.ids import new_hex
-from agentlightning.store.sql.postgres import errors
-from agentlightning.store.sql.postgres.dialect import DIALECT
-from agentlightning.store.sql.postgres.errors import ConnectError, UnknownOutcomeError
-from agentlightning.store.sql.postgres.listener import RETRY_SECONDS
+from agentlightning.store.sql.tx import Wake
+
+logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS: Final = 60.0
 """How long a call waits for a lost server to come back."""
@@ -48,6 +53,72 @@ _LIBPQ_DEFAULTS: Final = {
 """Parameters of libpq that the URL may override. A server that vanished is noticed within half a minute."""
 
 
+PAYLOAD_BYTES: Final = 7_900
+"""PostgreSQL accepts payloads of less than 8,000 bytes."""
+MAX_PAYLOADS: Final = 8
+"""More notifications than this are replaced by one: any rollout may have finished."""
+PROBE_SECONDS: Final = 30.0
+"""An idle connection is tested this often."""
+RETRY_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between attempts to reconnect; the last one repeats."""
+
+RETRY: Final = frozenset({"40001", "40P01"})
+"""Serialization failure, deadlock: PostgreSQL rolled back the transaction so that another could go on."""
+DUPLICATE_KEY: Final = "23505"
+"""Another server has just inserted the same id: a retry of the command finds it."""
+LOST: Final = frozenset({"25P03", "57P01", "57P02", "57P03", "57P05"})
+"""The server ended the connection: it is shutting down or starting, has crashed, or an administrator ended it."""
+DISK_FULL: Final = "53100"
+
+_ADVICE: Final = {
+    "25006": "the server takes no writes: it is a standby or set to read only; give the address of the primary",
+    "28000": "the server does not let this user in from here; see CREATE ROLE and pg_hba.conf",
+    "28P01": "the password is wrong; give the right one in the URL, in PGPASSWORD or in ~/.pgpass",
+    "3D000": "make the database first: createdb",
+    "3F000": "make the schema first, or leave ?schema= out",
+    "42501": "grant this user the right to create and change tables in this schema",
+    "53200": "the server is out of memory; nothing of this call was stored",
+    "53300": "every connection of the server is taken (a store needs three); close some or raise max_connections",
+    "55P03": "another transaction held a row for too long; look into pg_stat_activity for it",
+    "57014": "someone cancelled the statement, or the server limits how long one may take",
+    "58030": "the server's disk refused",
+    "XX001": "the server's data is damaged",
+}
+
+_CONNECTING: Final = (
+    ("password authentication failed", "28P01"),
+    ("no password supplied", "28P01"),
+    ("no pg_hba.conf entry", "28000"),
+    ("too many clients", "53300"),
+    ("remaining connection slots", "53300"),
+    ("too many connections", "53300"),
+    ('role "', "28000"),
+    ("does not exist", "3D000"),
+    ("permission denied", "42501"),
+    ("starting up", "57P03"),
+    ("shutting down", "57P03"),
+    ("recovery mode", "57P03"),
+    ("not yet accepting connections", "57P03"),
+)
+"""(part of the message with which the server refuses a connection, code of such an error)"""
+_HOPELESS: Final = frozenset({"28P01", "28000", "3D000", "42501"})
+"""Reasons for a refused connection that do not pass."""
+
+
+class ConnectError(Exception):
+    """No connection could be made. `hopeless`: waiting would not help."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error).strip())
+        code = error.sqlstate if isinstance(error, psycopg.Error) else None
+        self.code = code or next((code for part, code in _CONNECTING if part in str(error)), None)
+        self.hopeless = self.code in _HOPELESS or not isinstance(error, psycopg.OperationalError)
+
+
+class UnknownOutcomeError(Exception):
+    """The connection was lost during a commit, and the outcome could not be queried."""
+
+
 class PostgresServer:
     """The PostgreSQL database at `url`: `postgresql://USER:PASSWORD@HOST:PORT/DATABASE`, with libpq's parameters and
     `schema=NAME` (created if missing). Raises ConfigError for an invalid URL.
@@ -63,7 +134,6 @@ class PostgresServer:
     def __init__(self, url: str) -> None:
         self._parameters, self.schema = _read_url(url)
         self.name = _name_of(self._parameters, self.schema)
-        self.dialect: Dialect = DIALECT
         self.id = new_hex()
         """The id of this Agent Lightning server among those of the database."""
         self.closing = threading.Event()
@@ -114,13 +184,13 @@ class PostgresServer:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def explain(self, error: Exception) -> StoreError:
-        return errors.explain(error, self.name)
+        return explain(error, self.name)
 
     def is_fatal(self, error: BaseException) -> bool:
-        return errors.is_fatal(error)
+        return is_fatal(error)
 
     def may_retry(self, error: BaseException) -> bool:
-        return errors.may_retry(error)
+        return may_retry(error)
 
 
 _EXAMPLE: Final = "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"
@@ -160,3 +230,185 @@ def _name_of(parameters: Mapping[str, Any], schema: str) -> str:
     port = f":{parameters['port']}" if "port" in parameters else ""
     database = parameters.get("dbname") or parameters.get("user") or ""
     return f"postgresql://{host}{port}/{database}{f'?schema={schema}' if schema else ''}"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection is lost, and with it the transaction."""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, ConnectError)
+    code = error.sqlstate
+    if code is None:
+        return isinstance(error, psycopg.OperationalError)  # an error of libpq: the socket was closed
+    return code in LOST or code.startswith("08")
+
+
+def may_retry(error: BaseException) -> bool:
+    """Whether the same transaction may succeed when retried."""
+    if isinstance(error, ConnectError):
+        return False  # connecting was retried for as long as a call may wait
+    return is_lost(error) or (isinstance(error, psycopg.Error) and error.sqlstate in (*RETRY, DUPLICATE_KEY))
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether the whole transaction failed for a reason that no single command causes."""
+    code = error.sqlstate if isinstance(error, psycopg.Error) else None
+    if isinstance(error, (ConnectError, UnknownOutcomeError)) or (may_retry(error) and code != DUPLICATE_KEY):
+        return True
+    return code is not None and (code in _ADVICE or code[:2] in ("53", "57", "58", "XX"))
+
+
+def explain(error: Exception, where: str) -> StoreError:
+    """The error to raise instead of `error`; `where` is the name of the database."""
+    if isinstance(error, UnknownOutcomeError):
+        return StoreError(f"{where}: {error}")
+    if isinstance(error, ConnectError):
+        return StoreError(f"{where} cannot be reached: {_first_line(error)}; {_how_to_reach(error)}")
+    code = error.sqlstate if isinstance(error, psycopg.Error) else None
+    if code == DISK_FULL:
+        return StoreFullError(
+            f"the disk of {where} is full ({_first_line(error)}); nothing of this call was stored; free some space "
+            "and call again"
+        )
+    if is_lost(error):
+        return StoreError(f"the connection to {where} was lost ({_first_line(error)}); call again")
+    advice = _ADVICE.get(code or "", "this is not expected; the transaction was undone")
+    return StoreError(f"{where}: {_first_line(error)}{f' ({code})' if code else ''}; {advice}")
+
+
+def _how_to_reach(error: ConnectError) -> str:
+    if error.code in _ADVICE:
+        return _ADVICE[error.code]
+    if error.code == "57P03":
+        return "it is just starting or stopping; try again in a moment"
+    if error.hopeless:
+        return "an address looks like postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+    return "check that PostgreSQL runs there and that host and port are right"
+
+
+def _first_line(error: Exception) -> str:
+    """Without the addresses that libpq repeats."""
+    text = str(error).strip().replace("\n\t", " ").split("\n")[0]
+    return text.removeprefix("connection failed: ").removeprefix("connection is bad: ")
+
+
+# -- notifications -----------------------------------------------------------------------------------------------------
+
+# A transaction that commits something others may wait for notifies them on a channel of the schema. PostgreSQL delivers
+# only to those who listen at that moment, so after a lost connection the listener reports once that anything may have
+# happened.
+
+Connect = Callable[[], "psycopg.Connection[Any]"]
+"""Raises ConnectError."""
+
+
+def payloads(server: str, queued: bool, finished: Sequence[str]) -> list[str]:
+    """The notifications of a transaction: `SERVER 1 ID,ID`, or `SERVER 1 *` for too many ids."""
+    head = f"{server} {int(queued)} "
+    texts, line = [], ""
+    for rollout_id in finished:
+        if len(head) + len(line) + len(rollout_id) + 1 > PAYLOAD_BYTES:
+            texts.append(head + line)
+            head, line = f"{server} 0 ", ""
+        line = f"{line},{rollout_id}" if line else rollout_id
+    texts.append(head + line)
+    return texts if len(texts) <= MAX_PAYLOADS else [f"{server} {int(queued)} *"]
+
+
+def read_payload(text: str) -> tuple[str, bool, list[str] | None]:
+    """(server, queued, finished; None: any may have). Raises ValueError for a payload of another program."""
+    server, queued, ids = text.split(" ")
+    return server, queued == "1", None if ids == "*" else ids.split(",") if ids else []
+
+
+class PostgresListener:
+    """Calls `wake` for notifications of servers other than `server` on `channel`. It listens once it is created.
+    `closed` is set when it is closed."""
+
+    def __init__(self, connect: Connect, channel: str, server: str, wake: Wake, closed: threading.Event) -> None:
+        self._connect = connect
+        self._channel = channel
+        self._server = server
+        self._wake = wake
+        self._closed = closed
+        self._ended, self._end = os.pipe()
+        self._connection: psycopg.Connection[Any] | None = self._listen()
+        self._thread = threading.Thread(target=self._work, name="agl-store-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. Does not wait for the thread."""
+        if not self._closed.is_set():
+            self._closed.set()
+            os.close(self._end)
+
+    def _listen(self) -> psycopg.Connection[Any]:
+        connection = self._connect()
+        try:
+            connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
+        except psycopg.Error as error:
+            connection.close()
+            raise ConnectError(error) from error
+        return connection
+
+    def _work(self) -> None:
+        failures = 0
+        while not self._closed.is_set():
+            try:
+                if self._connection is None:
+                    self._connection = self._listen()
+                    self._wake(True, None)
+                failures = 0
+                self._receive(self._connection)
+            except (psycopg.Error, ConnectError) as error:
+                if not failures and not self._closed.is_set():
+                    logger.warning(
+                        "notifications of other servers cannot be received; retrying: %s", str(error).strip()
+                    )
+                self._drop()
+                self._closed.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+        self._drop()
+        os.close(self._ended)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _receive(self, connection: psycopg.Connection[Any]) -> None:
+        """Receive until closed. Raises psycopg.Error when the connection is lost."""
+        pgconn = connection.pgconn
+        while not self._closed.is_set():
+            ready, _, _ = select.select([pgconn.socket, self._ended], [], [], PROBE_SECONDS)
+            if self._ended in ready:
+                return
+            if not ready:
+                _probe(pgconn)
+            pgconn.consume_input()
+            self._pass_on(pgconn)
+
+    def _pass_on(self, pgconn: pq.abc.PGconn) -> None:
+        """Report everything that has arrived in one call."""
+        queued, finished, anything, others = False, list[str](), False, False
+        while (notice := pgconn.notifies()) is not None:
+            try:
+                server, claims, ids = read_payload(notice.extra.decode())
+            except ValueError:
+                logger.warning("unexpected notification on the channel %r: %r", self._channel, notice.extra)
+                continue
+            if server == self._server:
+                continue
+            others, queued, anything = True, queued or claims, anything or ids is None
+            finished += ids or ()
+        if others:
+            self._wake(queued, None if anything else finished)
+
+
+def _probe(pgconn: pq.abc.PGconn) -> None:
+    """Unlike `execute` of the connection, this leaves notifications for `_pass_on`."""
+    result = pgconn.exec_(b"SELECT 1")
+    if result.status != pq.ExecStatus.TUPLES_OK:
+        raise psycopg.OperationalError(result.get_error_message())

@@ -1,0 +1,88 @@
+"""Idempotency keys in the database: the result of each keyed call, written in the transaction of the call.
+
+Rows are kept for RETENTION_SECONDS and up to MAX_BYTES. Every TRIM_INTERVAL new rows, the oldest ones are removed; the
+size of the table is one of the counters, so that it need not be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from agentlightning.errors import ConflictError
+from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall
+from agentlightning.store.sql.tx import Tx, insert_sql
+
+RETENTION_SECONDS: Final = 86_400.0
+MAX_BYTES: Final = 64 << 20
+ROW_BYTES: Final = 200
+"""Estimated size of a row and its two index entries, without the answer."""
+TRIM_INTERVAL: Final = 64
+TRIM_BATCH: Final = 256
+_BYTES: Final = "answered bytes"
+"""The counter of the estimated size of the table."""
+_OLDEST: Final = (
+    "SELECT key, answered_at, length(answer) FROM answered_calls ORDER BY answered_at LIMIT ? FOR UPDATE SKIP LOCKED"
+)
+"""Without those that another server is removing."""
+
+
+class AnsweredCalls:
+    """The keyed calls of one transaction: those answered before, and those answered now."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[bytes, bytes | None]] = {}
+        self._new: dict[str, tuple[bytes, bytes | None]] = {}
+        self._since_trim = 0
+
+    def load(self, tx: Tx, keys: list[str]) -> None:
+        """Begin a transaction with these keys."""
+        self._before, self._new = {}, {}
+        if keys:
+            rows = tx.all("SELECT key, digest, answer FROM answered_calls WHERE key = ANY (?)", keys)
+            self._before = {key: (digest, answer) for key, digest, answer in rows}
+
+    def run(self, call: IdempotentCall, work: Callable[[], Any], convert: Callable[[Any], Any] | None) -> Any:
+        """Run `work` unless the key is known. Raises AlreadyAnsweredError for a repeated call, ConflictError for a key
+        that was used with other arguments. A call that raises leaves no row: it did nothing."""
+        known = self._before.get(call.key) or self._new.get(call.key)
+        if known is None:
+            result = work()
+            self._new[call.key] = (call.digest, call.encoded(result if convert is None else convert(result)))
+            return result
+        digest, answer = known
+        if digest != call.digest:
+            raise ConflictError(
+                "this idempotency key was used for a call with other arguments; use a new key for each call, and the "
+                "same one only to repeat it"
+            )
+        raise AlreadyAnsweredError(answer)
+
+    def write(self, tx: Tx) -> None:
+        """Insert the new rows, at the end of a transaction."""
+        if not self._new:
+            return
+        rows = [(key, digest, tx.wall, answer) for key, (digest, answer) in sorted(self._new.items())]
+        self._new = {}
+        tx.connection.write(insert_sql("answered_calls", ("key", "digest", "answered_at", "answer")), rows)
+        tx.count(_BYTES, sum([ROW_BYTES + len(answer or b"") for *_, answer in rows]))
+        self._since_trim += len(rows)
+        if self._since_trim >= TRIM_INTERVAL:
+            self._since_trim = 0
+            tx.count(_BYTES, -_trim(tx))
+
+
+def _trim(tx: Tx) -> int:
+    """Remove rows that are too old or too many; returns their bytes."""
+    total = tx.all("SELECT CAST(sum(number) AS BIGINT) FROM counts WHERE name = ?", _BYTES)
+    excess = int(total[0][0] or 0) - MAX_BYTES
+    removed: list[str] = []
+    freed = 0
+    for key, answered_at, length in tx.all(_OLDEST, TRIM_BATCH):
+        if answered_at > tx.wall - RETENTION_SECONDS and freed >= excess:
+            break
+        removed.append(key)
+        freed += ROW_BYTES + (length or 0)
+    if removed:
+        tx.run("DELETE FROM answered_calls WHERE key = ANY (?)", removed)
+    return freed

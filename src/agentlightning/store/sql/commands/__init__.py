@@ -1,1 +1,0 @@
-"""Commands that event loops submit to the threads of a store."""

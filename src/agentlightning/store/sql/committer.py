@@ -1,0 +1,660 @@
+"""The threads of a store: one that runs queries, and the committer, which writes.
+
+Callers in any event loop submit a command and await its future. The committer takes everything queued as one batch: the
+rows it names are loaded at once, each command runs as a function of the transaction, the changes are written and
+committed, and only then are the results delivered: a result is durable. A command that raises is undone alone. Long
+queries run on a thread and a connection of their own, which see everything that was answered.
+
+A command that finds nothing to do yet may return WAIT. It runs again after each batch that may concern it, until it
+returns a result or its deadline passes. Nothing polls, except for what other processes write to the same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from agentlightning.errors import StoreClosedError, StoreError
+from agentlightning.rollouts import is_private_queue
+from agentlightning.store.clock import Clock
+from agentlightning.store.sql import attempts
+from agentlightning.store.sql.answers import AnsweredCalls
+from agentlightning.store.sql.rollouts import ClaimRollouts, Claims
+from agentlightning.store.sql.spans import SpanWriter
+from agentlightning.store.sql.tx import Connection, Database, Tx
+from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
+
+logger = logging.getLogger(__name__)
+
+READ_BATCH_SECONDS: Final = 0.002
+"""Results of queries are delivered together when they take no longer than this."""
+MAX_ATTEMPTS: Final = 5
+"""How often a transaction is attempted that fails for a transient reason."""
+MAX_BATCH: Final = 1024
+"""Commands in one transaction at most, which bounds the latency of the first one."""
+TICK_SECONDS: Final = 0.25
+"""Deadlines are checked no more often than this."""
+POLL_SECONDS: Final = 0.5
+"""How often an idle store checks what other processes wrote."""
+
+CommandObserver = Callable[[str, float, float, int], None]
+"""(name of the command, seconds it was queued, seconds its batch took, commands in the batch)"""
+Result = tuple[Command, Any, BaseException | None]
+Notification = tuple[bool, "Sequence[str] | None"]
+"""Of another process: (rollouts were queued, ids of those that finished; None: any may have)."""
+
+
+class DatabaseThread:
+    """A thread, its connection, and the queue of commands. Used as it is, it runs queries."""
+
+    def __init__(self, name: str, database: Database, connection: Connection) -> None:
+        self._database = database
+        self._connection = connection
+        self._queue: deque[Command] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Lock()
+        """Released to wake the thread."""
+        self._wake.acquire()
+        self._asleep = False
+        self._notified = False
+        self._closed = False
+        self._reading = False
+        """A read-only transaction is open."""
+        self._crash: BaseException | None = None
+        """The error that ended the thread."""
+        self._running: list[Command] = []
+        """The batch that is being run."""
+        self._process_id = os.getpid()
+        self.observe: CommandObserver | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._database.name
+
+    @property
+    def crashed(self) -> bool:
+        """Whether an error has ended the thread."""
+        return self._crash is not None
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._thread
+
+    def submit(self, command: Command) -> None:
+        """Queue a command; its future is resolved in its own event loop."""
+        if self.observe is not None:
+            command.submitted_at = time.perf_counter()
+        if self._process_id != os.getpid():
+            raise self._closed_error()
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            self._queue.append(command)
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
+
+    def check_open(self) -> None:
+        """Raises StoreClosedError where `submit` would."""
+        if self._closed or self._process_id != os.getpid():
+            raise self._closed_error()
+
+    def _closed_error(self) -> StoreClosedError:
+        if self._process_id != os.getpid():
+            return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
+        if self._crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
+        return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
+
+    def _notify(self) -> None:
+        """Wake the thread."""
+        with self._lock:
+            self._notified = True
+            if self._asleep:
+                self._asleep = False
+                self._wake.release()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Sleep until there is something to do, `seconds` at most."""
+        with self._lock:
+            if self._queue or self._notified or self._closed:
+                self._notified = False
+                return
+            self._asleep = True
+        timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        if not self._wake.acquire(timeout=timeout):
+            with self._lock:
+                if not self._asleep:  # woken in the moment of the timeout
+                    self._wake.acquire()
+                self._asleep = False
+        self._notified = False
+
+    def stop(self) -> None:
+        """End the thread once the queue is empty. Does not wait for that."""
+        if self._process_id != os.getpid():  # a forked child has no thread to end, and may hold a lock forever
+            return
+        with self._lock:
+            self._closed = True
+        self._notify()
+
+    def _run(self) -> None:
+        """The error boundary of the thread: whatever ends it, no caller waits forever."""
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001  every caller raises it
+            self._on_crash(error)
+
+    def _work(self) -> None:
+        while not self._closed or self._queue:
+            if not self._queue:
+                self._sleep(None)
+            self._run_queries()
+        self._connection.close()
+        self._reject_all(f"{self.name} was closed while this call waited")
+
+    def _on_crash(self, error: BaseException) -> None:
+        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
+        with self._lock:
+            self._crash = error
+            self._closed = True
+        running, self._running = self._running, []
+        reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
+        self._reject(running, f"{reason}; look before calling again")
+        self._reject_all(f"{reason}; open the store again")
+        with contextlib.suppress(*self._database.errors):
+            self._connection.close()
+
+    # -- queries -----------------------------------------------------------------------------------------------------
+
+    def _run_queries(self) -> None:
+        """Run the queued queries in one transaction. It begins after they were submitted, so each sees what its caller
+        may expect."""
+        results: list[Result] = []
+        deadline = time.monotonic() + READ_BATCH_SECONDS
+        for _ in range(len(self._queue)):
+            command = self._queue.popleft()
+            if not command.future.cancelled():
+                self._running.append(command)
+                started = time.perf_counter()
+                results.append(self._run_query(command))
+                if self.observe is not None:
+                    self._notify_observer(command, started, time.perf_counter() - started, 1)
+            if time.monotonic() > deadline:
+                break
+        self._end_reading()
+        if results:
+            self._deliver(results)
+        self._running = []
+
+    def _run_query(self, command: Command) -> Result:
+        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
+            try:
+                if not self._reading:
+                    self._connection.begin(False)
+                    self._reading = True
+                return command, command.run(self._connection), None
+            except Exception as error:  # noqa: BLE001  the caller raises it
+                self._end_reading()
+                if last or not self._database.may_retry(error):
+                    return command, None, self._explain(error)
+        raise AssertionError("unreachable")
+
+    def _end_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._connection.rollback()
+
+    def _explain(self, error: Exception) -> Exception:
+        return self._database.explain(error) if isinstance(error, self._database.errors) else error
+
+    def _notify_observer(self, command: Command, started: float, seconds: float, batch: int) -> None:
+        try:
+            if self.observe is not None:
+                self.observe(command.name, started - command.submitted_at, seconds, batch)
+        except Exception:
+            logger.exception("the observer of %s failed and is disabled", self.name)
+            self.observe = None
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, results: list[Result]) -> None:
+        """Hand results over to the event loops of their callers: one wake-up for each loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
+        for result in results:
+            loops.setdefault(result[0].loop, []).append(result)
+        for loop, its_results in loops.items():
+            try:
+                loop.call_soon_threadsafe(self._resolve, its_results)
+            except RuntimeError:  # the loop is closed, and its callers are gone
+                for command, value, error in its_results:
+                    if error is None:
+                        self._on_undelivered(command, value)
+
+    def _resolve(self, results: list[Result]) -> None:
+        for command, value, error in results:
+            future = command.future
+            if future.done():
+                if error is None:
+                    self._on_undelivered(command, value)
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+    def _on_undelivered(self, command: Command, value: Any) -> None:
+        """The caller of a command was cancelled before the result arrived."""
+
+    def _reject_all(self, reason: str) -> None:
+        """Fail everything that is queued: the thread ends."""
+        commands = list(self._queue)
+        self._queue.clear()
+        self._reject(commands, reason)
+
+    def _reject(self, commands: Iterable[Command], reason: str) -> None:
+        self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
+
+
+class _Committed(NamedTuple):
+    """What a committed transaction did."""
+
+    undone_results: int
+    """Results whose callers were gone."""
+    deadlines_checked: bool
+    next_deadline: float | None
+    """Without the deadlines set by this transaction."""
+
+
+class _CannotUndoError(Exception):
+    """A command raised an error, the cause of this one, after something that it changed was written."""
+
+    def __init__(self, command: Command) -> None:
+        super().__init__(command.name)
+        self.command = command
+
+
+class Committer(DatabaseThread):
+    """The thread of the connection that writes."""
+
+    def __init__(self, name: str, database: Database, connection: Connection, clock: Clock) -> None:
+        self._clock = clock
+        self.tx = Tx(connection, clock, database)
+        self.spans = SpanWriter(connection)
+        self._claims = Claims(self.tx)
+        self._answered = AnsweredCalls()
+        self._next_deadline: float | None = clock.steady()
+        self._last_tick = clock.steady() - TICK_SECONDS
+        self._last_poll = -math.inf
+        """When it last checked what other servers wrote, on time.monotonic."""
+        self._changed_elsewhere = False
+        """Another process has written: any rollout may have changed."""
+        self._waiters = Waiters()
+        self._cancelled: deque[Command] = deque()
+        """Waiting commands whose callers are gone."""
+        self._undelivered: deque[tuple[Command, Any]] = deque()
+        """Committed results that no caller took, to be undone."""
+        self._notifications: deque[Notification] = deque()
+        self._accepted: list[Notification] = []
+        """The notifications that the current transaction acts on."""
+        self._last_failure = ""
+        """Logged once, not for each tick that fails the same way."""
+        self._committed: list[Result] = []
+        """Durable results that are not delivered yet."""
+        self.batches = 0
+        self.commits = 0
+        self.commands = 0
+        super().__init__(name, database, connection)
+        self._listener = None
+        try:
+            self._listener = database.listen(self._on_notification)
+        except BaseException:
+            self.stop()
+            raise
+
+    def cancel_waiter(self, command: Command) -> None:
+        """Remove a waiting command whose caller was cancelled."""
+        self._cancelled.append(command)
+        self._notify()
+
+    def return_result(self, command: Command) -> None:
+        """Undo a result that arrived while its caller was being cancelled."""
+        if command.future.exception() is None:
+            self._on_undelivered(command, command.future.result())
+
+    def _on_undelivered(self, command: Command, value: Any) -> None:
+        self._undelivered.append((command, value))
+        self._notify()
+
+    def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
+        self._notifications.append((queued, finished))
+        self._notify()
+
+    def stop(self) -> None:
+        if self._process_id == os.getpid() and self._listener is not None:
+            self._listener.close()
+        super().stop()
+
+    def _work(self) -> None:
+        while not self._closed or self._queue or self._undelivered:
+            if not (self._queue or self._cancelled or self._notifications):
+                self._sleep(self._idle_seconds())
+            self._next_batch()
+            self._process(self._running)
+            self._running = []
+            if not self._queue or self._deliver_at_once:
+                self._deliver_committed()
+        self._connection.close()
+        self._reject_all(f"{self.name} was closed while this call waited")
+
+    # -- scheduling --------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> None:
+        queue, batch = self._queue, self._running
+        for _ in range(min(len(queue), MAX_BATCH)):
+            batch.append(queue.popleft())
+        while self._cancelled:
+            batch.append(self._cancelled.popleft())
+
+    def _idle_seconds(self) -> float | None:
+        """How long to sleep without being notified; None: until notified."""
+        pauses = [] if self._database.single else [POLL_SECONDS]
+        if self._undelivered:  # undoing them failed, with the disk full perhaps
+            pauses.append(TICK_SECONDS)
+        if self._next_deadline is not None:
+            clock = self._clock
+            until_tick = min(TICK_SECONDS, self._last_tick + TICK_SECONDS - clock.steady())
+            pauses.append(max(min(self._next_deadline - clock.steady(), clock.fresh_seconds), until_tick))
+        if self._waiters.deadline < math.inf:
+            pauses.append(self._waiters.deadline - time.monotonic())
+        return max(0.0, min(pauses)) if pauses else None
+
+    def _is_due(self) -> bool:
+        """Whether to check deadlines, or to record that this server is alive in order to do so."""
+        if self._next_deadline is None:
+            return False
+        now = self._clock.steady()
+        return (now >= self._next_deadline or self._clock.stale) and abs(now - self._last_tick) >= TICK_SECONDS
+
+    @property
+    def _deliver_at_once(self) -> bool:
+        """Whether durable results are delivered before the next batch. Otherwise, while commands are queued, results
+        are delivered just before the next commit: a commit releases the interpreter lock, so the callers of one batch
+        run while the next is written. Not where another process may hold up the next batch."""
+        return self._database.shared or self._changed_elsewhere
+
+    def _deliver_committed(self) -> None:
+        if self._committed:
+            results, self._committed = self._committed, []
+            self._deliver(results)
+
+    # -- one batch ---------------------------------------------------------------------------------------------------
+
+    def _process(self, batch: list[Command]) -> None:
+        started = time.perf_counter()
+        results = self._try_batch(batch)
+        self._committed += results
+        self.batches += 1
+        self.commands += len(batch)
+        if self.observe is not None:
+            seconds = time.perf_counter() - started
+            for command, _, _ in results:
+                self._notify_observer(command, started, seconds, len(batch))
+
+    def _try_batch(self, batch: list[Command]) -> list[Result]:
+        """Run a batch in one transaction. If that fails, possibly through one command, run each in its own."""
+        for last in (False,) * (MAX_ATTEMPTS - 1) + (True,):
+            results: list[Result] = []
+            try:
+                committed = self._transact(batch, results)
+            except _CannotUndoError as error:
+                self._undo_all(results)
+                return self._without(error.command, batch, error.__cause__)
+            except Exception as error:  # noqa: BLE001  every caller of the batch raises it
+                self._undo_all(results)
+                if not last and self._database.may_retry(error):
+                    continue
+                fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
+                if len(batch) > 1 and not fatal:
+                    text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
+                    logger.warning(text, len(batch), error)
+                    return [result for command in batch for result in self._try_batch([command])]
+                return self._failures(batch, results, error)
+            try:
+                self._after_commit(committed)
+            except Exception:  # what is durable must not run again
+                logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
+                self._reset()
+            for command, _, _ in results:
+                self._waiters.remove(command)
+            return results
+        raise AssertionError("unreachable")
+
+    def _without(self, guilty: Command, batch: list[Command], error: BaseException | None) -> list[Result]:
+        """The results of a batch of which one command failed, and could not be undone alone."""
+        guilty.done = True
+        self._waiters.remove(guilty)
+        rest = [command for command in batch if command is not guilty]
+        return [(guilty, None, error), *self._try_batch(rest)]
+
+    def _undo_all(self, results: list[Result]) -> None:
+        self._roll_back()
+        for command, _, _ in results:
+            command.done = False
+
+    def _roll_back(self) -> None:
+        try:
+            self._connection.rollback()
+        except self._database.errors as error:
+            logger.warning("the store could not roll back a transaction: %s", self._database.explain(error))
+        self._forget()
+        self._clock.invalidate()
+
+    def _forget(self) -> None:
+        """Drop everything in memory, which may differ from what was committed."""
+        self.tx.rolled_back()
+        self.spans.clear()
+
+    def _failures(self, batch: list[Command], results: list[Result], error: Exception) -> list[Result]:
+        """The results of a transaction that was rolled back for good."""
+        self._last_tick = self._clock.steady()
+        known = isinstance(error, (*self._database.errors, StoreError))
+        fault = self._explain(error) if known else StoreError(f"{self.name}: {error!r}")
+        commands = dict.fromkeys([*batch, *(command for command, _, _ in results)])
+        if commands or str(fault) != self._last_failure:
+            what = "a transaction was rolled back" if commands else "the store could not check deadlines; retrying"
+            logger.warning("%s: %s", what, fault, exc_info=error)
+        self._last_failure = str(fault)
+        for command in commands:
+            command.done = True
+            self._waiters.remove(command)
+        return [(command, None, type(fault)(*fault.args)) for command in commands]
+
+    def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
+        """Run one transaction up to and including its commit."""
+        tx, connection = self.tx, self._connection
+        self._accepted += [self._notifications.popleft() for _ in range(len(self._notifications))]
+        due = self._is_due()
+        writing = [command for command in batch if not command.reads]
+        undelivered = list(self._undelivered)
+        durable = not writing or due or bool(undelivered) or any(command.durable for command in writing)
+        wanted = due or bool(writing or undelivered or self._accepted)
+        writes, changed_elsewhere = self._begin(bool(batch), wanted, durable)
+        tx.begin()
+        if changed_elsewhere and not self._database.shared:
+            self.spans.clear()
+        self._prefetch(writing)
+        for command, value in undelivered:
+            command.undo(tx, value)
+            tx.mark()
+        claims = [command for command in writing if not self._run_command(command, results)]
+        next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
+        notification = tx.queued, list(tx.finished)
+        self._apply_notifications(changed_elsewhere)
+        self._serve_claims(claims, results)
+        tx.flush()
+        self._answered.write(tx)
+        tx.write_counts()
+        self._run_reads(batch, results)
+        self._deliver_committed()
+        if writes:
+            connection.notify(*notification)
+            connection.commit()
+            self.commits += 1
+        else:
+            connection.rollback()
+        return _Committed(len(undelivered), due or changed_elsewhere, next_deadline)
+
+    def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
+        """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
+        because another process may have written; on a shared database that is done in time however busy this server
+        is."""
+        connection, clock = self._connection, self._clock
+        if self._database.shared:
+            now = time.monotonic()
+            poll = not (called or self._accepted) or now - self._last_poll >= POLL_SECONDS
+            if poll:
+                self._last_poll = now
+            writes |= poll
+            if writes and clock.stale:
+                connection.sync_clock(clock)
+            connection.begin(writes, durable)
+            return writes, poll
+        connection.begin(writes, durable)
+        changed = connection.changed()
+        if changed and not writes:  # the other process may have left something that is due
+            connection.rollback()
+            connection.begin(True)
+            writes = True
+            connection.changed()
+        if changed or (writes and clock.stale):
+            connection.sync_clock(clock)
+        return writes, changed
+
+    def _after_commit(self, committed: _Committed) -> None:
+        self._accepted.clear()
+        for _ in range(committed.undone_results):
+            self._undelivered.popleft()
+        if committed.deadlines_checked:
+            self._last_tick = self._clock.steady()
+        deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
+        self._next_deadline = min(deadlines, default=None)
+
+    def _reset(self) -> None:
+        self._forget()
+        self._accepted.clear()
+        self._next_deadline = self._clock.steady()
+
+    def _apply_notifications(self, changed_elsewhere: bool) -> None:
+        """Let waiting commands see what other processes did. Comes after this server's own notification, so that
+        theirs is not sent again."""
+        tx = self.tx
+        self._changed_elsewhere = changed_elsewhere
+        tx.queued |= changed_elsewhere
+        for queued, finished in self._accepted:
+            tx.queued |= queued
+            self._changed_elsewhere |= finished is None
+            tx.finished.update(finished or ())
+
+    def _prefetch(self, commands: list[Command]) -> None:
+        """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
+        tx = self.tx
+        tx.new_rollouts = sum([command.new_rollouts for command in commands])
+        self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
+        tx.load_workers([name for command in commands for name in command.workers])
+        tx.load_owners([name for command in commands for name in command.attempts])
+        owners = [owner for owner in tx.owners.values() if owner is not None]
+        tx.load([*[name for command in commands for name in command.rollouts], *owners])
+
+    # -- running commands --------------------------------------------------------------------------------------------
+
+    def _serve_claims(self, new: list[Command], results: list[Result]) -> None:
+        """Run the waiting claims, in order of arrival, then the new ones."""
+        if not (self.tx.queued or new):
+            return
+        claims = [each for each in [*self._waiters.claims, *new] if isinstance(each, ClaimRollouts)]
+        if not claims:
+            return
+        self._claims.begin(sum([command.limit for command in claims]))
+        empty: set[QueueNames] = set()
+        for command in claims:
+            names = command.queues
+            if names in empty or (None in empty and not _names_private_queue(names)):
+                command.wait(self._waiters)  # another claim of the same queues has found nothing
+            elif not self._run_command(command, results, partial(command.claim, claims=self._claims)):
+                empty.add(names)
+
+    def _run_reads(self, batch: list[Command], results: list[Result]) -> None:
+        """Run the waiting commands that are affected, the queries of the batch, and what has timed out."""
+        waiters, connection = self._waiters, self._connection
+        affected = waiters.rollout_waits() if self._changed_elsewhere else waiters.affected(self.tx.finished)
+        for command in [*affected, *(command for command in batch if command.reads)]:
+            self._run_command(command, results, lambda tx, command=command: command.run(connection))
+        for command in waiters.expired():
+            if not command.done:
+                self._execute(command, command.on_timeout, results)
+
+    def _run_command(self, command: Command, results: list[Result], run: Callable[[Tx], Any] | None = None) -> bool:
+        """Returns False where it has to wait."""
+        if command.done or command.future.cancelled():
+            self._waiters.remove(command)
+            return True
+        return self._execute(command, run or command.run, results)
+
+    def _execute(self, command: Command, run: Callable[[Tx], Any], results: list[Result]) -> bool:
+        tx = self.tx
+        try:
+            if command.idempotent is None:
+                value = run(tx)
+            else:
+                value = self._answered.run(command.idempotent, partial(run, tx), command.convert)
+        except self._database.errors:
+            raise
+        except Exception as error:
+            if self.spans.touched:
+                self.spans.clear()
+            if tx.written:
+                raise _CannotUndoError(command) from error
+            tx.undo()
+            command.done = True
+            results.append((command, None, error))
+            return True
+        tx.mark()
+        self.spans.touched = False
+        if value is WAIT:
+            if not isinstance(command, ClaimRollouts) or run is not command.run:
+                command.wait(self._waiters)
+            return False
+        command.done = True
+        results.append((command, value, None))
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _on_crash(self, error: BaseException) -> None:
+        durable = {command for command, _, _ in self._committed}
+        self._deliver_committed()
+        self._running = [command for command in self._running if command not in durable]
+        super()._on_crash(error)
+
+    def _reject_all(self, reason: str) -> None:
+        waiting = self._waiters.all()
+        for command in waiting:
+            self._waiters.remove(command)
+        self._deliver_committed()
+        self._reject(waiting, reason)
+        super()._reject_all(reason)
+
+
+def _names_private_queue(queues: QueueNames) -> bool:
+    """Whether a claim may find what one that names no queue does not."""
+    return queues is not None and any(map(is_private_queue, queues))

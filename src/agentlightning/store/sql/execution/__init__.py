@@ -1,1 +1,0 @@
-"""The threads of a SQL store: group commit, queries, delivery of results."""

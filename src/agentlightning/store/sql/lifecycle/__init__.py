@@ -1,1 +1,0 @@
-"""The rules of rollouts and attempts: legal changes of status, claims, deadlines."""

@@ -1,0 +1,511 @@
+"""Binary codec of packs: spans of one attempt that are stored together as one value.
+
+`pack` encodes spans in the thread of the caller, `unpack` decodes them. A pack leaves out what the store decides: the
+ids of the attempt, the sequence numbers, whether the attempt was superseded; and the tokens of long prompts, which the
+store keeps apart (prompts.py). Nothing here reads or writes a database.
+
+A body without tokens is JSON, one list for each span:
+
+    [name, start, end, trace_id, parent_id, status_code, status_message, attributes, events, resource, tokens]
+
+where None is written `false` (so that a `null` can only come from an attribute), a list may end after `attributes`,
+`resource` is `true` if it equals that of the span before, and `tokens` is a list of counts: [1 if the prompt is kept
+apart, prompt ids, response ids, log-probabilities], -1 for an absent attribute. A body with tokens begins with a zero
+byte and the length of the JSON; then follow the JSON, and the numbers of all spans in order: int32 and float32, little
+endian.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from struct import Struct as Layout
+from typing import Any, Final, cast
+
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from agentlightning.errors import ConfigError
+from agentlightning.span import (
+    INPUT_TOKENS,
+    LOGPROBS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_TOKEN_IDS,
+    SUPERSEDED,
+    TOKEN_ATTRIBUTES,
+    Span,
+    SpanEvent,
+    new_span_id,
+)
+from agentlightning.store.validation import find_not_finite
+from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.random_ids import random_bytes
+
+_header: Final = Layout("<xI")
+ABSENT: Final = -1
+"""The count of an absent token attribute."""
+LONG_PROMPT: Final = 256
+"""Bytes from which a prompt is kept apart from its span."""
+_has_null: Final = re.compile(b"null").search  # a third faster than `in` on JSON text
+_TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
+_FEW: Final = 2
+_SHORT: Final = {8}
+"""The length of a row that ends after `attributes`."""
+_AT_ONCE: Final = 65536
+"""Token ids that are packed at once: meanwhile no other thread runs."""
+
+
+class SpanPack(Struct, frozen=True, gc=False):
+    """Encoded spans of one attempt."""
+
+    span_ids: tuple[str, ...]
+    """One for each span; generated where the caller gave none."""
+    ids: bytes
+    """`span_ids` as `join_ids` encodes them."""
+    sequence_ids: tuple[int, ...]
+    """As the caller gave them; 0: the store assigns the next one."""
+    json: bytes
+    numbers: bytes = b""
+    prompts: tuple[tuple[int, bytes], ...] = ()
+    """(index of the span, tokens of its prompt), for those that are kept apart."""
+
+    @property
+    def count(self) -> int:
+        return len(self.span_ids)
+
+    @property
+    def body(self) -> bytes:
+        """The encoded spans, which `unpack` decodes."""
+        if not self.numbers and not self.prompts and self.json.startswith(b"["):
+            return self.json
+        return _header.pack(len(self.json)) + self.json + self.numbers
+
+
+# -- spans to bytes --------------------------------------------------------------------------------------------------
+
+
+def pack(spans: Sequence[Span]) -> SpanPack:
+    """Encode the spans of one attempt, in order. Raises ConfigError, which names the value, for what could not be read
+    back as it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative
+    sequence_id."""
+    rows: list[tuple[Any, ...]] = []
+    requested_ids: list[str] = []
+    sequence_ids: list[int] = []
+    texts: list[str] = []
+    numbers: list[bytes] = []
+    prompts: list[tuple[int, bytes]] = []
+    before: dict[str, Any] | None = None
+    for span in spans:
+        fields = astuple(span)
+        _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
+            fields
+        )
+        requested_ids.append(span_id)
+        sequence_ids.append(sequence_id)
+        texts += (name, trace_id, parent or "")
+        row = (
+            name,
+            start,
+            False if end is None else end,
+            trace_id,
+            False if parent is None else parent,
+            code,
+            False if message is None else message,
+            attributes,
+        )
+        if not _has_expected_types(row):
+            _check_fields(span)
+        if events or resource or not _TOKENS.isdisjoint(attributes):
+            row = _long_row(row, span, before, numbers, prompts, len(rows))
+        before = resource
+        rows.append(row)
+    generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
+    span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
+    _check_text(spans, span_ids, texts)
+    _check_sequence_ids(spans, sequence_ids)
+    ids = generated or join_ids(span_ids)
+    return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(prompts))
+
+
+def _long_row(
+    row: tuple[Any, ...],
+    span: Span,
+    previous: dict[str, Any] | None,
+    numbers: list[bytes],
+    prompts: list[tuple[int, bytes]],
+    index: int,
+) -> tuple[Any, ...]:
+    """The row of a span that has events, a resource or tokens."""
+    attributes, counts = span.attributes, None
+    if not _TOKENS.isdisjoint(attributes):
+        attributes = attributes.copy()
+        counts = _take_tokens(attributes, numbers, prompts, index)
+    events = [(event.name, event.timestamp, event.attributes) for event in span.events]
+    resource = bool(span.resource) and (span.resource == previous or span.resource)
+    return (*row[:-1], attributes, events, resource, counts or False)
+
+
+def _take_tokens(
+    attributes: dict[str, Any], numbers: list[bytes], prompts: list[tuple[int, bytes]], index: int
+) -> tuple[int, int, int, int]:
+    """Move the token attributes to `numbers` and `prompts`; returns their counts. An attribute that is no list of
+    numbers in range stays."""
+    prompt = pack_ids(attributes.get(PROMPT_TOKEN_IDS))
+    apart = prompt is not None and len(prompt) >= LONG_PROMPT
+    if apart and prompt is not None:
+        prompts.append((index, prompt))
+    response = pack_ids(attributes.get(RESPONSE_TOKEN_IDS))
+    logprobs = pack_logprobs(LOGPROBS, attributes.get(LOGPROBS))
+    return (
+        int(apart),
+        _take(attributes, PROMPT_TOKEN_IDS, prompt, [] if apart else numbers),
+        _take(attributes, RESPONSE_TOKEN_IDS, response, numbers),
+        _take(attributes, LOGPROBS, logprobs, numbers),
+    )
+
+
+def _take(attributes: dict[str, Any], name: str, data: bytes | None, numbers: list[bytes]) -> int:
+    if data is None:
+        return ABSENT
+    del attributes[name]
+    numbers.append(data)
+    return len(data) // 4
+
+
+def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
+    try:
+        json = dumps(rows)
+    except TypeError as error:
+        for span in spans:
+            _refuse_not_json(span)
+        raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
+    if _has_null(json):
+        for span in spans:
+            _refuse_not_finite(span)
+    return json
+
+
+def select(whole: SpanPack, indexes: Iterable[int]) -> SpanPack:
+    """The pack with only the spans at `indexes`, for when the others are stored already."""
+    spans = unpack(
+        whole.body,
+        rollout_id="",
+        attempt_id="",
+        span_ids=whole.span_ids,
+        sequence_ids=whole.sequence_ids,
+        prompt=dict(whole.prompts).__getitem__,
+    )
+    return pack([spans[index] for index in indexes])
+
+
+# -- bytes to spans --------------------------------------------------------------------------------------------------
+
+PromptOf = Callable[[int], bytes]
+"""The tokens of the prompt of the span at an index of a pack. Raises LookupError if they are missing."""
+
+
+def _no_prompt(index: int) -> bytes:
+    raise KeyError(index)
+
+
+def unpack(
+    body: bytes,
+    *,
+    rollout_id: str,
+    attempt_id: str,
+    span_ids: Sequence[str],
+    sequence_ids: Sequence[int],
+    superseded: bool = False,
+    prompt: PromptOf = _no_prompt,
+    tokens: bool = True,
+) -> list[Span]:
+    """Decode the spans of a pack. Without `tokens`, only their numbers are decoded. Raises ValueError if a prompt is
+    missing."""
+    json, data = body, b""
+    if not body.startswith(b"["):
+        end = _header.size + _header.unpack_from(body)[0]
+        json, data = body[_header.size : end], body[end:]
+    numbers = _Numbers(data, prompt)
+    rows = loads(json)
+    ids = rollout_id, attempt_id
+    if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
+        return _read_short(rows, ids, span_ids, sequence_ids, superseded)
+    spans: list[Span] = []
+    resource: dict[str, Any] = {}
+    for index, (row, span_id, sequence_id) in enumerate(zip(rows, span_ids, sequence_ids, strict=True)):
+        name, start, end, trace_id, parent, code, message, attributes = row[:8]
+        end, parent, message = _with_none((end, parent, message))
+        events: tuple[SpanEvent, ...] = ()
+        resource_of: dict[str, Any] = {}
+        if len(row) > 8:
+            events = tuple([SpanEvent(*event) for event in row[8]])
+            resource_of = resource.copy() if row[9] is True else row[9] or {}
+            if row[10]:
+                numbers.read(attributes, row[10], index, span_id, tokens)
+        resource = resource_of
+        if superseded:
+            attributes[SUPERSEDED] = True
+        many = start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
+        spans.append(Span(*ids, name, *many))
+    return spans
+
+
+def _read_short(
+    rows: list[Any], ids: tuple[str, str], span_ids: Sequence[str], sequence_ids: Sequence[int], superseded: bool
+) -> list[Span]:
+    """Decode spans without events, resources and tokens column by column, in half the time."""
+    if not len(rows) == len(span_ids) == len(sequence_ids):
+        raise ValueError(f"a pack of {len(rows)} spans has {len(span_ids)} ids and {len(sequence_ids)} numbers")
+    names, starts, ends, traces, parents, codes, messages, attributes = zip(*rows, strict=True)
+    if superseded:
+        for each in attributes:
+            each[SUPERSEDED] = True
+    owner = map(repeat, ids)
+    rest = codes, _with_none(messages), attributes
+    return list(
+        map(Span, *owner, names, starts, _with_none(ends), sequence_ids, traces, span_ids, _with_none(parents), *rest)
+    )
+
+
+def _with_none(values: Sequence[Any]) -> list[Any]:
+    """Turn `false` back into None."""
+    return [None if value is False else value for value in values]
+
+
+class _Numbers:
+    """The binary part of a body, decoded span by span."""
+
+    __slots__ = ("_data", "_prompt", "_start")
+
+    def __init__(self, data: bytes, prompt: PromptOf) -> None:
+        self._data = data
+        self._prompt = prompt
+        self._start = 0
+
+    def read(self, attributes: dict[str, Any], counts: Sequence[int], index: int, span_id: str, tokens: bool) -> None:
+        """Add the token attributes of the next span; without `tokens`, how many there are, where it has not recorded
+        that itself."""
+        apart, prompt, response, logprobs = counts
+        prompt_ids = b"" if apart else self._next(prompt)
+        response_ids, probabilities = self._next(response), self._next(logprobs)
+        if not tokens:
+            for name, count in ((INPUT_TOKENS, prompt), (OUTPUT_TOKENS, response)):
+                if count != ABSENT:
+                    attributes.setdefault(name, count)
+            return
+        if apart:
+            try:
+                prompt_ids = self._prompt(index)
+            except LookupError:
+                raise ValueError(
+                    f"tokens of span {span_id!r} are missing from the database: it was changed by another program"
+                ) from None
+        if prompt != ABSENT:
+            attributes[PROMPT_TOKEN_IDS] = read_ids(prompt_ids)
+        if response != ABSENT:
+            attributes[RESPONSE_TOKEN_IDS] = read_ids(response_ids)
+        if logprobs != ABSENT:
+            attributes[LOGPROBS] = read_logprobs(probabilities)
+
+    def _next(self, count: int) -> bytes:
+        start, self._start = self._start, self._start + 4 * max(count, 0)
+        return self._data[start : self._start]
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------
+
+
+def join_ids(span_ids: Sequence[str]) -> bytes:
+    """Encode ids: 8 bytes each if all of them are 16 hexadecimal digits, as those of OpenTelemetry, else JSON."""
+    joined = "".join(span_ids)
+    if set(map(len, span_ids)) == {16}:
+        try:
+            packed = bytes.fromhex(joined)
+        except ValueError:
+            packed = b""
+        if packed.hex() == joined:
+            return b"\0" + packed
+    return dumps(span_ids)
+
+
+def split_ids(data: bytes) -> tuple[str, ...]:
+    """Decode what `join_ids` encoded."""
+    if data.startswith(b"["):
+        return tuple(loads(data))
+    digits = data[1:].hex()
+    return tuple([digits[start : start + 16] for start in range(0, len(digits), 16)])
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def pack_ids(value: Any) -> bytes | None:
+    """Token ids in binary; None for what is no list of int32."""
+    if not isinstance(value, list | tuple):
+        return None
+    ids = cast("Sequence[Any]", value)
+    parts = [ids[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
+    try:
+        return b"".join([struct.pack(f"<{len(part)}i", *part) for part in parts])
+    except struct.error:
+        return None
+
+
+def pack_logprobs(name: str, value: Any) -> bytes | None:
+    """Log-probabilities in binary, rounded to float32; None for what is no list of numbers. Raises ConfigError, which
+    names the index, if one is not finite."""
+    if not isinstance(value, list | tuple):
+        return None
+    numbers = cast("Sequence[Any]", value)
+    try:
+        packed = struct.pack(f"<{len(numbers)}f", *numbers)
+        if math.isfinite(sum(numbers)):
+            return packed
+    except struct.error:
+        return None
+    except OverflowError:  # too large for float32, or for any float
+        pass
+    bad = next((index for index, number in enumerate(numbers) if not _fits(number)), None)
+    if bad is None:  # only their sum is not finite
+        return struct.pack(f"<{len(numbers)}f", *numbers)
+    raise ConfigError(f"{name}[{bad}] is {numbers[bad]}; a log-probability is a finite number within float32")
+
+
+def _fits(number: Any) -> bool:
+    try:
+        return math.isfinite(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:
+        return False
+
+
+def read_ids(data: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // 4}i", data))
+
+
+def read_logprobs(data: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+# -- validation ------------------------------------------------------------------------------------------------------
+
+# A quick test comes first; only a span that fails it is examined field by field.
+
+MAX_SEQUENCE_ID: Final = 2**53
+"""Larger integers are rounded by JSON parsers of other languages."""
+MAX_ID_CHARACTERS: Final = 512
+
+_EXPECTED: Final = frozenset(
+    (str, start, end, str, parent, str, message, dict)
+    for start in (float, int)
+    for end in (float, int, bool)
+    for parent in (str, bool)
+    for message in (str, bool)
+)
+"""The types of the fields in a row of a pack, where None is False."""
+
+
+def _has_expected_types(row: tuple[Any, ...]) -> bool:
+    """Whether the fields of a span have exactly the expected types; if not, `_check_fields` decides."""
+    return tuple(map(type, row)) in _EXPECTED
+
+
+def _check_fields(span: Span) -> None:
+    """Refuse fields of a wrong type; subclasses are accepted."""
+    texts: dict[str, Any] = {"name": span.name, "trace_id": span.trace_id, "status_code": span.status_code}
+    texts |= {"parent_id": span.parent_id or "", "status_message": span.status_message or ""}
+    for field, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{field}={value!r} of span {span.name!r} is not a string")
+    for field, time in (("start_time", span.start_time), ("end_time", 0 if span.end_time is None else span.end_time)):
+        if not isinstance(time, int | float) or isinstance(time, bool):
+            raise ConfigError(f"{field}={time!r} of span {span.name!r} is not a number of seconds since 1970")
+    if not isinstance(span.attributes, dict):
+        raise ConfigError(f"attributes={span.attributes!r} of span {span.name!r} is not a dict")
+
+
+def _check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence[str]) -> None:
+    """Refuse an id or a name that not every database can store. others: every name and other id of the spans."""
+    parts = [*span_ids, *others]
+    try:
+        text = "".join(parts)
+    except TypeError as error:
+        bad = next(value for value in span_ids if not isinstance(value, str))
+        raise ConfigError(f"span_id={bad!r} is not a string") from error
+    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
+        return
+    for span, span_id in zip(spans, span_ids, strict=True):
+        ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
+        for field, value in (*ids, ("name", span.name)):
+            _check_one_text(field, value, span)
+        for field, value in ids:
+            if len(value) > MAX_ID_CHARACTERS:
+                raise ConfigError(
+                    f"{field} of span {span.name!r} has {len(value)} characters; the store takes {MAX_ID_CHARACTERS}"
+                )
+
+
+def _check_one_text(field: str, value: str, span: Span) -> None:
+    if "\0" in value:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} contains a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{field}={value!r} of span {span.name!r} is not Unicode text: {error.reason}") from error
+
+
+def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
+    if set(map(type, sequence_ids)) <= {int} and (
+        not sequence_ids or 0 <= min(sequence_ids) <= max(sequence_ids) <= MAX_SEQUENCE_ID
+    ):
+        return
+    for span in spans:
+        if not isinstance(span.sequence_id, int) or not 0 <= span.sequence_id <= MAX_SEQUENCE_ID:
+            raise ConfigError(
+                f"sequence_id={span.sequence_id!r} of span {span.name!r}: use 0 for the next, or 1 to {MAX_SEQUENCE_ID}"
+            )
+
+
+def _parts(span: Span) -> list[tuple[str, Any]]:
+    """(name in an error, value) of everything in a span that a user chooses."""
+    fields: tuple[str, ...] = ("name", "start_time", "end_time", "status_code", "status_message")
+    parts = [(field, getattr(span, field)) for field in fields]
+    parts += [(f"attributes[{name!r}]", value) for name, value in span.attributes.items()]
+    parts += [(f"resource[{name!r}]", value) for name, value in span.resource.items()]
+    for index, event in enumerate(span.events):
+        parts += [(f"events[{index}].name", event.name), (f"events[{index}].timestamp", event.timestamp)]
+        parts += [(f"events[{index}].attributes[{name!r}]", value) for name, value in event.attributes.items()]
+    return parts
+
+
+def _refuse_not_json(span: Span) -> None:
+    """Refuse a value that orjson does not encode."""
+    containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
+    for name in (name for container in containers for name in container):
+        if not isinstance(name, str):
+            raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
+    for name, value in _parts(span):
+        try:
+            dumps(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "
+                "use str, int, float, bool, None, list, dict"
+            ) from error
+
+
+def _refuse_not_finite(span: Span) -> None:
+    """Refuse NaN and infinity, which orjson writes as null."""
+    events = [(event.timestamp, event.attributes) for event in span.events]
+    if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
+        return
+    for name, value in _parts(span):
+        found = find_not_finite(value)
+        if found is not None:
+            raise ConfigError(
+                f"{name}{found[0]} is {found[1]} in span {span.name!r}, which JSON cannot hold; "
+                "leave it out or send it as text"
+            )

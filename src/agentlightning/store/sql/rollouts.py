@@ -1,0 +1,509 @@
+"""Rollouts: the state machine by which they and their attempts change, and the commands that queue and claim them.
+
+The tables of legal transitions are those of rollouts.py in the package. An attempt is *current* while it is the latest
+one, is not superseded (by a cancel or a requeue) and its rollout has not finished. Only a current attempt changes its
+rollout. Status changes here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec import structs
+
+from agentlightning.errors import ConflictError, StoreError
+from agentlightning.rollouts import (
+    ATTEMPT_TRANSITIONS,
+    FINISHED,
+    ROLLOUT_TRANSITIONS,
+    WAITING,
+    AttemptedRollout,
+    Rollout,
+    is_private_queue,
+)
+from agentlightning.store import validation
+from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.sql import mapping
+from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
+from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
+from agentlightning.store.sql.waiting import WAIT, Command, QueueNames, Waiters
+from agentlightning.store.types import Unset
+
+logger = logging.getLogger(__name__)
+
+# -- attempts --------------------------------------------------------------------------------------------------------
+
+
+def is_current(attempt: AttemptRow) -> bool:
+    return not attempt.superseded and attempt.rollout.status not in FINISHED
+
+
+def failure(kind: str, message: str) -> dict[str, str]:
+    """The `error` in the metadata of an attempt that the store ended."""
+    return {"type": kind, "message": message, "traceback": ""}
+
+
+def set_attempt_status(tx: Tx, attempt: AttemptRow, status: str, error: dict[str, str] | None = None) -> None:
+    """Change the status of a current attempt; its rollout follows."""
+    old, rollout = attempt.status, attempt.rollout
+    if status == old:
+        return
+    if status not in ATTEMPT_TRANSITIONS[old]:
+        raise ConflictError(
+            f"attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} is {old!r} and cannot become "
+            f"{status!r}; from there it may become: {_listed(ATTEMPT_TRANSITIONS[old])}"
+        )
+    if old == "unresponsive" or error is not None:  # a lost attempt that comes back has no error any more
+        metadata = mapping.metadata_of(attempt)
+        if metadata.pop("error", None) is not None or error is not None:
+            _set_metadata(tx, attempt, metadata if error is None else {**metadata, "error": error})
+    target = _rollout_status(attempt, status)
+    if status == "timeout" and old == "unresponsive" and rollout.status == "requeuing":
+        target = "requeuing"  # the loss of the attempt already earned a retry, and the timeout does not revoke it
+    _set_status(tx, attempt, status, keep_timeout=target not in FINISHED)
+    set_rollout_status(tx, rollout, target)
+
+
+def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) -> None:
+    """Change the status, and with it the end time and the deadlines."""
+    is_open = status in OPEN
+    silent_at = None
+    if is_open and attempt.silence is not None:
+        silent_at = tx.steady + attempt.silence
+        tx.note_deadline(silent_at)
+    keep_timeout = keep_timeout and (is_open or status == "unresponsive")
+    timeout_at, end_time = attempt.timeout_at if keep_timeout else None, None if is_open else tx.wall
+    tx.set(attempt, status=status, silent_at=silent_at, timeout_at=timeout_at, end_time=end_time)
+    if attempt.worker_id is not None:
+        tx.track(attempt)
+
+
+def _rollout_status(attempt: AttemptRow, status: str) -> str:
+    """The status of a rollout whose latest attempt is this one, with this status."""
+    if status in ("preparing", "running", "succeeded"):
+        return status
+    config = mapping.config_of(attempt.rollout)
+    retry = status in config.retry_condition and attempt.sequence_id < config.max_attempts
+    return "requeuing" if retry else "failed"
+
+
+def _set_metadata(tx: Tx, attempt: AttemptRow, metadata: Mapping[str, Any]) -> None:
+    tx.set(attempt, metadata=validation.to_json(metadata, "attempt metadata"))
+
+
+def close_attempts(tx: Tx, rollout: RolloutRow, reason: str) -> None:
+    """Supersede every attempt of a rollout. One that is open becomes unresponsive."""
+    latest = rollout.latest
+    if latest is not None and latest.status in OPEN:
+        error = failure("Superseded", reason)
+        _set_metadata(tx, latest, {**mapping.metadata_of(latest), "error": error})
+        _set_status(tx, latest, "unresponsive", keep_timeout=False)
+    _fence(tx, rollout)
+
+
+def _fence(tx: Tx, rollout: RolloutRow) -> None:
+    """Mark the latest attempt as superseded; each claim has marked those before it."""
+    latest = rollout.latest
+    if latest is not None and not latest.superseded:
+        tx.set(latest, superseded=1, timeout_at=None, silent_at=None)
+        tx.track(latest)
+
+
+# -- status of rollouts ----------------------------------------------------------------------------------------------
+
+
+def set_rollout_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
+    """Change the status of a rollout along the table. A rollout that waits for a retry of a lost attempt counts as
+    claimed again when that attempt comes back."""
+    old = rollout.status
+    if status == old:
+        return
+    allowed = ROLLOUT_TRANSITIONS[old]
+    if old == "requeuing" and status in ("running", "succeeded"):
+        allowed = ROLLOUT_TRANSITIONS["preparing"]
+    if status not in allowed:
+        raise _illegal(rollout, status)
+    _apply(tx, rollout, status)
+
+
+def _apply(tx: Tx, rollout: RolloutRow, status: str, **changes: Any) -> None:
+    """Change the status, and note who may be waiting for that."""
+    old = rollout.status
+    end_time = None
+    if status in FINISHED:
+        end_time = tx.wall
+        tx.finished.add(rollout.rollout_id)
+    tx.set(rollout, status=status, end_time=end_time, **changes)
+    if (status in WAITING and old not in WAITING) or (old in OPEN and status not in OPEN):
+        tx.queued = True
+
+
+def _illegal(rollout: RolloutRow, new: str) -> ConflictError:
+    return ConflictError(
+        f"rollout {rollout.rollout_id!r} is {rollout.status!r} and cannot become {new!r}; from there it may become: "
+        f"{_listed(ROLLOUT_TRANSITIONS[rollout.status])}"
+    )
+
+
+def _listed(statuses: frozenset[str]) -> str:
+    return ", ".join(sorted(statuses)) or "nothing, it has ended"
+
+
+def requeue(tx: Tx, rollout_id: str, reason: str) -> Rollout:
+    rollout = tx.rollout(rollout_id)
+    if rollout.status not in WAITING:
+        _requeue(tx, rollout, reason)
+    return mapping.to_rollout(rollout)
+
+
+def _requeue(tx: Tx, rollout: RolloutRow, reason: str) -> None:
+    close_attempts(tx, rollout, reason)
+    set_rollout_status(tx, rollout, "requeuing")
+
+
+def cancel(tx: Tx, rollout_id: str) -> Rollout:
+    rollout = tx.rollout(rollout_id)
+    if rollout.status not in FINISHED:
+        _cancel(tx, rollout)
+    return mapping.to_rollout(rollout)
+
+
+def _cancel(tx: Tx, rollout: RolloutRow) -> None:
+    close_attempts(tx, rollout, "the rollout was cancelled")
+    set_rollout_status(tx, rollout, "cancelled")
+
+
+def update(tx: Tx, rollout_id: str, changes: dict[str, Any], status: str | Unset) -> Rollout:
+    """changes: new values of columns."""
+    rollout = tx.rollout(rollout_id)
+    if isinstance(changes.get("resources_id"), str):
+        tx.check_resources(changes["resources_id"])
+    if changes:
+        tx.set(rollout, **changes)
+    if not isinstance(status, Unset):
+        _update_status(tx, rollout, validation.check_rollout_status(status))
+    return mapping.to_rollout(rollout)
+
+
+def _update_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
+    """Set the status that `update_rollout` was given."""
+    old = rollout.status
+    if status == old:
+        return
+    if status == "requeuing" and old not in WAITING:
+        _requeue(tx, rollout, "update_rollout set it to requeuing")
+        return
+    if status == "cancelled":
+        _cancel(tx, rollout)
+        return
+    if status in ("preparing", "queuing"):
+        raise ConflictError(
+            f"rollout {rollout.rollout_id!r} cannot be set to {status!r}: use dequeue_rollout or start_attempt to "
+            "claim it, requeue_rollout to queue it again"
+        )
+    if status not in ROLLOUT_TRANSITIONS[old]:
+        raise _illegal(rollout, status)
+    set_rollout_status(tx, rollout, status)
+    latest = rollout.latest
+    if latest is not None and not latest.superseded and latest.status in OPEN:  # it follows, and is not retried
+        _set_status(tx, latest, status, keep_timeout=status not in FINISHED)
+    elif status in FINISHED:
+        _fence(tx, rollout)
+
+
+# -- damaged rollouts ------------------------------------------------------------------------------------------------
+
+
+def give_up(tx: Tx, rollout: RolloutRow) -> None:
+    """Cancel a rollout whose row is damaged, whatever its status."""
+    _fence(tx, rollout)
+    _apply(tx, rollout, "cancelled")
+
+
+def set_aside(tx: Tx, rollout: RolloutRow, error: StoreError) -> None:
+    """Fail a rollout that cannot be read, so that it holds up no other. Its latest attempt has the reason, and what was
+    replaced in its row."""
+    logger.error("a rollout is set aside as failed: %s", error)
+    changes, replaced = mapping.repairs(rollout)
+    metadata = {"error": failure("Damaged", str(error)), "damaged": replaced}
+    latest = rollout.latest
+    if latest is not None and latest.status in OPEN:
+        _set_metadata(tx, latest, metadata)
+        _set_status(tx, latest, "failed", keep_timeout=False)
+    else:
+        changes["attempt_count"] += 1
+        text = validation.to_json(metadata, "attempt metadata")
+        number = changes["attempt_count"]
+        tx.add_attempt(
+            AttemptRow(
+                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall, None, None, text),
+                *(0, 0, 0, 0, None, None, None, 1),
+                rollout=rollout,
+                stored=False,
+            )
+        )
+    _apply(tx, rollout, "failed", **changes)
+
+
+# -- new rollouts ----------------------------------------------------------------------------------------------------
+
+New = tuple[Rollout, RolloutRow]
+
+
+def enqueue(tx: Tx, new: Sequence[New], with_id: frozenset[str]) -> list[Rollout]:
+    """Queue rollouts. with_id: the ids chosen by the caller; one that exists already is returned unchanged."""
+    for resources_id in {row.resources_id for _, row in new}:
+        tx.check_resources(resources_id)
+    results: list[Rollout] = []
+    for rollout, row in new:
+        existing = tx.find_rollout(row.rollout_id) if row.rollout_id in with_id else None
+        if existing is None:
+            add(tx, row)
+        results.append(rollout if existing is None else mapping.to_rollout(existing))
+    return results
+
+
+def add(tx: Tx, row: RolloutRow) -> RolloutRow:
+    """Add a copy of a row, as a command may run again."""
+    added = structs.replace(row, attempts={})
+    tx.add_rollout(added)
+    tx.name_queue(added.queue)
+    tx.queued |= added.status in WAITING
+    return added
+
+
+def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
+    """Create a rollout and claim it. has_id: the caller chose its id."""
+    _, row = new
+    tx.check_resources(row.resources_id)
+    if before := claimed_before(tx, claim_id, 1):
+        return mapping.to_attempted(before[0].rollout, before[0])
+    if has_id and tx.find_rollout(row.rollout_id) is not None:
+        raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
+    return claim(tx, add(tx, row), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+
+
+def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
+    if before := claimed_before(tx, claim_id, 1):
+        return mapping.to_attempted(before[0].rollout, before[0])
+    return claim(tx, tx.rollout(rollout_id), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+
+
+# -- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
+    """Start the next attempt of a rollout."""
+    allowed = ROLLOUT_TRANSITIONS[rollout.status]
+    if "preparing" not in allowed and "requeuing" not in allowed:
+        raise ConflictError(f"rollout {rollout.rollout_id!r} has {rollout.status}; enqueue the task as a new rollout")
+    worker = None if worker_id is None else tx.worker(worker_id)
+    number = rollout.attempt_count + 1
+    if rollout.attempt_count:
+        close_attempts(tx, rollout, f"attempt {number} was started")
+    config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
+    timeout, silence = config.timeout_seconds, config.unresponsive_seconds
+    timeout_at = None if timeout is None else tx.steady + timeout
+    silent_at = None if silence is None else tx.steady + silence
+    _apply(tx, rollout, "preparing", attempt_count=number)
+    attempt = tx.add_attempt(
+        AttemptRow(
+            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall, None, worker_id, None, "{}"),
+            *(0, 0, 0, 0, timeout_at, silence, silent_at, 1),
+            rollout=rollout,
+            stored=False,
+        )
+    )
+    for deadline in (timeout_at, silent_at):
+        if deadline is not None:
+            tx.note_deadline(deadline)
+    if worker is not None:
+        beat_worker(tx, worker)
+    return mapping.to_attempted(rollout, attempt)
+
+
+def beat_worker(tx: Tx, worker: WorkerRow, **changes: Any) -> None:
+    """Record a heartbeat of a worker."""
+    lost_at = None
+    lease = changes.get("lease_seconds", worker.lease_seconds)
+    if lease is not None:
+        lost_at = tx.steady + lease
+        tx.note_deadline(lost_at)
+    tx.set(worker, last_heartbeat_time=tx.wall, lost=0, lost_at=lost_at, **changes)
+
+
+def claimed_before(tx: Tx, claim_id: str | None, limit: int) -> list[AttemptRow]:
+    """What an earlier command with the same claim_id claimed."""
+    found: list[AttemptRow] = []
+    for index in range(0 if claim_id is None else limit):
+        attempt = tx.find_attempt(claimed_id(claim_id or "", index))
+        if attempt is None:
+            break
+        found.append(attempt)
+    return found
+
+
+def release_claim(tx: Tx, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None:
+    """Revert a claim whose caller is gone, unless the claim was answered again meanwhile, to a caller that repeated
+    it: otherwise nobody has seen these attempts. With each comes how often its claim had been answered."""
+    for each, claims in claimed:
+        rollout = tx.find_rollout(each.rollout_id)
+        latest = None if rollout is None else rollout.latest
+        if rollout is None or latest is None or latest.attempt_id != each.attempt.attempt_id:
+            continue
+        if latest.status != "preparing" or latest.superseded or latest.claims != claims:
+            continue
+        tx.remove_attempt(latest)
+        number = rollout.attempt_count - 1
+        _apply(tx, rollout, "requeuing" if number else "queuing", attempt_count=number)
+
+
+class ClaimRollouts(Command):
+    """Claims waiting rollouts. Waits while there is none, behind the claims that already wait."""
+
+    __slots__ = ("_answer_counts", "_claim_id", "_first_try", "_worker_id", "limit", "queues")
+
+    def __init__(
+        self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
+    ) -> None:
+        super().__init__(name, self._repeat)
+        self.workers = () if worker_id is None else (worker_id,)
+        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
+        self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
+        self.limit = limit
+        self._worker_id = worker_id
+        self._claim_id = claim_id
+        self._answer_counts: list[int] = []
+        """For each attempt of the result: how often its claim had been answered by then."""
+        self._first_try: int | None = None
+        """The number of the transaction in which it ran first."""
+
+    def _repeat(self, tx: Tx) -> Any:
+        """The result of an earlier command with the same claim_id, whose caller no longer releases it; else WAIT."""
+        before = claimed_before(tx, self._claim_id, self.limit)
+        for attempt in before:
+            if attempt.status == "preparing" and not attempt.superseded:
+                tx.set(attempt, claims=attempt.claims + 1)
+        self._answer_counts = [attempt.claims for attempt in before]
+        return [mapping.to_attempted(attempt.rollout, attempt) for attempt in before] or WAIT
+
+    def claim(self, tx: Tx, claims: Claims) -> Any:
+        """Return the result, or WAIT."""
+        if (before := self._repeat(tx)) is not WAIT:
+            return before
+        if self._first_try is None:
+            self._first_try = tx.number
+        if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
+            return []  # its lease ran out while it waited: it would claim what that has just given back
+        found = self._take(tx, claims)
+        self._answer_counts = [1] * len(found)
+        ids = [None if self._claim_id is None else claimed_id(self._claim_id, index) for index in range(len(found))]
+        return [claim(tx, row, self._worker_id, name) for row, name in zip(found, ids, strict=True)] or WAIT
+
+    def _take(self, tx: Tx, claims: Claims) -> list[RolloutRow]:
+        """The rollouts to claim. Damaged ones are set aside."""
+        while True:
+            found, sound = claims.take(self.queues, self.limit), list[RolloutRow]()
+            for rollout in found:
+                try:
+                    mapping.to_rollout(rollout)
+                    sound.append(rollout)
+                except StoreError as error:
+                    set_aside(tx, rollout, error)
+            if len(sound) == len(found):
+                return found
+            tx.mark()
+            claims.clear()
+
+    def on_timeout(self, tx: Tx) -> list[AttemptedRollout]:
+        self._answer_counts = []
+        return []
+
+    def undo(self, tx: Tx, result: Any) -> None:
+        release_claim(tx, zip(result, self._answer_counts, strict=True))
+
+    def wait(self, waiters: Waiters) -> None:
+        waiters.add_claim(self, self.queues)
+
+
+class Claims:
+    """The rollouts that one transaction can claim: by priority, then by order of creation, among the queues below their
+    limit. What each queue has is read once, as many as the claims of the transaction may take."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+        self.wanted = 0
+        self._limits: dict[str, int | None] = {}
+        self._open: dict[str, int] = {}
+        """By queue that has a limit: its rollouts that are claimed and unfinished."""
+        self._ready: dict[str, deque[RolloutRow]] = {}
+
+    def begin(self, wanted: int) -> None:
+        """Read the queues. On a shared database, lock those that have a limit. wanted: how many rollouts the claims of
+        this transaction take at most."""
+        self.clear()
+        self.wanted = wanted
+        self._limits = dict(self._tx.all("SELECT name, max_open FROM queues ORDER BY name"))
+        if any(limit is not None for limit in self._limits.values()):
+            limited = "SELECT name, max_open FROM queues WHERE max_open IS NOT NULL ORDER BY name FOR UPDATE"
+            locked = dict(self._tx.all(limited))
+            self._limits = {name: locked.get(name) for name in self._limits}
+
+    def clear(self) -> None:
+        """What was read is outdated."""
+        self._open.clear()
+        self._ready.clear()
+
+    def take(self, names: QueueNames, count: int) -> list[RolloutRow]:
+        """Up to `count` rollouts of the queues, the next one first; the caller claims them at once."""
+        if names is None:
+            queues = [name for name in self._limits if not is_private_queue(name)]
+        else:
+            queues = [name for name in names if name in self._limits]
+        self._read([name for name in queues if name not in self._ready])
+        taken: list[RolloutRow] = []
+        while len(taken) < count:
+            ready = [self._ready[name][0] for name in queues if self._ready[name] and not self._is_full(name)]
+            if not ready:
+                break
+            best = min(ready, key=_claiming_order)
+            taken.append(self._ready[best.queue].popleft())
+            if best.queue in self._open:
+                self._open[best.queue] += 1
+        return taken
+
+    def _is_full(self, name: str) -> bool:
+        limit = self._limits[name]
+        return limit is not None and self._open[name] >= limit
+
+    def _read(self, names: list[str]) -> None:
+        if not names:
+            return
+        tx = self._tx
+        tx.flush()
+        self._ready.update({name: deque() for name in names})
+        limited = [name for name in names if self._limits[name] is not None]
+        if limited:
+            found = tx.connection.all(_COUNT_OPEN, limited)
+            self._open.update({**dict.fromkeys(limited, 0), **dict(found)})
+        keys = [key for (key,) in tx.connection.all(tx.database.next_waiting, max(1, self.wanted), names)]
+        found = tx.load_rows(LOAD_BY_KEY, keys) if keys else []
+        for row in sorted(found, key=_claiming_order):
+            self._ready[row.queue].append(row)
+
+
+def _claiming_order(row: RolloutRow) -> tuple[int, int]:
+    return -row.priority, row.key
+
+
+_COUNT_OPEN: Final = (
+    "SELECT queue, count(*) FROM rollouts WHERE queue = ANY (?) AND status IN ('preparing', 'running') GROUP BY queue"
+)
+NEXT_WAITING: Final = (
+    "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') "
+    "ORDER BY w.priority DESC, w.key LIMIT ?{})"
+)
+"""The next rollouts of the queue `q`."""

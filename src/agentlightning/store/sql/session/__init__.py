@@ -1,1 +1,0 @@
-"""What one batch of commands holds in memory: rows, savepoints, pending writes."""

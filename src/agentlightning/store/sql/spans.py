@@ -1,0 +1,558 @@
+"""Spans: how they are added to an attempt, and the queries that read them. See pack.py for what a pack holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import Any, Final
+
+from msgspec import Struct
+
+from agentlightning.errors import NotFoundError
+from agentlightning.span import DAMAGED, SUPERSEDED, Span
+from agentlightning.store import validation
+from agentlightning.store.sql import attempts, mapping, pack
+from agentlightning.store.sql.pack import SpanPack
+from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
+from agentlightning.store.sql.queries import NATURAL, Order, attempts_of
+from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
+from agentlightning.store.sql.tx import Connection, Tx
+from agentlightning.store.sql.waiting import check_known
+
+# -- the spans of one call -------------------------------------------------------------------------------------------
+
+
+class SpanWriteResult(Struct, gc=False):
+    """How the spans of one attempt were stored."""
+
+    attempt_id: str
+    sequence_ids: Sequence[int]
+    """Of the spans that are new."""
+    superseded: bool
+    existing: dict[int, Span]
+    """By index: spans that were stored before."""
+
+
+class AttemptSpans:
+    """The spans of one call that belong to one attempt: packed in the caller's thread, then stored, then returned as
+    stored."""
+
+    __slots__ = ("_positions", "_spans", "attempt_id", "body", "named", "pack", "rollout_id")
+
+    pack: SpanPack
+    body: bytes
+
+    def __init__(self, rollout_id: str, attempt_id: str) -> None:
+        validation.check_text(rollout_id, "rollout_id")
+        validation.check_text(attempt_id, "attempt_id")
+        self.rollout_id = rollout_id
+        self.attempt_id = attempt_id
+        self.named = False
+        """The caller chose the id of at least one span."""
+        self._positions: list[int] = []
+        self._spans: list[Span] = []
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, position: int, span: Span) -> None:
+        """`position` is its index among all spans of the call."""
+        self._positions.append(position)
+        self._spans.append(span)
+        if span.span_id:
+            self.named = True
+
+    def seal(self) -> None:
+        """Validate and pack the spans."""
+        self.pack = pack.pack(self._spans)
+        self.body = self.pack.body
+
+    def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
+        """Put each span, as it was stored, at its position in `output`."""
+        sequence_ids = iter(result.sequence_ids)
+        new: dict[str, Span] = {}
+        existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded
+        for index, (position, span) in enumerate(zip(self._positions, self._spans, strict=True)):
+            span_id = self.pack.span_ids[index]
+            if index in existing:
+                output[position] = existing[index]
+                continue
+            if span_id not in new:
+                new[span_id] = _as_stored(span, attempt_id, span_id, next(sequence_ids), superseded)
+            output[position] = new[span_id]
+
+
+def _as_stored(span: Span, attempt_id: str, span_id: str, sequence_id: int, superseded: bool) -> Span:
+    return Span(
+        span.rollout_id, attempt_id, span.name, span.start_time, span.end_time, sequence_id, span.trace_id, span_id,
+        span.parent_id, span.status_code, span.status_message,
+        {**span.attributes, SUPERSEDED: True} if superseded else span.attributes, span.events, span.resource,
+    )  # fmt: skip
+
+
+def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
+    """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
+    current: dict[tuple[str, str], AttemptSpans] = {}
+    groups: list[AttemptSpans] = []
+    ids = [span.span_id for span in spans if span.span_id]
+    most = MAX_PACK if len(set(ids)) == len(ids) else len(spans)  # equal ids are told apart within one group
+    for position, span in enumerate(spans):
+        key = (span.rollout_id, span.attempt_id)
+        group = current.get(key)
+        if group is None or len(group) == most:
+            group = current[key] = AttemptSpans(*key)
+            groups.append(group)
+        group.add(position, span)
+    for group in groups:
+        group.seal()
+    return groups
+
+
+# -- adding ----------------------------------------------------------------------------------------------------------
+
+_IDS_OF: Final = "SELECT ids FROM span_packs WHERE attempt_key = ?"
+CACHE_BYTES: Final = 8 << 20
+_ID_BYTES: Final = 120
+
+
+class SpanIds:
+    """Cache of the span ids of recent attempts, by which a span that is sent twice is stored once. The entry of an
+    attempt is valid while the attempt has as many spans as when it was made."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, tuple[int, set[str]]] = OrderedDict()
+        """(number of spans, their ids) by attempt key."""
+        self._bytes = 0
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._bytes = 0
+
+    def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
+        """Every span id of an attempt."""
+        entry = self._entries.get(attempt.key)
+        if entry is not None and entry[0] == attempt.spans:
+            return entry[1]
+        ids: set[str] = set()
+        if attempt.spans:
+            for (packed,) in tx.all(_IDS_OF, attempt.key):
+                ids.update(pack.split_ids(bytes(packed)))
+        self._put(attempt.key, attempt.spans, ids)
+        return ids
+
+    def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
+        """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
+        name their spans: others never ask."""
+        entry = self._entries.get(attempt.key)
+        if not spans_before and named:
+            self._put(attempt.key, attempt.spans, set(ids))
+        elif entry is not None and entry[0] == spans_before:
+            entry[1].update(ids)
+            self._entries[attempt.key] = (attempt.spans, entry[1])
+            self._bytes += _ID_BYTES * len(ids)
+
+    def _put(self, key: int, count: int, ids: set[str]) -> None:
+        old = self._entries.pop(key, None)
+        self._bytes += _ID_BYTES * (2 + len(ids)) - (0 if old is None else _ID_BYTES * (2 + len(old[1])))
+        self._entries[key] = (count, ids)
+        while self._bytes > CACHE_BYTES and len(self._entries) > 1:
+            _, (_, evicted) = self._entries.popitem(last=False)
+            self._bytes -= _ID_BYTES * (2 + len(evicted))
+
+
+class SpanWriter:
+    """Adds spans, and remembers of recent attempts what the next spans are compared with."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._ids = SpanIds()
+        self._prompts = PromptCache(connection)
+        self.touched = False
+        """The command that is running has added something to what is remembered."""
+
+    def clear(self) -> None:
+        """After something was undone: what is remembered may not be in the database."""
+        self.touched = False
+        self._ids.clear()
+        self._prompts.clear()
+
+    def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
+        """Store the spans of one call, all or none."""
+        pairs = [(group, tx.attempt(group.rollout_id, group.attempt_id)) for group in groups]
+        return [self._add(tx, group, attempt) for group, attempt in pairs]
+
+    def _add(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> SpanWriteResult:
+        if not attempt.spans:
+            self.forget(attempt)
+        repeated = self._repeated(tx, group, attempt)
+        existing: dict[int, Span] = {}
+        new, body = group.pack, group.body
+        if repeated:
+            stored = _by_id(tx, attempt, set(repeated.values()))
+            existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
+            new = pack.select(new, [index for index in range(new.count) if index not in repeated])
+            body = new.body
+        sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
+        superseded, changes = attempt.superseded, dict[str, Any]()
+        if new.count:
+            size = len(body) + 9 * new.count
+            for start, end in _runs(sequence_ids):
+                part = new if end - start == new.count else pack.select(new, range(start, end))
+                size += self.add_pack(tx, attempt, part, body if part is new else part.body, sequence_ids[start])
+            before = attempt.spans
+            last_span = max(attempt.last_span, max(sequence_ids))
+            changes = {"spans": before + new.count, "bytes": attempt.bytes + size, "last_span": last_span}
+            attempts.beat(tx, attempt, tx.wall, **changes)
+            self._ids.add(attempt, before, new.span_ids, group.named)
+        else:
+            attempts.beat(tx, attempt, tx.wall)
+        return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(superseded), existing)
+
+    def _repeated(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> dict[int, str]:
+        """By index, the ids that are stored already, or occur twice."""
+        if not group.named:
+            return {}
+        known = self._ids.of(tx, attempt)
+        span_ids = group.pack.span_ids
+        if known.isdisjoint(span_ids) and len(set(span_ids)) == len(span_ids):
+            return {}
+        found: dict[int, str] = {}
+        seen: set[str] = set()
+        for index, span_id in enumerate(span_ids):
+            if span_id in known or span_id in seen:
+                found[index] = span_id
+            seen.add(span_id)
+        return found
+
+    def forget(self, attempt: AttemptRow) -> None:
+        """The attempt is new, though its key may not be."""
+        self._prompts.forget(attempt.key)
+
+    def add_pack(
+        self, tx: Tx, attempt: AttemptRow, part: SpanPack, body: bytes, first: int, superseded: int | None = None
+    ) -> int:
+        """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
+        attempt was, when it sent them; by default, whether it is now."""
+        self.touched = True
+        key = tx.connection.new_key("span_packs", 0)
+        prompts = [
+            self._prompts.add(attempt.key, place_of(key, index), ids, attempt.stored and attempt.spans > 0)
+            for index, ids in part.prompts
+        ]
+        mark = attempt.superseded if superseded is None else superseded
+        tx.add_pack((key, attempt.key, first, part.count, mark, part.ids, body), part.span_ids, prompts)
+        return sum([len(row[-1]) for row in prompts])
+
+
+def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:
+    """The spans of an attempt that have one of these ids."""
+    rows = tx.all(_PACKS_WITH, attempt.key, list(span_ids))
+    reader = PromptReader(tx.connection)
+    unpacked = _unpack(reader, rows, attempt.rollout.rollout_id, attempt.attempt_id)
+    return {span.span_id: span for spans in unpacked for span in spans if span.span_id in span_ids}
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The bounds of the packs to make: consecutive numbers, MAX_PACK at most."""
+    if type(numbers) is range and len(numbers) <= MAX_PACK:
+        return [(0, len(numbers))]
+    starts = [0]
+    for index in range(1, len(numbers)):
+        if numbers[index] != numbers[index - 1] + 1 or index - starts[-1] == MAX_PACK:
+            starts.append(index)
+    return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
+
+
+def _assign_sequence_ids(requested: Sequence[int], last: int) -> Sequence[int]:
+    if not any(requested):
+        return range(last + 1, last + 1 + len(requested))
+    numbers: list[int] = []
+    for sequence_id in requested:
+        last = max(last, sequence_id) if sequence_id else last + 1
+        numbers.append(sequence_id or last)
+    return numbers
+
+
+def reserve_sequence_ids(tx: Tx, attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
+    """The next sequence number of each attempt, given as (rollout_id, attempt_id)."""
+    numbers: list[int] = []
+    for attempt in [tx.attempt(*ids) for ids in attempt_ids]:
+        tx.set(attempt, last_span=attempt.last_span + 1)
+        numbers.append(attempt.last_span)
+    return numbers
+
+
+# -- reading packs -----------------------------------------------------------------------------------------------------
+
+FIRST_BATCH: Final = 4
+"""Packs read at once at first: a page is often in one."""
+PACK_BATCH: Final = 64
+"""Packs read at once in the end."""
+BATCH_WITHOUT_TOKENS: Final = 256
+"""The same where their tokens are not read."""
+NEWEST_BATCH: Final = 4
+"""Packs read at once for the newest spans."""
+
+_COLUMNS: Final = select("p", PACK)
+_PLACES: Final = "FROM span_places s JOIN span_packs p ON p.key = s.pack_key WHERE"
+_PACKS_WITH: Final = f"SELECT DISTINCT {_COLUMNS} {_PLACES} s.attempt_key = ? AND s.span_id = ANY (?)"
+_PLACE_OF: Final = (
+    f"SELECT p.key, p.attempt_key, p.first_sequence, p.ids {_PLACES} s.attempt_key = ANY (?) AND s.span_id = ?"
+)
+_PACKS_OF: Final = (
+    f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ? AND p.first_sequence >= ? "
+    "ORDER BY p.first_sequence, p.key LIMIT ? OFFSET ?"
+)
+_PACKS_AMONG: Final = (
+    f"SELECT {_COLUMNS} FROM span_packs p WHERE p.attempt_key = ANY (?) ORDER BY p.attempt_key, p.first_sequence, p.key"
+)
+_FIRST_AROUND: Final = (
+    "SELECT min(first_sequence) FROM span_packs WHERE attempt_key = ? AND first_sequence > ? "
+    "AND first_sequence + count > ? AND first_sequence <= ?"
+)
+"""Where the first pack begins that reaches a sequence number: no more than MAX_PACK before it."""
+_NEWEST: Final = (
+    f"SELECT {_COLUMNS}, r.rollout_id, a.attempt_id FROM span_packs p JOIN attempts a ON a.key = p.attempt_key "
+    "JOIN rollouts r ON r.key = a.rollout_key WHERE p.key < ? ORDER BY p.key DESC LIMIT ?"
+)
+_LATEST_AMONG: Final = (
+    "SELECT r.rollout_id, a.key, a.attempt_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
+    "WHERE r.rollout_id = ANY (?) AND a.sequence_id = r.attempt_count"
+)
+
+
+class _Pack(Struct, gc=False):
+    """The columns PACK."""
+
+    key: int
+    attempt_key: int
+    first: int
+    count: int
+    superseded: int
+    ids: bytes
+    body: bytes
+
+
+def _unpack(
+    reader: PromptReader, rows: Sequence[Any], rollout_id: str, attempt_id: str, tokens: bool = True
+) -> Iterator[list[Span]]:
+    """The spans of each pack, one after the other. Others stand for those of a pack that cannot be read
+    (`span.DAMAGED`)."""
+    packs = [_Pack(*row[: len(PACK)]) for row in rows]
+    keys = [each.key for each in packs]
+    for each in packs:
+        try:
+            yield pack.unpack(
+                bytes(each.body),
+                rollout_id=rollout_id,
+                attempt_id=attempt_id,
+                span_ids=pack.split_ids(bytes(each.ids)),
+                sequence_ids=range(each.first, each.first + each.count),
+                superseded=bool(each.superseded),
+                prompt=reader.of(each.attempt_key, keys, each.key),
+                tokens=tokens,
+            )
+        except mapping.UNREADABLE as error:
+            what = f"a pack of {each.count} spans of attempt {attempt_id!r} of rollout {rollout_id!r}"
+            message = str(mapping.damaged(what, rollout_id, error))
+            mapping.report(message)
+            yield [
+                Span(
+                    rollout_id, attempt_id, DAMAGED, 0.0, None, each.first + index, "", span_id, None, "ERROR", message
+                )
+                for index, span_id in enumerate(_ids_of(each))
+            ]
+
+
+def _ids_of(damaged: _Pack) -> Sequence[str]:
+    """The ids of the spans of a damaged pack, or names in place of ids that cannot be read."""
+    with suppress(*mapping.UNREADABLE):
+        found = pack.split_ids(bytes(damaged.ids))
+        if len(found) == damaged.count:
+            return found
+    return [f"damaged-{damaged.key}-{index}" for index in range(damaged.count)]
+
+
+# -- queries -----------------------------------------------------------------------------------------------------------
+
+
+def _has(name: str, value: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: field_of(span) == value
+
+
+def _contains(name: str, part: str) -> Callable[[Span], bool]:
+    field_of = attrgetter(name)
+    return lambda span: part in (field_of(span) or "")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanQuery:
+    """The arguments of `query_spans`."""
+
+    rollout_id: str
+    attempt_id: str | None = None
+    after: str | None = None
+    limit: int = -1
+    offset: int = 0
+    exact: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """By field: the value it must have."""
+    contains: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """By field: the text it must contain."""
+    any_of: bool = False
+    """Whether one of these filters is enough."""
+    order: Order = NATURAL
+    tokens: bool = True
+    """Whether the tokens of model calls are read, or only their numbers."""
+
+    @property
+    def filters(self) -> list[Callable[[Span], bool]]:
+        exact = [_has(name, value) for name, value in self.exact.items() if value is not None]
+        return exact + [_contains(name, part) for name, part in self.contains.items() if part is not None]
+
+    def page(self, spans: Iterable[Span]) -> list[Span]:
+        """The page of these spans, which begin after the span `after`."""
+        tests, enough = self.filters, any if self.any_of else all
+        if not self.order.natural:
+            matching = [span for span in spans if not tests or enough(test(span) for test in tests)]
+            return self.order.page(matching, self.limit, self.offset)
+        skip, found = self.offset, list[Span]()
+        if self.limit == -1 and not skip and not tests:
+            return list(spans)
+        if self.limit == 0:
+            return found
+        for span in spans:
+            if tests and not enough(test(span) for test in tests):
+                continue
+            if skip:
+                skip -= 1
+                continue
+            found.append(span)
+            if len(found) == self.limit:
+                break
+        return found
+
+
+def query(connection: Connection, query: SpanQuery) -> list[Span]:
+    """Spans from the database, with few queries and memory bounded by the result."""
+    rows = attempts_of(connection, query.rollout_id, query.attempt_id)
+    if query.after is None:
+        return query.page(span for row in rows for span in _stream(connection, query, row, None))
+    index, position = _find(connection, rows, query)
+    rest = rows[index:]
+    positions = [position, *[None] * (len(rest) - 1)]
+    return query.page(
+        span for row, start in zip(rest, positions, strict=True) for span in _stream(connection, query, row, start)
+    )
+
+
+Position = tuple[int, int, int]
+"""Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
+
+
+def _find(connection: Connection, rows: Sequence[AttemptColumns], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
+    """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
+    keys = [row.key for row in rows]
+    places = {row[1]: row for row in connection.all(_PLACE_OF, keys, query.after)}
+    for index, attempt_key in enumerate(keys):
+        if attempt_key in places:
+            key, _, first, ids = places[attempt_key]
+            inner = pack.split_ids(bytes(ids)).index(query.after or "")
+            sequence_id = first + inner
+            around = connection.all(_FIRST_AROUND, attempt_key, sequence_id - MAX_PACK, sequence_id, sequence_id)
+            return index, ((sequence_id, key, inner), around[0][0])
+    raise NotFoundError(f"rollout {query.rollout_id!r} has no span {query.after!r} to continue after")
+
+
+def _stream(
+    connection: Connection, query: SpanQuery, attempt: AttemptColumns, after: tuple[Position, int] | None
+) -> Iterator[Span]:
+    """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
+    ahead: list[tuple[Position, Span]] = []
+    position, start = after or (None, -1)
+    packs = _packs(connection, query, attempt, start)
+    following = next(packs, None)
+    while following is not None:
+        (key, first, spans), following = following, next(packs, None)
+        while ahead and ahead[0][0][0] < first:
+            yield heappop(ahead)[1]
+        alone = not ahead and (following is None or spans[-1].sequence_id < following[1])
+        if alone and (position is None or first > position[0]):
+            yield from spans
+            continue
+        for index, span in enumerate(spans):
+            here = (span.sequence_id, key, index)
+            if position is None or here > position:
+                heappush(ahead, (here, span))
+    while ahead:
+        yield heappop(ahead)[1]
+
+
+def _packs(
+    connection: Connection, query: SpanQuery, attempt: AttemptColumns, start: int
+) -> Iterator[tuple[int, int, list[Span]]]:
+    """(key, first sequence number, spans)"""
+    skip, batch = 0, FIRST_BATCH
+    reader = PromptReader(connection)
+    while True:
+        rows = connection.all(_PACKS_OF, attempt.key, start, batch, skip)
+        unpacked = _unpack(reader, rows, query.rollout_id, attempt.attempt_id, query.tokens)
+        for row, spans in zip(rows, unpacked, strict=True):
+            yield row[0], row[2], spans
+        if len(rows) < batch:
+            return
+        batch = min(2 * batch, PACK_BATCH if query.tokens else BATCH_WITHOUT_TOKENS)
+        last = rows[-1][2]
+        skip = sum(row[2] == last for row in rows) + (skip if last == start else 0)
+        start = last
+
+
+def count(connection: Connection, rollout_id: str, attempt_id: str) -> int:
+    """The number of spans of an attempt, as its row has it."""
+    return sum(row.spans for row in attempts_of(connection, rollout_id, attempt_id))
+
+
+def newest(connection: Connection, limit: int) -> list[Span]:
+    """The spans that were stored last, the newest first."""
+    found: list[Span] = []
+    key = validation.NO_LIMIT
+    while len(found) < limit:
+        rows = connection.all(_NEWEST, key, NEWEST_BATCH)
+        for row in rows:
+            if len(found) >= limit:
+                break
+            found += reversed(next(_unpack(PromptReader(connection), [row], *row[-2:])))
+        if len(rows) < NEWEST_BATCH:
+            break
+        key = rows[-1][0]
+    return found[:limit]
+
+
+def latest(connection: Connection, rollout_ids: list[str], tokens: bool = True) -> dict[str, list[Span]]:
+    """The spans of the latest attempt of each rollout, by rollout."""
+    spans: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
+    owners = {
+        key: (rollout_id, attempt_id) for rollout_id, key, attempt_id in connection.all(_LATEST_AMONG, list(spans))
+    }
+    by_attempt: dict[int, list[Any]] = {}
+    for row in connection.all(_PACKS_AMONG, list(owners)):
+        by_attempt.setdefault(row[1], []).append(row)
+    reader = PromptReader(connection)
+    if tokens and by_attempt:
+        reader.load(list(by_attempt))
+    for key, rows in by_attempt.items():
+        rollout_id, attempt_id = owners[key]
+        positions = [
+            ((span.sequence_id, row[0], index), span)
+            for row, found in zip(rows, _unpack(reader, rows, rollout_id, attempt_id, tokens), strict=True)
+            for index, span in enumerate(found)
+        ]
+        positions.sort(key=lambda each: each[0])
+        spans[rollout_id] = [span for _, span in positions]
+    missing = [rollout_id for rollout_id, found in spans.items() if not found]
+    if missing:
+        check_known(connection, missing)
+    return spans

@@ -1,1 +1,0 @@
-"""Spans in a SQL database: encoding, validation, token blocks, queries."""

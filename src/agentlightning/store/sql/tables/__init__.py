@@ -1,1 +1,0 @@
-"""Tables, statements, and the interface that a database backend implements."""

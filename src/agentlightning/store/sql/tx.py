@@ -1,0 +1,553 @@
+"""A transaction: the rows it has loaded, the changes it has not written yet, and the SQL to read and write the rest.
+
+Commands (rollouts.py, attempts.py, spans.py, admin.py) are plain functions of a transaction. A row is loaded once in a
+transaction, locked until its end, and changed with `set`; changes are written together, before the next query. A
+command that raises is undone alone: its changes of rows are reverted in memory if they are not written yet, otherwise
+the committer rolls the transaction back and runs each of its commands in one of its own.
+
+SQL is written once: `?` stands for a parameter, `= ANY (?)` takes a list, `strpos(text, part)` finds a part of a text,
+and FOR UPDATE locks rows on databases that several processes write to at once. Each backend translates that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar, Final, Protocol, TypeVar
+
+from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.store.clock import Clock
+from agentlightning.store.sql import schema
+from agentlightning.store.sql.schema import (
+    ATTEMPT,
+    OPEN,
+    PACK,
+    ROLLOUT,
+    WORKER,
+    AttemptRow,
+    RolloutRow,
+    Row,
+    WorkerRow,
+    select,
+)
+
+AnyRow = TypeVar("AnyRow", RolloutRow, AttemptRow, WorkerRow)
+
+Wake = Callable[[bool, "Sequence[str] | None"], None]
+"""(a rollout may be claimable, ids of rollouts that have finished; None: any may have)."""
+
+
+# -- what a backend provides -------------------------------------------------------------------------------------------
+
+
+class Connection(Protocol):
+    """One connection, used by one thread at a time. It raises the driver's own errors."""
+
+    writer_id: str
+    """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
+
+    def begin(self, write: bool, durable: bool = True) -> None:
+        """Begin a transaction. On SQLite, one that writes takes the only write lock. A commit that is not durable
+        survives the end of the process, and not that of the machine."""
+        ...
+
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None:
+        """Roll back the transaction, if there is one."""
+        ...
+
+    def close(self) -> None: ...
+
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        """All rows, as tuples."""
+        ...
+
+    def run(self, sql: str, *values: Any) -> int:
+        """The number of rows changed."""
+        ...
+
+    def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Execute a statement for each row of values, at the latest before the next query or the commit."""
+        ...
+
+    def lock(self, sql: str, *values: Any) -> None:
+        """Lock the rows of a query until the transaction ends, at the latest before the next query, which sees what
+        others have written to them. Nothing to do where write transactions are serialised."""
+        ...
+
+    def new_key(self, table: str, expected: int) -> int:
+        """A value for the column `key` of a table, above those before it in this transaction, which writes. expected:
+        how many it will need of this table, if they must be in the order of transactions; else 0."""
+        ...
+
+    def commit_in_order(self, table: str) -> None:
+        """To be called before an insert for which the database assigns the keys: other transactions that insert into
+        `table` wait until this one has ended, so that no row is visible before one with a lower key."""
+        ...
+
+    def check_files(self) -> None:
+        """Raises StoreLostError if the files of the database are no longer those that were opened."""
+        ...
+
+    def last_position(self) -> int:
+        """The last position of a rollout, at or before which no further one will appear: a page in order of creation
+        must not go beyond it. Waits for no other server. Restarts the transaction, which must be read-only."""
+        ...
+
+    def sync_clock(self, clock: Clock) -> None:
+        """Record that a server is alive, and set `clock` to the steady time that all processes of the database share.
+        Within a transaction that writes; on `shared` databases outside of any, as all servers write the same row."""
+        ...
+
+    def changed(self) -> bool:
+        """Whether another connection has written since the last call; valid until the end of the transaction. Only on
+        databases that are not `shared`."""
+        ...
+
+    def notify(self, queued: bool, finished: Sequence[str]) -> None:
+        """Notify the listeners of other processes with the commit: a rollout may be claimable, these rollouts have
+        finished. Does nothing where other processes poll."""
+        ...
+
+    def size(self) -> int:
+        """The size of the database in bytes."""
+        ...
+
+    def vacuum(self) -> None:
+        """Return free space to the file system. Outside of a transaction."""
+        ...
+
+
+class Listener(Protocol):
+    """Receives notifications of other processes in a thread of its own."""
+
+    def close(self) -> None: ...
+
+
+class Database(Protocol):
+    """One database. Creating the object opens nothing."""
+
+    name: str
+    """Its name in errors, without any password."""
+    shared: bool
+    """Several processes write at once, each locking the rows it works with. Otherwise there is one write lock."""
+    single: bool
+    """One connection serves everything (a database in memory)."""
+    position: str
+    """The SQL of the place of a rollout in order of creation."""
+    next_waiting: str
+    """See `rollouts.take`."""
+    errors: ClassVar[tuple[type[Exception], ...]]
+    """The exceptions of the driver."""
+
+    def prepare(self) -> None:
+        """Check that it is a store, create the tables of a new one, migrate an older one. Raises StoreError."""
+        ...
+
+    def connect(self, read_only: bool) -> Connection:
+        """Raises StoreError."""
+        ...
+
+    def begin_close(self) -> None:
+        """The store is about to be closed: calls no longer wait long for a lost server."""
+        ...
+
+    def listen(self, wake: Wake) -> Listener | None:
+        """Call `wake` from another thread when other processes commit. None: poll `Connection.changed` instead."""
+        ...
+
+    def explain(self, error: Exception) -> StoreError:
+        """The StoreError to raise instead of an error of the driver."""
+        ...
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Whether the whole transaction failed for a reason that no single command causes (disk full, connection
+        lost), so that running its commands one by one would not help."""
+        ...
+
+    def may_retry(self, error: BaseException) -> bool:
+        """Whether the same transaction may succeed when retried at once (a deadlock, a serialization failure)."""
+        ...
+
+
+# -- SQL of rows -------------------------------------------------------------------------------------------------------
+
+
+def insert_sql(table: str, columns: Sequence[str]) -> str:
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+class _Writes:
+    """How rows of one table are inserted and updated."""
+
+    def __init__(self, table: str, columns: tuple[str, ...], fixed: Iterable[str]) -> None:
+        changing = [name for name in columns if name not in fixed]
+        changes = ", ".join(f"{name} = ?" for name in changing)
+        self.insert = insert_sql(table, columns)
+        self.columns = attrgetter(*columns)
+        self.update = f"UPDATE {table} SET {changes} WHERE key = ?"
+        self.changed = attrgetter(*changing, "key")
+
+
+_ROLLOUTS: Final = _Writes("rollouts", ROLLOUT, ("key", "rollout_id", "start_time", "queue", "priority"))
+_ROLLOUT_STATUS: Final = _Writes("rollouts", ("key", "status", "end_time", "attempt_count"), ("key",))
+_ATTEMPTS: Final = _Writes(
+    "attempts", ATTEMPT, ("key", "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
+)
+_STATUS_FIELDS: Final = frozenset({"status", "end_time", "attempt_count"})
+_WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
+    f"{name} = excluded.{name}" for name in WORKER[1:]
+)
+_worker_columns: Final = attrgetter(*WORKER)
+_INSERT_PACK: Final = insert_sql("span_packs", PACK)
+_INSERT_PLACE: Final = insert_sql("span_places", ("attempt_key", "span_id", "pack_key")) + " ON CONFLICT DO NOTHING"
+_INSERT_PROMPT: Final = insert_sql("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
+_NAME_QUEUE: Final = "INSERT INTO queues (name) VALUES (?) ON CONFLICT DO NOTHING"
+_ADD_COUNT: Final = (
+    f"{insert_sql('counts', ('shard', 'name', 'queue', 'number'))} ON CONFLICT (shard, name, queue) "
+    "DO UPDATE SET number = counts.number + excluded.number"
+)
+
+_LOAD: Final = (
+    f"SELECT {select('r', ROLLOUT)}, {select('a', ATTEMPT)} FROM rollouts r "
+    "LEFT JOIN attempts a ON a.rollout_key = r.key WHERE {} ORDER BY r.key, a.sequence_id"
+)
+_LOCK: Final = "SELECT key FROM rollouts WHERE rollout_id = ANY (?) ORDER BY key FOR UPDATE"
+_LOAD_BY_ID: Final = _LOAD.format("r.rollout_id = ANY (?)")
+LOAD_BY_KEY: Final = _LOAD.format("r.key = ANY (?)")
+_LOAD_WORKERS: Final = (
+    f"SELECT {select('w', WORKER)} FROM workers w WHERE w.worker_id = ANY (?) ORDER BY w.worker_id FOR UPDATE OF w"
+)
+OPEN_ATTEMPTS: Final = (
+    "SELECT a.worker_id, r.rollout_id, a.attempt_id FROM attempts a JOIN rollouts r ON r.key = a.rollout_key "
+    f"WHERE a.{schema.IS_OPEN} AND a.worker_id = ANY (?) AND a.superseded = 0 ORDER BY a.key"
+)
+"""(worker_id, rollout_id, attempt_id), the newest last."""
+OWNERS: Final = (
+    "SELECT a.attempt_id, r.rollout_id FROM attempts a JOIN rollouts r ON r.key = a.rollout_key "
+    "WHERE a.attempt_id = ANY (?)"
+)
+
+LAST_SIGN_OF_LIFE: Final = (
+    "SELECT max(seconds) FROM (SELECT max(start_time) AS seconds FROM rollouts UNION ALL "
+    "SELECT max(end_time) FROM rollouts UNION ALL SELECT max(start_time) FROM attempts UNION ALL "
+    "SELECT max(end_time) FROM attempts UNION ALL SELECT max(last_heartbeat_time) FROM workers) AS signs"
+)
+"""When anything last happened in a database without a clock."""
+ATTEMPTS: Final = "attempts"
+SPANS: Final = "spans"
+"""What is counted beside rollouts."""
+
+
+class Tx:
+    """Used by the thread of the committer alone, for one transaction after the other."""
+
+    def __init__(self, connection: Connection, clock: Clock, database: Database) -> None:
+        self.connection, self.clock, self.database = connection, clock, database
+        self.known_queues: set[str] = set()
+        """Names that are in the database; none is ever removed."""
+        self.known_resources: set[str] = set()
+        self._undo: list[Callable[[], Any]] = []
+        self.number = 0
+        """Of this transaction, as this process counts them."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over within a transaction that has just begun."""
+        self.wall, self.steady = self.clock.wall(), self.clock.steady()
+        self.number += 1
+        self.queued = False
+        """A rollout may have become claimable."""
+        self.finished: set[str] = set()
+        """Ids of rollouts that have finished."""
+        self.deadline: float | None = None
+        """The earliest deadline that was set, on the steady clock."""
+        self.new_rollouts = 0
+        """How many keys of rollouts the batch will need."""
+        self.rollouts: dict[str, RolloutRow | None] = {}
+        self.owners: dict[str, str | None] = {}
+        """The rollout id by attempt id."""
+        self.workers: dict[str, WorkerRow] = {}
+        self._changed: dict[Row, set[str]] = {}
+        self._packs: list[tuple[Any, ...]] = []
+        self._places: list[tuple[int, str, int]] = []
+        self._prompts: list[tuple[Any, ...]] = []
+        self._queues: set[str] = set()
+        self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.mark()
+
+    def rolled_back(self) -> None:
+        """Drop what is remembered from one transaction to the next."""
+        self.known_queues.clear()
+        self.known_resources.clear()
+        self.begin()
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Keep what was done so far: a command begins."""
+        self._undo.clear()
+        self.written = False
+        """Something of this command has been written, so that it cannot be undone alone."""
+
+    def undo(self) -> None:
+        """Revert what was changed since the mark, and not written."""
+        for revert in reversed(self._undo):
+            revert()
+        self.mark()
+
+    def note_deadline(self, deadline: float) -> None:
+        """Have the deadlines checked at this time, on the steady clock."""
+        if self.deadline is None or deadline < self.deadline:
+            self.deadline = deadline
+
+    # -- SQL ---------------------------------------------------------------------------------------------------------
+
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        """Query what is in the database now, with all changes of this transaction."""
+        self.flush()
+        return self.connection.all(sql, *values)
+
+    def run(self, sql: str, *values: Any) -> int:
+        """Change rows that are not in memory; returns how many."""
+        self.flush()
+        self.written = True
+        return self.connection.run(sql, *values)
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load(self, rollout_ids: Iterable[str]) -> None:
+        missing = [name for name in dict.fromkeys(rollout_ids) if name not in self.rollouts]
+        if missing:
+            self.rollouts.update(dict.fromkeys(missing))
+            self.connection.lock(_LOCK, missing)
+            self.load_rows(_LOAD_BY_ID, missing)
+
+    def load_rows(self, sql: str, *values: Any) -> list[RolloutRow]:
+        """Rollouts with their attempts, by a statement such as LOAD_BY_KEY. Those in memory are as they are there."""
+        found: list[RolloutRow] = []
+        known, width = None, len(ROLLOUT)
+        for columns in self.connection.all(sql, *values):
+            if not found or found[-1].key != columns[0]:
+                known = self.rollouts.get(columns[1])
+                found.append(RolloutRow(*columns[:width], counted=columns[5]) if known is None else known)
+            if known is None and columns[width] is not None:
+                attempt = AttemptRow(*columns[width:], rollout=found[-1])
+                found[-1].attempts[attempt.attempt_id] = attempt
+        self.rollouts.update({row.rollout_id: row for row in found})
+        return found
+
+    def load_workers(self, worker_ids: Iterable[str]) -> None:
+        missing = [name for name in dict.fromkeys(worker_ids) if name not in self.workers]
+        if not missing:
+            return
+        for columns in self.all(_LOAD_WORKERS, missing):
+            self.workers[columns[0]] = WorkerRow(*columns)
+        for name in missing:
+            if name not in self.workers:
+                self.workers[name] = WorkerRow(name, stored=False)
+        for worker_id, rollout_id, attempt_id in self.connection.all(OPEN_ATTEMPTS, missing):
+            self.workers[worker_id].open_attempts[attempt_id] = rollout_id
+
+    def find_rollout(self, rollout_id: str) -> RolloutRow | None:
+        if rollout_id not in self.rollouts:
+            self.load([rollout_id])
+        return self.rollouts[rollout_id]
+
+    def rollout(self, rollout_id: str) -> RolloutRow:
+        row = self.find_rollout(rollout_id)
+        if row is None:
+            raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+        return row
+
+    def attempt(self, rollout_id: str, attempt_id: str) -> AttemptRow:
+        """An attempt; "latest" is the latest one."""
+        rollout = self.rollout(rollout_id)
+        row = rollout.latest if attempt_id == "latest" else rollout.attempts.get(attempt_id)
+        if row is None:
+            raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
+        return row
+
+    def load_owners(self, attempt_ids: Iterable[str]) -> None:
+        """Find the rollouts of attempts."""
+        missing = [name for name in attempt_ids if name not in self.owners]
+        if missing:
+            self.owners.update(dict.fromkeys(missing))
+            self.owners.update(self.all(OWNERS, missing))
+
+    def find_attempt(self, attempt_id: str) -> AttemptRow | None:
+        """An attempt of any rollout."""
+        self.load_owners([attempt_id])
+        owner = self.owners[attempt_id]
+        rollout = None if owner is None else self.find_rollout(owner)
+        return None if rollout is None else rollout.attempts.get(attempt_id)
+
+    def worker(self, worker_id: str) -> WorkerRow:
+        """A worker; one that is unknown is new."""
+        if worker_id not in self.workers:
+            self.load_workers([worker_id])
+        return self.workers[worker_id]
+
+    def check_resources(self, resources_id: str | None) -> None:
+        """Raises NotFoundError for resources that were never published. None stands for the latest."""
+        if resources_id is None or resources_id in self.known_resources:
+            return
+        if not self.all("SELECT key FROM resources WHERE resources_id = ?", resources_id):
+            raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
+        self.known_resources.add(resources_id)
+
+    # -- changing ----------------------------------------------------------------------------------------------------
+
+    def set(self, row: Row, **changes: Any) -> None:
+        """Change columns of a row."""
+        before = {name: getattr(row, name) for name in changes}
+        self._undo.append(partial(_assign, row, before))
+        for name, value in changes.items():
+            setattr(row, name, value)
+        names = self._changed.get(row)
+        if names is None:
+            self._changed[row] = set(changes)
+        else:
+            names.update(changes)
+
+    def add_rollout(self, row: RolloutRow) -> RolloutRow:
+        """Add a row that is not stored; assigns its key."""
+        row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
+        self.rollouts[row.rollout_id] = row
+        self._add(row, partial(self.rollouts.pop, row.rollout_id))
+        return row
+
+    def add_attempt(self, row: AttemptRow) -> AttemptRow:
+        """Add a row that is not stored; assigns its keys."""
+        row.key, row.rollout_key = self.connection.new_key("attempts", 0), row.rollout.key
+        row.rollout.attempts[row.attempt_id] = row
+        self.owners[row.attempt_id] = row.rollout.rollout_id
+        self._add(row, partial(row.rollout.attempts.pop, row.attempt_id))
+        self._undo.append(partial(self.owners.pop, row.attempt_id))
+        self.track(row)
+        return row
+
+    def remove_attempt(self, row: AttemptRow) -> None:
+        """Remove an attempt that no caller has seen."""
+        self.flush()
+        self.run("DELETE FROM attempts WHERE key = ?", row.key)
+        self.count(ATTEMPTS, -1)
+        del row.rollout.attempts[row.attempt_id]
+        self.owners.pop(row.attempt_id, None)
+        self.track(row)
+
+    def _add(self, row: Row, forget: Callable[[], Any]) -> None:
+        self._changed[row] = set()
+        self._undo += [forget, partial(self._changed.pop, row, None)]
+
+    def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
+        """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
+        key, attempt_key = pack[:2]
+        self._undo.append(partial(self._cut_packs, len(self._packs), len(self._places), len(self._prompts)))
+        self._packs.append(pack)
+        self._places += [(attempt_key, span_id, key) for span_id in span_ids]
+        self._prompts += prompts
+
+    def _cut_packs(self, packs: int, places: int, prompts: int) -> None:
+        del self._packs[packs:], self._places[places:], self._prompts[prompts:]
+
+    def name_queue(self, name: str) -> None:
+        if name not in self.known_queues:
+            self._queues.add(name)
+
+    def count(self, name: str, number: int, queue: str = "") -> None:
+        """Add to a counter; not reverted by `undo`."""
+        self._counts[name, queue] += number
+
+    def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
+        """After a change of who runs an attempt, or of whether it is open: tell the workers that are loaded."""
+        if worker_before is not None and worker_before != row.worker_id and worker_before in self.workers:
+            self._track(self.workers[worker_before], row, False)
+        worker = None if row.worker_id is None else self.workers.get(row.worker_id)
+        if worker is not None:
+            is_open = row.status in OPEN and not row.superseded and row.attempt_id in row.rollout.attempts
+            self._track(worker, row, is_open)
+
+    def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
+        before = worker.open_attempts
+        self._undo.append(partial(_assign, worker, {"open_attempts": before}))
+        worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
+        if is_open:
+            worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write the changes, so that queries see them. What a command has written can no longer be reverted alone."""
+        if self._undo:
+            self.written = True
+        if self._queues:
+            self.connection.write(_NAME_QUEUE, [(name,) for name in sorted(self._queues)])
+            self.known_queues |= self._queues
+            self._queues = set()
+        if self._changed:
+            self._write_rows()
+        if self._packs:
+            self.connection.write(_INSERT_PACK, self._packs)
+            self.connection.write(_INSERT_PLACE, self._places)
+            self.count(SPANS, len(self._places))
+            if self._prompts:
+                self.connection.write(_INSERT_PROMPT, self._prompts)
+            self._packs, self._places, self._prompts = [], [], []
+
+    def _write_rows(self) -> None:
+        changed, self._changed = self._changed, {}
+        workers, rollouts, attempts = list[WorkerRow](), list[RolloutRow](), list[AttemptRow]()
+        for row in changed:
+            if isinstance(row, AttemptRow):
+                attempts.append(row)
+            elif isinstance(row, RolloutRow):
+                rollouts.append(row)
+            else:
+                workers.append(row)
+        if workers:
+            if not all(row.stored for row in workers):
+                self.connection.commit_in_order("workers")
+            self.connection.write(_WRITE_WORKER, sorted([_worker_columns(row) for row in workers]))
+        if rollouts:
+            few = [row for row in rollouts if row.stored and changed[row] <= _STATUS_FIELDS]
+            self._write(_ROLLOUT_STATUS, few)
+            self._write(_ROLLOUTS, [row for row in rollouts if not row.stored or not changed[row] <= _STATUS_FIELDS])
+            for row in rollouts:
+                self._count_status(row)
+        new = sum(not row.stored for row in attempts)
+        self._write(_ATTEMPTS, attempts)
+        if new:
+            self.count(ATTEMPTS, new)
+        for row in changed:
+            row.stored = True
+
+    def _write(self, writes: _Writes, rows: Sequence[RolloutRow] | Sequence[AttemptRow]) -> None:
+        new = [writes.columns(row) for row in rows if not row.stored]
+        if new:
+            self.connection.write(writes.insert, new)
+        old = [writes.changed(row) for row in rows if row.stored]
+        if old:
+            self.connection.write(writes.update, old)
+
+    def _count_status(self, row: RolloutRow) -> None:
+        if row.counted != row.status:
+            self.count(row.status, 1, row.queue)
+            if row.counted is not None:
+                self.count(row.counted, -1, row.queue)
+            row.counted = row.status
+
+    def write_counts(self) -> None:
+        """Last in a transaction."""
+        if self._counts:
+            rows = [(self.connection.writer_id, *key, number) for key, number in sorted(self._counts.items()) if number]
+            self._counts.clear()
+            self.connection.write(_ADD_COUNT, rows)
+
+
+def _assign(row: Row, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(row, name, value)

@@ -1,0 +1,54 @@
+"""Which waiting commands a transaction affects."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from agentlightning.store.sql.waiting import Waiters
+
+
+class Deadline:
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+
+def Command(deadline: float = math.inf) -> Any:
+    return Deadline(deadline)
+
+
+def test_a_wait_is_affected_once_enough_of_its_rollouts_have_finished() -> None:
+    waiters, both, either = Waiters(), Command(), Command()
+    waiters.add_wait(both, {"a", "b"}, 2)
+    waiters.add_wait(either, {"b", "c"}, 1)
+    assert waiters.affected(["a"]) == []
+    assert set(waiters.affected(["b", "unknown"])) == {both, either}
+    waiters.remove(both)
+    assert waiters.affected(["a", "b"]) == [either]
+    assert waiters.rollout_waits() == [either]
+
+
+def test_claims_wait_in_order_of_arrival() -> None:
+    waiters, first, second = Waiters(), Command(), Command()
+    waiters.add_claim(first, None)
+    waiters.add_claim(second, ("train",))
+    waiters.add_claim(first, None)
+    assert list(waiters.claims.items()) == [(first, None), (second, ("train",))]
+    waiters.remove(first)
+    waiters.remove(first)
+    assert waiters.all() == [second]
+
+
+def test_expired_waiters_stay_until_they_are_removed() -> None:
+    now = time.monotonic()
+    waiters, late, later = Waiters(), Command(now - 1), Command(now + 60)
+    waiters.add_claim(late, None)
+    waiters.add_wait(later, {"a"}, 1)
+    assert waiters.deadline == late.deadline
+    assert waiters.expired() == waiters.expired() == [late]
+    waiters.remove(late)
+    assert waiters.expired() == []
+    assert waiters.deadline == later.deadline
+    waiters.remove(later)
+    assert waiters.deadline == math.inf
