@@ -252,6 +252,8 @@ SPANS: Final = "spans"
 
 CACHE_BYTES: Final = 8 << 20
 """Of rows that stay in memory from one transaction to the next where no other process has written: estimated."""
+ABSENT_BYTES: Final = 300
+"""Of an id that is known to be absent."""
 
 
 class Tx:
@@ -347,6 +349,7 @@ class Tx:
         missing = [name for name in dict.fromkeys(rollout_ids) if name not in self.rollouts]
         if missing:
             self.rollouts.update(dict.fromkeys(missing))
+            self._memory += ABSENT_BYTES * len(missing)
             self.connection.lock(_LOCK, missing)
             self.load_rows(_LOAD_BY_ID, missing)
 
@@ -404,6 +407,7 @@ class Tx:
         missing = [name for name in attempt_ids if name not in self.owners]
         if missing:
             self.owners.update(dict.fromkeys(missing))
+            self._memory += ABSENT_BYTES * len(missing)
             self.owners.update(self.all(OWNERS, missing))
 
     def find_attempt(self, attempt_id: str) -> AttemptRow | None:
@@ -455,7 +459,7 @@ class Tx:
         self.owners[row.attempt_id] = row.rollout.rollout_id
         self._changed[row] = None
         self._undo += [(row.rollout.attempts.pop, row.attempt_id), (self._changed.pop, row, None)]
-        self._undo.append((self.owners.pop, row.attempt_id))
+        self._undo.append((self.owners.pop, row.attempt_id, None))
         self.track(row)
         return row
 
