@@ -130,6 +130,7 @@ def _delete(tx: Tx, rows: Sequence[RolloutRow]) -> None:
         tx.rollouts[row.rollout_id] = None
         tx.count(row.status, -1, row.queue)
         for attempt in row.attempts.values():
+            tx.owners.pop(attempt.attempt_id, None)
             tx.count(ATTEMPTS, -1)
             tx.count(SPANS, -attempt.spans)
 

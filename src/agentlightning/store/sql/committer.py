@@ -489,7 +489,7 @@ class Committer(DatabaseThread):
         durable = not writing or due or bool(undelivered) or any(command.durable for command in writing)
         wanted = due or bool(writing or undelivered or self._accepted)
         writes, changed_elsewhere = self._begin(bool(batch), wanted, durable)
-        tx.begin()
+        tx.begin(outdated=self._database.shared or changed_elsewhere)
         if changed_elsewhere and not self._database.shared:
             self.spans.clear()
         self._prefetch(writing)
@@ -571,8 +571,9 @@ class Committer(DatabaseThread):
         tx.new_rollouts = sum([command.new_rollouts for command in commands])
         self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
         tx.load_workers([name for command in commands for name in command.workers])
-        tx.load_owners([name for command in commands for name in command.attempts])
-        owners = [owner for owner in tx.owners.values() if owner is not None]
+        attempt_ids = [name for command in commands for name in command.attempts]
+        tx.load_owners(attempt_ids)
+        owners = [owner for owner in map(tx.owners.get, attempt_ids) if owner is not None]
         tx.load([*[name for command in commands for name in command.rollouts], *owners])
 
     # -- running commands --------------------------------------------------------------------------------------------

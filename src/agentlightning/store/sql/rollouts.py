@@ -364,8 +364,6 @@ def release_claim(tx: Tx, claimed: Iterable[tuple[AttemptedRollout, int]]) -> No
 class ClaimRollouts(Command):
     """Claims waiting rollouts. Waits while there is none, behind the claims that already wait."""
 
-    __slots__ = ("_answer_counts", "_claim_id", "_first_try", "_worker_id", "limit", "queues")
-
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:

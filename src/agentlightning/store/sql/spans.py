@@ -196,16 +196,17 @@ class SpanWriter:
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
             body = new.body
         sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
-        superseded, changes = attempt.superseded, dict[str, Any]()
-        if new.count:
-            size = len(body) + 9 * new.count
+        superseded = attempt.superseded
+        count = len(new.span_ids)
+        if count:
+            size = len(body) + 9 * count
             for start, end in _runs(sequence_ids):
-                part = new if end - start == new.count else pack.select(new, range(start, end))
+                part = new if end - start == count else pack.select(new, range(start, end))
                 size += self.add_pack(tx, attempt, part, body if part is new else part.body, sequence_ids[start])
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
-            changes = {"spans": before + new.count, "bytes": attempt.bytes + size, "last_span": last_span}
-            attempts.beat(tx, attempt, tx.wall, **changes)
+            size += attempt.bytes
+            attempts.beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last_span)
             self._ids.add(attempt, before, new.span_ids, group.named)
         else:
             attempts.beat(tx, attempt, tx.wall)
@@ -238,13 +239,13 @@ class SpanWriter:
         attempt was, when it sent them; by default, whether it is now."""
         self.touched = True
         key = tx.connection.new_key("span_packs", 0)
-        prompts = [
-            self._prompts.add(attempt.key, place_of(key, index), ids, attempt.stored and attempt.spans > 0)
-            for index, ids in part.prompts
-        ]
-        mark = attempt.superseded if superseded is None else superseded
-        tx.add_pack((key, attempt.key, first, part.count, mark, part.ids, body), part.span_ids, prompts)
-        return sum([len(row[-1]) for row in prompts])
+        prompts: list[tuple[Any, ...]] = []
+        for index, ids in part.prompts:
+            may_be_stored = attempt.stored and attempt.spans > 0
+            prompts.append(self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored))
+        mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
+        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, body), span_ids, prompts)
+        return sum([len(row[-1]) for row in prompts]) if prompts else 0
 
 
 def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:

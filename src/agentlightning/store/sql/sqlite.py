@@ -32,6 +32,10 @@ BUSY_SECONDS: Final = 30.0
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
 _TYPES: Final = {"key": "INTEGER PRIMARY KEY", "int": "INTEGER", "text": "TEXT", "float": "REAL", "blob": "BLOB"}
+CHUNK_SIZES: Final = (64, 32, 16, 8)
+"""Rows written by one statement; the rest by one more. Few sizes, so that few statements are compiled."""
+_UPDATE: Final = re.compile(r"UPDATE (\w+) SET (.*) WHERE key = \?")
+_VALUES: Final = re.compile(r"\((\?, )*\?\)")
 _LOCK: Final = re.compile(r" FOR UPDATE( OF \w)?( SKIP LOCKED)?")
 
 
@@ -122,6 +126,22 @@ def _translated(sql: str) -> str:
     return sql.replace("strpos(", "instr(")
 
 
+@cache
+def _for_rows(sql: str, rows: int) -> str:
+    """A statement for one row, for several."""
+    update = _UPDATE.fullmatch(sql)
+    if update is not None:
+        table, changes = update.groups()
+        names = [part.removesuffix(" = ?") for part in changes.split(", ")]
+        changes = ", ".join([f"{name} = new.{name}" for name in names])
+        values = ", ".join("?" * (len(names) + 1))
+        sql = (
+            f"WITH new ({', '.join(names)}, key) AS (VALUES ({values})) "
+            f"UPDATE {table} SET {changes} FROM new WHERE {table}.key = new.key"
+        )
+    return _VALUES.sub(lambda values: ", ".join([values[0]] * rows), sql, count=1)
+
+
 class SqliteConnection:
     """One connection of the driver."""
 
@@ -181,7 +201,12 @@ class SqliteConnection:
         return self._cursor.execute(_translated(sql), [_adapt(value) for value in values]).rowcount
 
     def write(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        self._cursor.executemany(sql, rows)
+        """In few statements: the driver gives the interpreter lock away with each, and must wait to get it back."""
+        start = 0
+        while left := len(rows) - start:
+            size = next((size for size in CHUNK_SIZES if size <= left), left)
+            self._cursor.execute(_for_rows(sql, size), [value for row in rows[start : start + size] for value in row])
+            start += size
 
     def lock(self, sql: str, *values: Any) -> None:
         """Nothing to do: write transactions are serialised."""

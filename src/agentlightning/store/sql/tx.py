@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
@@ -193,11 +192,20 @@ class _Writes:
 
 
 _ROLLOUTS: Final = _Writes("rollouts", ROLLOUT, ("key", "rollout_id", "start_time", "queue", "priority"))
-_ROLLOUT_STATUS: Final = _Writes("rollouts", ("key", "status", "end_time", "attempt_count"), ("key",))
 _ATTEMPTS: Final = _Writes(
     "attempts", ATTEMPT, ("key", "rollout_key", "sequence_id", "attempt_id", "start_time", "silence")
 )
-_STATUS_FIELDS: Final = frozenset({"status", "end_time", "attempt_count"})
+_USUAL: Final = {
+    "rollouts": ("status", "end_time", "attempt_count"),
+    "attempts": ("last_heartbeat_time", "last_span", "spans", "bytes"),
+    "workers": WORKER,
+}
+"""The columns that change most often: where no others have, only these are written, and their few indexes."""
+_USUAL_FIELDS: Final = {table: frozenset(columns) for table, columns in _USUAL.items()}
+_FEW_ROLLOUTS: Final = _Writes("rollouts", ("key", *_USUAL["rollouts"]), ("key",))
+_FEW_ATTEMPTS: Final = _Writes("attempts", ("key", *_USUAL["attempts"]), ("key",))
+_COLUMNS: Final = {"rollouts": ROLLOUT, "attempts": ATTEMPT, "workers": WORKER}
+_SNAPSHOTS: Final = {table: attrgetter(*columns) for table, columns in _COLUMNS.items()}
 _WRITE_WORKER: Final = f"{insert_sql('workers', WORKER)} ON CONFLICT (worker_id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in WORKER[1:]
 )
@@ -242,6 +250,12 @@ SPANS: Final = "spans"
 """What is counted beside rollouts."""
 
 
+CACHE_BYTES: Final = 8 << 20
+"""Of rows that stay in memory from one transaction to the next where no other process has written: estimated."""
+ABSENT_BYTES: Final = 300
+"""Of an id that is known to be absent."""
+
+
 class Tx:
     """Used by the thread of the committer alone, for one transaction after the other."""
 
@@ -250,13 +264,19 @@ class Tx:
         self.known_queues: set[str] = set()
         """Names that are in the database; none is ever removed."""
         self.known_resources: set[str] = set()
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[tuple[Any, ...]] = []
+        """Functions with their arguments."""
+        self._memory = 0
+        """Estimated bytes of the rows."""
+        self._mark = 0
+        """The number of the command that is running: a row is saved once in each, before its first change."""
         self.number = 0
         """Of this transaction, as this process counts them."""
         self.begin()
 
-    def begin(self) -> None:
-        """Start over within a transaction that has just begun."""
+    def begin(self, outdated: bool = True) -> None:
+        """Start over within a transaction that has just begun. outdated: others may have written since the last one, so
+        that the rows in memory are dropped."""
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
         self.number += 1
         self.queued = False
@@ -267,13 +287,18 @@ class Tx:
         """The earliest deadline that was set, on the steady clock."""
         self.new_rollouts = 0
         """How many keys of rollouts the batch will need."""
-        self.rollouts: dict[str, RolloutRow | None] = {}
-        self.owners: dict[str, str | None] = {}
-        """The rollout id by attempt id."""
-        self.workers: dict[str, WorkerRow] = {}
-        self._changed: dict[Row, set[str]] = {}
+        if outdated or self._memory > CACHE_BYTES:
+            self._memory = 0
+            self.rollouts: dict[str, RolloutRow | None] = {}
+            self.owners: dict[str, str | None] = {}
+            """The rollout id by attempt id."""
+            self.workers: dict[str, WorkerRow] = {}
+        self._changed: dict[Row, None] = {}
+        self._more_changed: set[Row] = set()
+        """Those of which other columns than the usual ones have changed."""
         self._packs: list[tuple[Any, ...]] = []
-        self._places: list[tuple[int, str, int]] = []
+        self._span_ids: list[Sequence[str]] = []
+        """Of each pack."""
         self._prompts: list[tuple[Any, ...]] = []
         self._queues: set[str] = set()
         self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -290,13 +315,14 @@ class Tx:
     def mark(self) -> None:
         """Keep what was done so far: a command begins."""
         self._undo.clear()
+        self._mark += 1
         self.written = False
         """Something of this command has been written, so that it cannot be undone alone."""
 
     def undo(self) -> None:
         """Revert what was changed since the mark, and not written."""
-        for revert in reversed(self._undo):
-            revert()
+        for revert, *arguments in reversed(self._undo):
+            revert(*arguments)
         self.mark()
 
     def note_deadline(self, deadline: float) -> None:
@@ -323,6 +349,7 @@ class Tx:
         missing = [name for name in dict.fromkeys(rollout_ids) if name not in self.rollouts]
         if missing:
             self.rollouts.update(dict.fromkeys(missing))
+            self._memory += ABSENT_BYTES * len(missing)
             self.connection.lock(_LOCK, missing)
             self.load_rows(_LOAD_BY_ID, missing)
 
@@ -333,12 +360,16 @@ class Tx:
         for columns in self.connection.all(sql, *values):
             if not found or found[-1].key != columns[0]:
                 known = self.rollouts.get(columns[1])
-                found.append(RolloutRow(*columns[:width], counted=columns[5]) if known is None else known)
+                found.append(known or self._remember(RolloutRow(*columns[:width], counted=columns[5])))
             if known is None and columns[width] is not None:
                 attempt = AttemptRow(*columns[width:], rollout=found[-1])
                 found[-1].attempts[attempt.attempt_id] = attempt
-        self.rollouts.update({row.rollout_id: row for row in found})
         return found
+
+    def _remember(self, row: RolloutRow) -> RolloutRow:
+        self.rollouts[row.rollout_id] = row
+        self._memory += 2_000 + len(row.input) + len(row.metadata)
+        return row
 
     def load_workers(self, worker_ids: Iterable[str]) -> None:
         missing = [name for name in dict.fromkeys(worker_ids) if name not in self.workers]
@@ -376,6 +407,7 @@ class Tx:
         missing = [name for name in attempt_ids if name not in self.owners]
         if missing:
             self.owners.update(dict.fromkeys(missing))
+            self._memory += ABSENT_BYTES * len(missing)
             self.owners.update(self.all(OWNERS, missing))
 
     def find_attempt(self, attempt_id: str) -> AttemptRow | None:
@@ -403,21 +435,21 @@ class Tx:
 
     def set(self, row: Row, **changes: Any) -> None:
         """Change columns of a row."""
-        before = {name: getattr(row, name) for name in changes}
-        self._undo.append(partial(_assign, row, before))
+        if row.mark != self._mark:
+            row.mark = self._mark
+            self._undo.append((_restore, row, _SNAPSHOTS[row.table](row)))
         for name, value in changes.items():
             setattr(row, name, value)
-        names = self._changed.get(row)
-        if names is None:
-            self._changed[row] = set(changes)
-        else:
-            names.update(changes)
+        self._changed[row] = None
+        if not changes.keys() <= _USUAL_FIELDS[row.table]:
+            self._more_changed.add(row)
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
         row.key = self.connection.new_key("rollouts", max(1, self.new_rollouts))
-        self.rollouts[row.rollout_id] = row
-        self._add(row, partial(self.rollouts.pop, row.rollout_id))
+        self._remember(row)
+        self._changed[row] = None
+        self._undo += [(self.rollouts.pop, row.rollout_id), (self._changed.pop, row, None)]
         return row
 
     def add_attempt(self, row: AttemptRow) -> AttemptRow:
@@ -425,8 +457,9 @@ class Tx:
         row.key, row.rollout_key = self.connection.new_key("attempts", 0), row.rollout.key
         row.rollout.attempts[row.attempt_id] = row
         self.owners[row.attempt_id] = row.rollout.rollout_id
-        self._add(row, partial(row.rollout.attempts.pop, row.attempt_id))
-        self._undo.append(partial(self.owners.pop, row.attempt_id))
+        self._changed[row] = None
+        self._undo += [(row.rollout.attempts.pop, row.attempt_id), (self._changed.pop, row, None)]
+        self._undo.append((self.owners.pop, row.attempt_id, None))
         self.track(row)
         return row
 
@@ -439,20 +472,15 @@ class Tx:
         self.owners.pop(row.attempt_id, None)
         self.track(row)
 
-    def _add(self, row: Row, forget: Callable[[], Any]) -> None:
-        self._changed[row] = set()
-        self._undo += [forget, partial(self._changed.pop, row, None)]
-
     def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
-        key, attempt_key = pack[:2]
-        self._undo.append(partial(self._cut_packs, len(self._packs), len(self._places), len(self._prompts)))
+        self._undo.append((self._cut_packs, len(self._packs), len(self._prompts)))
         self._packs.append(pack)
-        self._places += [(attempt_key, span_id, key) for span_id in span_ids]
+        self._span_ids.append(span_ids)
         self._prompts += prompts
 
-    def _cut_packs(self, packs: int, places: int, prompts: int) -> None:
-        del self._packs[packs:], self._places[places:], self._prompts[prompts:]
+    def _cut_packs(self, packs: int, prompts: int) -> None:
+        del self._packs[packs:], self._span_ids[packs:], self._prompts[prompts:]
 
     def name_queue(self, name: str) -> None:
         if name not in self.known_queues:
@@ -473,7 +501,7 @@ class Tx:
 
     def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
         before = worker.open_attempts
-        self._undo.append(partial(_assign, worker, {"open_attempts": before}))
+        self._undo.append((setattr, worker, "open_attempts", before))
         worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
         if is_open:
             worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
@@ -492,11 +520,13 @@ class Tx:
             self._write_rows()
         if self._packs:
             self.connection.write(_INSERT_PACK, self._packs)
-            self.connection.write(_INSERT_PLACE, self._places)
-            self.count(SPANS, len(self._places))
+            both = zip(self._packs, self._span_ids, strict=True)
+            places = [(pack[1], span_id, pack[0]) for pack, span_ids in both for span_id in span_ids]
+            self.connection.write(_INSERT_PLACE, places)
+            self.count(SPANS, len(places))
             if self._prompts:
                 self.connection.write(_INSERT_PROMPT, self._prompts)
-            self._packs, self._places, self._prompts = [], [], []
+            self._packs, self._span_ids, self._prompts = [], [], []
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
@@ -513,25 +543,25 @@ class Tx:
                 self.connection.commit_in_order("workers")
             self.connection.write(_WRITE_WORKER, sorted([_worker_columns(row) for row in workers]))
         if rollouts:
-            few = [row for row in rollouts if row.stored and changed[row] <= _STATUS_FIELDS]
-            self._write(_ROLLOUT_STATUS, few)
-            self._write(_ROLLOUTS, [row for row in rollouts if not row.stored or not changed[row] <= _STATUS_FIELDS])
+            self._write(_ROLLOUTS, _FEW_ROLLOUTS, rollouts)
             for row in rollouts:
                 self._count_status(row)
         new = sum(not row.stored for row in attempts)
-        self._write(_ATTEMPTS, attempts)
+        self._write(_ATTEMPTS, _FEW_ATTEMPTS, attempts)
         if new:
             self.count(ATTEMPTS, new)
         for row in changed:
             row.stored = True
+        self._more_changed.clear()
 
-    def _write(self, writes: _Writes, rows: Sequence[RolloutRow] | Sequence[AttemptRow]) -> None:
-        new = [writes.columns(row) for row in rows if not row.stored]
-        if new:
-            self.connection.write(writes.insert, new)
-        old = [writes.changed(row) for row in rows if row.stored]
-        if old:
-            self.connection.write(writes.update, old)
+    def _write(self, writes: _Writes, few: _Writes, rows: Sequence[RolloutRow] | Sequence[AttemptRow]) -> None:
+        write, more = self.connection.write, self._more_changed
+        if new := [writes.columns(row) for row in rows if not row.stored]:
+            write(writes.insert, new)
+        if usual := [few.changed(row) for row in rows if row.stored and row not in more]:
+            write(few.update, usual)
+        if others := [writes.changed(row) for row in rows if row.stored and row in more]:
+            write(writes.update, others)
 
     def _count_status(self, row: RolloutRow) -> None:
         if row.counted != row.status:
@@ -548,6 +578,6 @@ class Tx:
             self.connection.write(_ADD_COUNT, rows)
 
 
-def _assign(row: Row, values: dict[str, Any]) -> None:
-    for name, value in values.items():
+def _restore(row: Row, values: tuple[Any, ...]) -> None:
+    for name, value in zip(_COLUMNS[row.table], values, strict=True):
         setattr(row, name, value)

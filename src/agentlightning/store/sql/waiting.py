@@ -34,10 +34,16 @@ class Command:
     """One operation and the future of its result: a function of a transaction, or of a connection if it only `reads`.
     It may run several times before its transaction commits."""
 
-    __slots__ = (
-        *("attempts", "convert", "deadline", "done", "durable", "future", "idempotent", "loop", "name", "new_rollouts"),
-        *("reads", "rollouts", "run", "submitted_at", "workers"),
-    )
+    done = False
+    durable = True
+    """Whether its result survives a power failure, not only the end of the process."""
+    deadline = math.inf
+    """Until when it may wait, on time.monotonic."""
+    submitted_at = 0.0
+    idempotent: IdempotentCall | None = None
+    """Set for a command that has an idempotency key."""
+    convert: Callable[[Any], Any] | None = None
+    """Turns the result into what its caller returns, which is what an idempotency key stores."""
 
     def __init__(
         self,
@@ -58,16 +64,6 @@ class Command:
         self.reads = reads
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.done = False
-        self.durable = True
-        """Whether its result survives a power failure, not only the end of the process."""
-        self.deadline = math.inf
-        """Until when it may wait, on time.monotonic."""
-        self.submitted_at = 0.0
-        self.idempotent: IdempotentCall | None = None
-        """Set for a command that has an idempotency key."""
-        self.convert: Callable[[Any], Any] | None = None
-        """Turns the result into what its caller returns, which is what an idempotency key stores."""
 
     def on_timeout(self, tx: Tx) -> Any:
         """Return the result of a command whose deadline passed while it waited."""
@@ -100,8 +96,6 @@ def check_known(connection: Connection, rollout_ids: Sequence[str]) -> None:
 
 class WaitForRollouts(Command):
     """One `wait_for_rollouts`. The result: the finished rollouts, in the requested order."""
-
-    __slots__ = ("_ids", "_minimum", "_missing", "_pending")
 
     def __init__(self, rollout_ids: Sequence[str], minimum: int | None) -> None:
         super().__init__("wait_for_rollouts", self._run, reads=True)
