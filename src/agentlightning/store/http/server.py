@@ -64,7 +64,6 @@ def store_routes(
     With a `token`, everything under /v1/agl requires it, except the health check. `max_body_bytes` limits request
     bodies, as sent and as decompressed.
     """
-
     rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
     versions = {"version": version(), "protocol": PROTOCOL_VERSION}
 
