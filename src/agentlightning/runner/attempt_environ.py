@@ -135,7 +135,7 @@ class ProcessState:
     """Says who wants to change the state of this process. Without `on_change`, it may be changed."""
 
     on_change: Callable[[str], None] | None = None
-    on_bare_use: Callable[[str], None] = staticmethod(lambda _: None)
+    on_bare_use: Callable[[str], None] | None = None
     """Told of each variable that is read outside of any attempt's, and of programs that are started there."""
     _home: str
     _handlers: dict[int, Any]
@@ -177,7 +177,7 @@ class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
 
     def __getitem__(self, key: str) -> str:
         layer = _current.get()
-        if layer is None:
+        if layer is None and process_state.on_bare_use is not None:
             process_state.on_bare_use(key)
         if layer is None or key not in layer:
             return super().__getitem__(key)
@@ -235,8 +235,8 @@ _ENV_POSITION = 10
 
 def _popen(process: subprocess.Popen[Any], original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if len(args) <= _ENV_POSITION and kwargs.get("env") is None:
-        if _current.get() is None:
+        if _current.get() is None and process_state.on_bare_use is not None:
             process_state.on_bare_use("subprocess.Popen")
-        else:
+        elif _current.get() is not None:
             kwargs["env"] = cast(Mapping[str, str], os.environ.copy())
     original(process, *args, **kwargs)

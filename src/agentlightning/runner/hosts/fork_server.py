@@ -130,7 +130,7 @@ class ForkServer:
             end.setblocking(False)
 
     def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler, it writes to the wake-up socket
+        signal.signal(signal.SIGCHLD, _on_sigchld)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         connected = True
         while connected:
@@ -250,6 +250,10 @@ def _child_pids() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
+
+
+def _on_sigchld(*_: object) -> None:
+    """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
 
 
 def _reseed() -> None:

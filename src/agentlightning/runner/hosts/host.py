@@ -60,7 +60,13 @@ from agentlightning.util.json_values import dumps, loads
 
 OUTPUT_CHARACTERS: Final = 16_384
 """Maximum length of the output that is stored with the attempt."""
-NEEDS_PROCESS: Final = ("main thread", "no current event loop in thread", "attempt_ambiguous", "worker_ambiguous")
+NEEDS_PROCESS: Final = (
+    "main thread",
+    "no current event loop in thread",
+    "is bound to a different event loop",
+    "attempt_ambiguous",
+    "worker_ambiguous",
+)
 """Parts of errors that an attempt alone in its process would not have raised."""
 BARE: Final = re.compile("(OPENAI|ANTHROPIC|AGL)_(?!PATIENCE)|subprocess")
 """What differs between attempts."""
