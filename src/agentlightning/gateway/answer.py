@@ -580,7 +580,8 @@ def objects(value: Any) -> list[Json]:
 
 def logprob_entries(listed: Any) -> list[Json]:
     """The well-formed entries of a list of log-probabilities."""
-    return [entry for entry in objects(listed) if "logprob" in entry]
+    entries = cast("list[Any]", listed) if isinstance(listed, list) else ()
+    return [entry for entry in entries if isinstance(entry, dict) and "logprob" in entry]
 
 
 # -- the response of a provider ----------------------------------------------------------------------------------------
