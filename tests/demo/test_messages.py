@@ -54,7 +54,7 @@ def test_the_score_is_the_f1_of_the_words(output: str, reward: float) -> None:
 def test_any_model_can_be_named(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, "demo", "--model", str(model), "--steps", "1", "--json"]
-    done = subprocess.run([*command, "--run-dir", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*command, "--run", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 1
     assert "agentlightning.demo.messages:read" in (tmp_path / "run" / "config.toml").read_text()

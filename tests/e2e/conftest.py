@@ -46,7 +46,7 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        return ["--agent", "agent.py:say", "--reward", "reward.py:letters", "--dataset", "tasks.jsonl", *SMALL]
+        return ["--agent", "agent.py:say", "--reward", "reward.py:letters", "--data", "tasks.jsonl", *SMALL]
 
     def command(self, *arguments: str) -> list[str]:
         return [AGL, "train", *self.arguments, *arguments]

@@ -26,7 +26,7 @@ async def model_calls(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "expected"), [(["gateway.record_top_logprobs=3"], 3), ([], 0)])
 def test_a_run_records_as_many_likeliest_tokens_as_it_is_asked_to(job, settings, expected):
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1", *settings))
+    done = job.run(job.command("--run", "run", "algorithm.steps=1", *settings))
     assert done.returncode == 0, done.stderr
     calls = asyncio.run(model_calls(job.directory / "run"))
     assert calls

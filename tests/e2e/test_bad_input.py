@@ -26,16 +26,16 @@ BAD_INPUT = {
     "an agent module that does not exist": (["--agent", "nowhere:agent"], "nowhere"),
     "an agent name that does not exist": (["--agent", "agent.py:sya"], "say"),
     "a reward that does not exist": (["--reward", "reward.py:leters"], "letters"),
-    "a dataset that does not exist": (["--dataset", "none.jsonl"], "none.jsonl"),
-    "a dataset line that is no JSON": (["--dataset", "broken.jsonl"], "broken.jsonl.*line 2"),
+    "a dataset that does not exist": (["--data", "none.jsonl"], "none.jsonl"),
+    "a dataset line that is no JSON": (["--data", "broken.jsonl"], "broken.jsonl.*line 2"),
     "a model path that does not exist": (["--model", "no/such/model"], "no/such/model"),
     "a model without a tokenizer": (["--model", "bare"], "tokenizer"),
     "a group of one": (["algorithm.group_size=1"], "group_size=1 leaves no baseline"),
     "an unknown setting": (["algorithm.grup_size=4"], "algorithm.group_size"),
     "a setting of the wrong type": (["algorithm.steps=many"], "algorithm.steps"),
     "weights that are cut short": (["--model", "cut"], "weights in .*cut cannot be read"),
-    "a run directory that is a file": (["--run-dir", "tasks.jsonl"], "tasks.jsonl is no directory"),
-    "a run to resume and another directory": (["--resume", "nothing", "--run-dir", "x"], "leave out --run x"),
+    "a run directory that is a file": (["--run", "tasks.jsonl"], "tasks.jsonl is no directory"),
+    "a run to resume and another directory": (["--resume", "nothing", "--run", "x"], "leave out --run x"),
     "a run to resume that is none": (["--resume", "nothing"], "nothing"),
 }
 
@@ -48,7 +48,7 @@ def test_bad_input_gives_one_clear_message(job, name, agl):
     if "cut" in arguments:
         weights = make_tiny(job.directory / "cut", [{"word": "red"}]) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
-    given = arguments if "--resume" in arguments else [*job.arguments, "--run-dir", "run", *arguments]
+    given = arguments if "--resume" in arguments else [*job.arguments, "--run", "run", *arguments]
     done = agl("train", *given)
     assert done.exit_code in (1, 2)
     assert done.stderr.startswith("error: ")
@@ -71,7 +71,7 @@ def test_errors_are_json_with_the_option_json(job, agl):
     assert json.loads(done.stdout.splitlines()[-1])["error"]["type"] == "ModelNotFoundError"
 
 
-ONE_STEP = ["algorithm.steps=1", "runner.max_attempts=1", "--run-dir", "run"]
+ONE_STEP = ["algorithm.steps=1", "runner.max_attempts=1", "--run", "run"]
 
 
 def test_a_reward_that_is_no_number_ends_the_run_with_the_reason(job, agl):
@@ -111,7 +111,7 @@ def test_a_port_in_use_is_named(job, agl):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = agl("train", *job.arguments, "--run-dir", "run", f"run.port={port}")
+        done = agl("train", *job.arguments, "--run", "run", f"run.port={port}")
     assert done.exit_code == 2
     assert f"127.0.0.1:{port}" in done.stderr
 
@@ -157,7 +157,7 @@ def test_no_lie_of_an_agent_ends_a_run(job, agl):
     """Whatever an agent posts with the key it has, the run goes on and learns from what the gateway has seen."""
     (job.directory / "liar.py").write_text(LIAR)
     command = ["--agent", f"{sys.executable} liar.py", *job.arguments[2:]]
-    steps = ["algorithm.steps=2", "runner.max_failed_share=0.9", "--run-dir", "run"]
+    steps = ["algorithm.steps=2", "runner.max_failed_share=0.9", "--run", "run"]
     done = agl("train", *command, *steps)
     assert done.exit_code == 0, done.stderr
     lines = [json.loads(line) for line in (job.directory / "run/metrics.jsonl").read_text().splitlines()]

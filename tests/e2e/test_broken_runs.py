@@ -52,7 +52,7 @@ LEAKY = AGENT.replace("say(word: str)", "say(task: dict)").replace("say {word}",
 
 
 def train(job: Job, *settings: str) -> subprocess.CompletedProcess[str]:
-    return job.run(job.command("--run-dir", "run", *settings))
+    return job.run(job.command("--run", "run", *settings))
 
 
 def doctor(job: Job) -> str:

@@ -25,7 +25,7 @@ def test_an_example_trains(job, name):
     tasks = [{"question": f"Tom has {n} boxes of 14 pens. How many pens?", "answer": 14 * n} for n in range(8)]
     (job.directory / "sums.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     agl = job.command()[0]
-    done = job.run([agl, "train", *AGENTS[name], "--dataset", "sums.jsonl", "--json", "--run-dir", "run", *SMALL])
+    done = job.run([agl, "train", *AGENTS[name], "--data", "sums.jsonl", "--json", "--run", "run", *SMALL])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["rollouts"] == 4

@@ -14,7 +14,7 @@ AGL = str(Path(sys.executable).parent / "agl")
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("lora", [[], ["policy.lora={r=4}"]], ids=["all weights", "lora"])
 def test_a_run_is_exported_in_every_form(job, lora):
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1", *lora))
+    done = job.run(job.command("--run", "run", "algorithm.steps=1", *lora))
     assert done.returncode == 0, done.stderr
     for form in ("hf", "gguf-ready"):
         done = job.run([AGL, "export", "run", "--to", form, "--out", form, "--json"])

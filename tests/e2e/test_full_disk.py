@@ -28,7 +28,7 @@ def small_disk(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(job, small_disk):
     run = small_disk / "run"
-    command = job.command("--run-dir", str(run), "--json", "algorithm.steps=8")
+    command = job.command("--run", str(run), "--json", "algorithm.steps=8")
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (18 * 1024 * 1024))
     failed = job.run(command)

@@ -22,7 +22,7 @@ def test_the_gate_stops_a_policy_that_exploits_the_reward_it_is_trained_on(job):
     tasks = [{"word": f"{colour} {number}"} for colour in ("dark", "light", "pale") for number in range(12)]
     (job.directory / "guard.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     settings = [
-        "--reward", "reward.py:vowels", "--run-dir", "run", "algorithm.steps=24", "algorithm.optimizer.lr=3e-3",
+        "--reward", "reward.py:vowels", "--run", "run", "algorithm.steps=24", "algorithm.optimizer.lr=3e-3",
         "gate.every=8", "gate.tasks=guard.jsonl", "gate.reward=reward.py:honest", "gate.mode=sampled",
         "guard.low=0", "guard.high=1",
     ]  # fmt: skip

@@ -106,7 +106,7 @@ async def test_a_server_that_reports_no_load_limits_nothing(job: Job) -> None:
 async def test_rollouts_of_remote_runners_are_limited_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "hub-token")
     (job.directory / "agent.py").write_text(REMOTE_AGENT)
-    serve = await start(job, "serve", "--port", "0", "--db", "hub.db", "--json")
+    serve = await start(job, "serve", "--port", "0", "--store", "hub.db", "--json")
     assert serve.stdout is not None
     hub = json.loads(await serve.stdout.readline())["url"]
     agent = ("--agent", "agent.py:say", "--reward", "reward.py:letters", "--concurrency", "32")

@@ -20,11 +20,11 @@ STEPS = 12
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_killed_three_times_ends_like_an_undisturbed_one(job, max_staleness):
     arguments = ("--json", f"algorithm.steps={STEPS}", "evaluation.every=4", f"run.max_staleness={max_staleness}")
-    undisturbed = job.run(job.command("--run-dir", "calm", *arguments))
+    undisturbed = job.run(job.command("--run", "calm", *arguments))
     assert undisturbed.returncode == 0, undisturbed.stderr
 
     chance = random.Random(time.time_ns())
-    command, seen = job.command("--run-dir", "rough", *arguments), {}
+    command, seen = job.command("--run", "rough", *arguments), {}
     for kill in range(3):
         process = subprocess.Popen(
             command, cwd=job.directory, env=job.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -259,7 +259,7 @@ def test_agl_train_optimises_prompts_from_a_toml_file(server, tmp_path):
         "--config",
         "run.toml",
         "--json",
-        "--run-dir",
+        "--run",
         "run",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)

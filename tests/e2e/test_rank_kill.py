@@ -26,7 +26,7 @@ RANKS = ("policy.kind=fsdp", "policy.processes=2", "policy.device=cpu")
 @pytest.mark.timeout(7200)
 def test_a_run_whose_ranks_are_killed_five_times_counts_what_an_undisturbed_one_counts(job: Any) -> None:
     chance = random.Random(time.time_ns())
-    command = job.command("--run-dir", "run", "--json", f"algorithm.steps={STEPS}", *RANKS)
+    command = job.command("--run", "run", "--json", f"algorithm.steps={STEPS}", *RANKS)
     resume = [command[0], "train", "--resume", "run", "--json"]
     for kill in range(KILLS):
         with subprocess.Popen(

@@ -16,7 +16,7 @@ def agl(job, monkeypatch):
     return lambda *arguments: CliRunner().invoke(build(), list(arguments))
 
 
-STEPS = ["algorithm.steps=2", "runner.max_attempts=1", "--run-dir", "run", "evaluation.modes=['greedy']"]
+STEPS = ["algorithm.steps=2", "runner.max_attempts=1", "--run", "run", "evaluation.modes=['greedy']"]
 PARTLY = """
 import agentlightning as agl
 

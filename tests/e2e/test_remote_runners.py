@@ -61,7 +61,7 @@ class Programs:
         return program
 
     def hub(self) -> str:
-        program = self.start(AGL, "serve", "--port", "0", "--db", "hub.db", "--json")
+        program = self.start(AGL, "serve", "--port", "0", "--store", "hub.db", "--json")
         assert program.stdout is not None
         return json.loads(program.stdout.readline())["url"]
 

@@ -42,7 +42,7 @@ async def spans_of(directory):
 
 async def train(job, asked, steps, *settings):
     (job.directory / "agent.py").write_text(AGENT.replace("ASKED", asked))
-    command = job.command("--run-dir", "run", "--json", f"algorithm.steps={steps}", *settings)
+    command = job.command("--run", "run", "--json", f"algorithm.steps={steps}", *settings)
     return await asyncio.to_thread(job.run, command)
 
 

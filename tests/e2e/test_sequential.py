@@ -113,7 +113,7 @@ def test_a_run_killed_in_each_stage_counts_everything_once(job, server):
     (job.directory / "train.jsonl").write_text("".join(json.dumps({"word": f"w{n}"}) + "\n" for n in range(40)))
     (job.directory / "run.toml").write_text(SETTINGS.format(url=server.url, steps=STEPS))
     agl_program = job.command()[0]
-    begin = [agl_program, "train", "--config", "run.toml", "--run-dir", "run"]
+    begin = [agl_program, "train", "--config", "run.toml", "--run", "run"]
     resume = [agl_program, "train", "--resume", "run", "--json"]
     killed_once(job, begin, stage=1, steps=1)
     killed_once(job, resume, stage=2, steps=1)

@@ -41,7 +41,7 @@ async def scored(checkpoint, attributes):
 
 @pytest.mark.slow
 def test_the_ratios_of_a_run_are_those_of_the_weights_that_its_update_made(job):
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1", "run.token_ratios=true"))
+    done = job.run(job.command("--run", "run", "algorithm.steps=1", "run.token_ratios=true"))
     assert done.returncode == 0, done.stderr
     run = job.directory / "run"
     lines = [json.loads(line) for line in (run / "ratios" / "step-000001.jsonl").read_text().splitlines()]
@@ -60,6 +60,6 @@ def test_the_ratios_of_a_run_are_those_of_the_weights_that_its_update_made(job):
 
 @pytest.mark.slow
 def test_a_run_that_is_not_asked_writes_none(job):
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1"))
+    done = job.run(job.command("--run", "run", "algorithm.steps=1"))
     assert done.returncode == 0, done.stderr
     assert not (job.directory / "run" / "ratios").exists()

@@ -69,7 +69,7 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, co
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
     agent = (job.directory / "agent.py").read_text()
     (job.directory / "agent.py").write_text(PRYING + agent.replace("    answer =", "    pry()\n    answer ="))
-    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
+    done = job.run(job.command("--run", "run", "--json", "algorithm.steps=2"))
     assert done.returncode == 0, done.stderr
     report = last_line(done.stdout)
     assert set(collector.paths) == {"/v1/traces"}, "its spans go where the environment says, too"
@@ -95,13 +95,13 @@ def test_a_run_trains_reports_and_leaves_a_model_that_transformers_loads(job, co
 
 @pytest.mark.slow
 def test_a_run_is_measured_again_with_the_same_result_and_never_written_over(job):
-    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=1"))
+    done = job.run(job.command("--run", "run", "--json", "algorithm.steps=1"))
     assert done.returncode == 0, done.stderr
     report = last_line(done.stdout)
     measured = job.run([job.command()[0], "eval", "--run", "run", "--json"])
     assert measured.returncode == 0, measured.stderr
     assert last_line(measured.stdout)["reward"] == pytest.approx(report["held_out"]["greedy"]["after"])
-    again = job.run(job.command("--run-dir", "run"))
+    again = job.run(job.command("--run", "run"))
     assert again.returncode == 2
     assert "--resume" in again.stderr
 
@@ -110,7 +110,7 @@ def test_a_run_is_measured_again_with_the_same_result_and_never_written_over(job
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on_and_goes_on(job, ending):
     process = subprocess.Popen(
-        job.command("--run-dir", "run", "algorithm.steps=6"),
+        job.command("--run", "run", "algorithm.steps=6"),
         cwd=job.directory, env=job.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=accept_interrupts,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
     limit = "max_tokens=6"
     source = (job.directory / "agent.py").read_text()
     (job.directory / "agent.py").write_text(source.replace(limit, f"{limit}, seed=7, top_p=0.9, temperature=0.0"))
-    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=2"))
+    done = job.run(job.command("--run", "run", "--json", "algorithm.steps=2"))
     assert done.returncode == 0, done.stderr
     assert "top_p" in done.stderr
     figures = [json.loads(line) for line in (job.directory / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -158,7 +158,7 @@ def test_an_agent_that_sets_a_seed_and_top_p_is_learned_from_all_the_same(job):
 @pytest.mark.timeout(400)  # seven commands
 def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
     short = ["algorithm.steps=1", "evaluation.modes=['greedy']"]
-    done = job.run(job.command("--run-dir", "run", "--json", *short))
+    done = job.run(job.command("--run", "run", "--json", *short))
     assert done.returncode == 0, done.stderr
     first = last_line(done.stdout)
     other = (
@@ -200,7 +200,7 @@ def test_a_finished_run_is_extended_with_other_settings_and_says_so(job):
 
 @pytest.mark.slow
 def test_a_run_whose_agent_is_gone_goes_on_with_another_and_a_broken_one_promises_nothing(job):
-    done = job.run(job.command("--run-dir", "run", "algorithm.steps=1", "evaluation.modes=['greedy']"))
+    done = job.run(job.command("--run", "run", "algorithm.steps=1", "evaluation.modes=['greedy']"))
     assert done.returncode == 0, done.stderr
     (job.directory / "agent.py").rename(job.directory / "other.py")
     resume = [job.command()[0], "train", "--resume", "run", "algorithm.steps=2"]
@@ -221,7 +221,7 @@ def test_a_run_whose_agent_is_gone_goes_on_with_another_and_a_broken_one_promise
 def test_with_one_rollout_at_a_time_two_runs_of_a_seed_are_equal(job):
     learned = []
     for name in ("one", "two"):
-        done = job.run(job.command("--run-dir", name, "algorithm.steps=3", "runner.concurrency=1", "run.seed=7"))
+        done = job.run(job.command("--run", name, "algorithm.steps=3", "runner.concurrency=1", "run.seed=7"))
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (job.directory / name / "metrics.jsonl").read_text().splitlines()]
         learned.append([(line["reward"], line["loss"], line["grad_norm"]) for line in lines])

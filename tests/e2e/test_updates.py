@@ -52,7 +52,7 @@ def calls(directory):
 @pytest.mark.parametrize("mode", ["in_flight=true", "in_flight=false", "drain_seconds=0.05"])
 def test_a_run_updates_over_answers_that_outlive_their_rollouts(job, mode):
     (job.directory / "agent.py").write_text(AGENT)
-    done = job.run(job.command("--run-dir", "run", "--json", "algorithm.steps=4", f"policy.{mode}"))
+    done = job.run(job.command("--run", "run", "--json", "algorithm.steps=4", f"policy.{mode}"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["failed_rollouts"] == 0
     assert "FAILED" not in done.stderr + (job.directory / "run" / "agent.log").read_text()

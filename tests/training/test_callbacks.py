@@ -136,7 +136,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_its_state_is_what_it_was_when_a_run_that_was_killed_resumes(folder: Path) -> None:
-    killed = train("--config", "settings.toml", "--run-dir", "run", "run.checkpoint_every=2", KILL_AT="3")
+    killed = train("--config", "settings.toml", "--run", "run", "run.checkpoint_every=2", KILL_AT="3")
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     assert [line["seen"] for line in lines(folder)] == [2, 4, 6]
     state = json.loads((folder / "run" / "state.json").read_text())
@@ -152,7 +152,7 @@ def test_its_state_is_what_it_was_when_a_run_that_was_killed_resumes(folder: Pat
 
 def test_one_that_raises_is_named_with_its_file_and_the_run_goes_on_once_it_is_mended(folder: Path) -> None:
     own = 'run.callbacks=["lab_callbacks:Breaks", "lab_callbacks.py:Count"]'
-    failed = train("--config", "settings.toml", "--run-dir", "run", own, BREAKS="1")
+    failed = train("--config", "settings.toml", "--run", "run", own, BREAKS="1")
     assert failed.returncode == 1
     text = failed.stdout + failed.stderr
     assert f"callback lab_callbacks:Breaks ({folder / 'lab_callbacks.py'}) failed with KeyError" in text

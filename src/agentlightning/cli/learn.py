@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +68,7 @@ def sft(
       agl sft --store .agentlightning/store.db --best-of 1 --model smollm2-135m lora.r=16
     """
 
-    def algorithm(opened: LightningStore | None) -> Any:
+    def algorithm(sessions: Callable[[], LightningStore | None]) -> Any:
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
@@ -77,7 +78,7 @@ def sft(
         named = {"seed": seed, "target_agent": target_agent}
         config = load_settings(SFTConfig, overrides=overrides(named, settings))
         records: Any = data
-        if opened is not None:
+        if (opened := sessions()) is not None:
             records = opened.get_successful_trajectories(
                 threshold=threshold,
                 best_of=best_of,
@@ -121,7 +122,7 @@ def dpo(
       agl dpo --store .agentlightning/store.db --model smollm2-135m steps=50 --run runs/dpo
     """
 
-    def algorithm(opened: LightningStore | None) -> Any:
+    def algorithm(sessions: Callable[[], LightningStore | None]) -> Any:
         from agentlightning.algorithms.preference import DPO, DPOConfig
         from agentlightning.errors import ConfigError
         from agentlightning.util.settings import load_settings
@@ -152,7 +153,7 @@ class _Options:
 
 def _learn(
     verb: str,
-    algorithm: Callable[[LightningStore | None], Any],
+    algorithm: Callable[[Callable[[], LightningStore | None]], Any],
     given: dict[str, Any],
     options: _Options,
     as_json: bool,
@@ -167,10 +168,11 @@ def _learn(
         from agentlightning.training.recorded import open_sessions
         from agentlightning.util.progress import Progress
 
-        opened = None if options.store is None else open_sessions(options.store)
-        parts: Any = {"store": opened, "reward": options.reward, "progress": Progress(console=output.console)}
+        sessions = cache(lambda: None if options.store is None else open_sessions(options.store))
+        made = algorithm(sessions) if options.resume is None else None
+        parts: Any = {"store": sessions(), "reward": options.reward, "progress": Progress(console=output.console)}
         if options.resume is None:
-            made, every = algorithm(opened), options.checkpoint_every
+            every = options.checkpoint_every
             if given["--model"] is None:
                 raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
             config = TrainConfig() if every is None else TrainConfig(run=RunConfig(checkpoint_every=every))

@@ -81,7 +81,7 @@ def test_agl_train_learns_from_sessions_and_goes_on_after_it_was_killed(
     fill(store)
     settings = tmp_path / "settings.toml"
     settings.write_text(toml(name, tiny, tmp_path / "sessions.db"))
-    whole = run("--config", str(settings), "--run-dir", str(tmp_path / "whole"))
+    whole = run("--config", str(settings), "--run", str(tmp_path / "whole"))
     assert (whole["steps"], whole["recorded"]["algorithm"]) == (4, name)
     trained, start = weights(tmp_path / "whole"), load_file(tiny / "model.safetensors")
     assert any(not torch.equal(trained[key], start[key]) for key in trained)
@@ -89,7 +89,7 @@ def test_agl_train_learns_from_sessions_and_goes_on_after_it_was_killed(
     with pytest.raises(Killed):
         CliRunner().invoke(
             build(),
-            ["train", "--config", str(settings), "--run-dir", str(tmp_path / "cut")],
+            ["train", "--config", str(settings), "--run", str(tmp_path / "cut")],
             catch_exceptions=False,
         )
     run("--resume", str(tmp_path / "cut"))
@@ -121,7 +121,7 @@ def test_a_file_of_conversations_needs_no_store(tiny: Path, tmp_path: Path) -> N
     turns = [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": "yes"}]
     data.write_text(json.dumps({"messages": turns}) + "\n")
     given = ["algorithm.type=sft", f"algorithm.dataset={data}", "algorithm.steps=1", "algorithm.lora.r=2"]
-    run(f"policy.model={tiny}", *given, "--run-dir", str(tmp_path / "run"))
+    run(f"policy.model={tiny}", *given, "--run", str(tmp_path / "run"))
     assert list((tmp_path / "run" / "checkpoint").rglob("adapter_config.json")), "algorithm.lora is that of the policy"
     assert run("--resume", str(tmp_path / "run"), "algorithm.steps=2")["steps"] == 2
 
@@ -132,7 +132,7 @@ def test_reinforcement_learning_chooses_its_loss_by_the_data_as_from_python(
     fill(store, tokens=True)
     settings = tmp_path / "settings.toml"
     settings.write_text(toml("lightning_rl", tiny, tmp_path / "sessions.db"))
-    run("--config", str(settings), "--run-dir", str(tmp_path / "run"))
+    run("--config", str(settings), "--run", str(tmp_path / "run"))
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     made = agl.LightningRL(**SETTINGS["lightning_rl"], optimizer={"lr": 3e-3})
     agl.Trainer(algorithm=made, model=tiny, store=store, run_dir=tmp_path / "python").train()
@@ -145,10 +145,10 @@ def test_the_settings_say_how_sessions_are_learned_from(store: Any, fill: Any, t
     settings = tmp_path / "settings.toml"
     settings.write_text(toml("lightning_rl", tiny, tmp_path / "sessions.db"))
     chosen = ["data.method=rejection", "data.success_threshold=0.9"]
-    result = run("--config", str(settings), *chosen, "--run-dir", str(tmp_path / "run"))
+    result = run("--config", str(settings), *chosen, "--run", str(tmp_path / "run"))
     assert (result["recorded"]["method"], result["recorded"]["sessions"]) == ("rejection", 6)
     following = ["data.follow=true", "data.follow_timeout=0.1", "algorithm.steps=9"]
-    result = run("--config", str(settings), *following, "--run-dir", str(tmp_path / "following"))
+    result = run("--config", str(settings), *following, "--run", str(tmp_path / "following"))
     assert (result["steps"], result["recorded"]["method"]) == (1, "importance"), "12 sessions a step, and then none"
     kept = CliRunner().invoke(build(), ["train", "--resume", str(tmp_path / "run"), "data.method=awr"])
     assert "data.method: a resumed run keeps this" in kept.output
@@ -166,7 +166,7 @@ def test_the_agent_of_the_settings_measures_where_sessions_are_learned_from(
     settings.write_text(
         'agent = "tests.support.agents:reward_of_task"\n' + toml("rejection", tiny, tmp_path / "sessions.db", steps=1)
     )
-    result = run("--config", str(settings), f"data.held_out={held_out}", "--run-dir", str(tmp_path / "run"))
+    result = run("--config", str(settings), f"data.held_out={held_out}", "--run", str(tmp_path / "run"))
     assert result["held_out"]["greedy"]["before"] == 0.5
 
 

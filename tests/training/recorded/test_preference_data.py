@@ -123,7 +123,7 @@ def test_agl_dpo_learns_from_a_file_and_makes_no_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "pairs.jsonl", PAIR)
-    words = ["dpo", "steps=2", "--data", "pairs.jsonl", "--model", str(tiny), "--run-dir", "run"]
+    words = ["dpo", "steps=2", "--data", "pairs.jsonl", "--model", str(tiny), "--run", "run"]
     done = CliRunner().invoke(build(), [*words, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["recorded"]["counts"]["pairs"] == 2

@@ -250,7 +250,7 @@ def test_a_hugging_face_dataset_is_read_by_its_rows(tiny: Path, tmp_path: Path) 
 def test_agl_dpo_learns_from_a_store(store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     words = ["dpo", "steps=2", "loss=ipo", "--model", str(tiny), "--store", str(tmp_path / "sessions.db")]
-    done = CliRunner().invoke(build(), [*words, "--run-dir", str(tmp_path / "cli"), "--json"])
+    done = CliRunner().invoke(build(), [*words, "--run", str(tmp_path / "cli"), "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["recorded"]["algorithm"], result["steps"], result["recorded"]["sessions"]) == ("dpo", 2, 12)
@@ -271,9 +271,9 @@ def test_agl_sft_passes_every_option_on(
     words = [
         *("sft", "epochs=3", "lora.r=4", "--model", str(tiny), "--store", str(tmp_path / "sessions.db")),
         *("--validation", "valid.jsonl", "--threshold", "0.7", "--best-of", "2", "--pass-rate", "0.1", "0.9"),
-        *("--duplicates", "--self-verified", "--output", str(tmp_path / "out"), "--target-agent", "writer"),
+        *("--duplicates", "--self-verified", "--out", str(tmp_path / "out"), "--target-agent", "writer"),
         *("--eval-agent", "module:agent", "--held-out", "held.jsonl", "--reward", "module:score", "--seed", "5"),
-        *("--run-dir", str(tmp_path / "cli")),
+        *("--run", str(tmp_path / "cli")),
     ]
     assert "enough" in CliRunner().invoke(build(), words).output
     trainer, sft = seen["trainer"], seen["trainer"].algorithm
@@ -292,7 +292,7 @@ def test_agl_sft_learns_from_a_file_into_an_adapter_and_makes_no_store(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in conversations(["yes", "no"])))
-    words = ["sft", "steps=1", "--model", str(tiny), "--dataset", str(path), "--run-dir", str(tmp_path / "cli")]
+    words = ["sft", "steps=1", "--model", str(tiny), "--data", str(path), "--run", str(tmp_path / "cli")]
     done = CliRunner().invoke(build(), [*words, "lora.r=2", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["recorded"]["sessions"] == 2
@@ -305,7 +305,7 @@ def test_a_tiny_model_is_made_for_the_pairs_of_a_file(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     lines = [{"prompt": f"Is {n} even?", "chosen": "yes, it is", "rejected": "no idea"} for n in range(8)]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["dpo", "steps=1", "--data", str(pairs), "--model", "tiny", "--run-dir", str(tmp_path / "run")]
+    words = ["dpo", "steps=1", "--data", str(pairs), "--model", "tiny", "--run", str(tmp_path / "run")]
     done = CliRunner().invoke(build(), words)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "run" / "checkpoint" / "config.json").exists()

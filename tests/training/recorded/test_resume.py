@@ -224,14 +224,14 @@ def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tm
     run = str(tmp_path / "run")
     sft = ["sft", "steps=3", "--checkpoint-every", "1", "--model", str(tiny)]
     kill(1)
-    done = CliRunner().invoke(build(), [*sft, "--store", str(tmp_path / "sessions.db"), "--run-dir", run])
+    done = CliRunner().invoke(build(), [*sft, "--store", str(tmp_path / "sessions.db"), "--run", run])
     assert isinstance(done.exception, Killed)
     resumed = CliRunner().invoke(build(), ["sft", "--resume", run, "--json"])
     assert resumed.exit_code == 0, resumed.output
     assert json.loads(resumed.stdout)["steps"] == 3
     both = CliRunner().invoke(build(), ["sft", "steps=5", "--resume", run])
     assert "--resume uses the run's own settings" in both.output
-    missing = CliRunner().invoke(build(), ["sft", "--dataset", "data.jsonl"])
+    missing = CliRunner().invoke(build(), ["sft", "--data", "data.jsonl"])
     assert "--model is missing" in missing.output
     nothing = CliRunner().invoke(build(), ["dpo", "--resume", str(tmp_path / "none")])
     assert "holds no run" in nothing.output
