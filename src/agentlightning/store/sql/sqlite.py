@@ -24,8 +24,7 @@ from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import ddl, migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Wake
-from agentlightning.store.validation import NO_LIMIT
+from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
@@ -57,7 +56,7 @@ def locate(url: str | Path | None) -> Path | None:
     return path / Path(DEFAULT_STORE).name if is_directory else path
 
 
-class SqliteDatabase:
+class SqliteDatabase(Database):
     """A file, or a database in memory that ends with its connection."""
 
     shared = False
@@ -100,12 +99,6 @@ class SqliteDatabase:
             raise self.explain(error) from error
         return SqliteConnection(connection, self.path)
 
-    def begin_close(self) -> None:
-        """A file is not lost."""
-
-    def listen(self, wake: Wake) -> None:
-        """Other processes are detected by `SqliteConnection.changed`."""
-
     def explain(self, error: Exception) -> StoreError:
         if isinstance(error, sqlite3.Error):
             return _explain(error, self.path)
@@ -142,10 +135,8 @@ def _for_rows(sql: str, rows: int) -> str:
     return _VALUES.sub(lambda values: ", ".join([values[0]] * rows), sql, count=1)
 
 
-class SqliteConnection:
+class SqliteConnection(Connection):
     """One connection of the driver."""
-
-    writer_id = ""
 
     def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
         self.raw = connection
@@ -208,22 +199,12 @@ class SqliteConnection:
             self._cursor.execute(_for_rows(sql, size), [value for row in rows[start : start + size] for value in row])
             start += size
 
-    def lock(self, sql: str, *values: Any) -> None:
-        """Nothing to do: write transactions are serialised."""
-
     def new_key(self, table: str, expected: int) -> int:
         last = self._keys.get(table)
         if last is None:
             last = int(self._cursor.execute(f"SELECT coalesce(max(key), 0) FROM {table}").fetchone()[0])
         self._keys[table] = last + 1
         return last + 1
-
-    def commit_in_order(self, table: str) -> None:
-        """Nothing to do: write transactions are serialised."""
-
-    def last_position(self) -> int:
-        """Nothing to do: write transactions are serialised."""
-        return NO_LIMIT
 
     def sync_clock(self, clock: Clock) -> None:
         now = clock.reading()
@@ -249,9 +230,6 @@ class SqliteConnection:
         if changed:
             self._keys.clear()
         return changed
-
-    def notify(self, queued: bool, finished: Sequence[str]) -> None:
-        """Nothing to do: other processes poll."""
 
     def size(self) -> int:
         return _number(self._cursor, "page_count") * _number(self._cursor, "page_size")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol
 
 from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.store.clock import Clock
@@ -31,8 +31,7 @@ from agentlightning.store.sql.schema import (
     WorkerRow,
     select,
 )
-
-AnyRow = TypeVar("AnyRow", RolloutRow, AttemptRow, WorkerRow)
+from agentlightning.store.validation import NO_LIMIT
 
 Wake = Callable[[bool, "Sequence[str] | None"], None]
 """(a rollout may be claimable, ids of rollouts that have finished; None: any may have)."""
@@ -42,9 +41,10 @@ Wake = Callable[[bool, "Sequence[str] | None"], None]
 
 
 class Connection(Protocol):
-    """One connection, used by one thread at a time. It raises the driver's own errors."""
+    """One connection, used by one thread at a time. It raises the driver's own errors. Methods with a body are what a
+    database does whose write transactions are serialised."""
 
-    writer_id: str
+    writer_id: str = ""
     """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
 
     def begin(self, write: bool, durable: bool = True) -> None:
@@ -74,8 +74,7 @@ class Connection(Protocol):
 
     def lock(self, sql: str, *values: Any) -> None:
         """Lock the rows of a query until the transaction ends, at the latest before the next query, which sees what
-        others have written to them. Nothing to do where write transactions are serialised."""
-        ...
+        others have written to them."""
 
     def new_key(self, table: str, expected: int) -> int:
         """A value for the column `key` of a table, above those before it in this transaction, which writes. expected:
@@ -85,16 +84,14 @@ class Connection(Protocol):
     def commit_in_order(self, table: str) -> None:
         """To be called before an insert for which the database assigns the keys: other transactions that insert into
         `table` wait until this one has ended, so that no row is visible before one with a lower key."""
-        ...
 
     def check_files(self) -> None:
         """Raises StoreLostError if the files of the database are no longer those that were opened."""
-        ...
 
     def last_position(self) -> int:
         """The last position of a rollout, at or before which no further one will appear: a page in order of creation
         must not go beyond it. Waits for no other server. Restarts the transaction, which must be read-only."""
-        ...
+        return NO_LIMIT
 
     def sync_clock(self, clock: Clock) -> None:
         """Record that a server is alive, and set `clock` to the steady time that all processes of the database share.
@@ -102,14 +99,13 @@ class Connection(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether another connection has written since the last call; valid until the end of the transaction. Only on
-        databases that are not `shared`."""
-        ...
+        """Whether another connection has written since the last call; valid until the end of the transaction. On a
+        `shared` database, nobody asks."""
+        return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         """Notify the listeners of other processes with the commit: a rollout may be claimable, these rollouts have
         finished. Does nothing where other processes poll."""
-        ...
 
     def size(self) -> int:
         """The size of the database in bytes."""
@@ -152,11 +148,9 @@ class Database(Protocol):
 
     def begin_close(self) -> None:
         """The store is about to be closed: calls no longer wait long for a lost server."""
-        ...
 
     def listen(self, wake: Wake) -> Listener | None:
         """Call `wake` from another thread when other processes commit. None: poll `Connection.changed` instead."""
-        ...
 
     def explain(self, error: Exception) -> StoreError:
         """The StoreError to raise instead of an error of the driver."""

@@ -30,7 +30,7 @@ from agentlightning.store.sql.postgres.server import (
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import migrate
-from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Wake
+from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
 
 MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
@@ -134,7 +134,7 @@ class _Call(NamedTuple):
     sql: str = ""
 
 
-class PostgresConnection:
+class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
@@ -346,9 +346,6 @@ class PostgresConnection:
     def commit_in_order(self, table: str) -> None:
         self.all(_LOCK_KEYS, table)
 
-    def check_files(self) -> None:
-        """Nothing to do: the files are those of the server."""
-
     def last_position(self) -> int:
         self.rollback()
         last = _check(self._connection.pgconn.exec_(_SHOW.encode())).get_value(0, 0)
@@ -365,9 +362,6 @@ class PostgresConnection:
         while not (rows := self.all(_SYNC_CLOCK, OUTAGE_SECONDS, clock.certain_seconds())):
             self.run(_START_CLOCK)
         clock.sync((sent + clock.reading()) / 2, rows[0][0])
-
-    def changed(self) -> bool:
-        return True
 
     def notify(self, queued: bool, finished: Sequence[str]) -> None:
         if queued or finished:
