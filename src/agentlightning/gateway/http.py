@@ -165,10 +165,8 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         message = await receive()
 
 
-async def run_to_completion(work: Awaitable[object] | None) -> None:
+async def run_to_completion(work: Awaitable[object]) -> None:
     """Await work that must complete even if the current task is cancelled meanwhile."""
-    if work is None:
-        return
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

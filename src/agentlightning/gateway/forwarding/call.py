@@ -30,7 +30,7 @@ from agentlightning.gateway.dialects.raw_request import (
 from agentlightning.gateway.dialects.registry import DIALECTS
 from agentlightning.gateway.dialects.sse import encode_event, event_data, loads
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.http import MAX_INLINE_BYTES, PASSED, ResponseWriter, offload, run_to_completion
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.record import CallRecord, failure_of, output_attributes
 from agentlightning.gateway.routing import ModelRoute
 from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
@@ -369,12 +369,9 @@ class ForwardedCall:
         if self.record.caller.attempt is None:
             return
         self.is_recorded, of_call, size = True, call.attributes(), len(self._request.body) // PASSED
-        if size <= MAX_INLINE_BYTES:
-            return await run_to_completion(keep(make(of_call)))
 
         async def record() -> None:
-            if (pending := keep(await offload(size, lambda: make(of_call)))) is not None:
-                await pending
+            await keep(await offload(size, lambda: make(of_call)))
 
         await run_to_completion(record())
 

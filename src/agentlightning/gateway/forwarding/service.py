@@ -176,7 +176,8 @@ class ForwardingService:
         used |= {names.COST: price.dollars(usage)} if price else {}
         is_end = bool(ended.response.choices) and not ended.is_pending
         try:
-            await run_to_completion(self.record(ended.spans(used)) if is_end else None)
+            if is_end:
+                await run_to_completion(self.record(ended.spans(used)))
         except StoreError:
             is_end = False
             raise
