@@ -496,11 +496,13 @@ class Committer(DatabaseThread):
         for command, value in undelivered:
             command.undo(tx, value)
             tx.mark()
-        claims = [command for command in writing if not self._run_command(command, results)]
+        for command in writing:
+            if not isinstance(command, ClaimRollouts):
+                self._run_command(command, results)
         next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
         notification = tx.queued, list(tx.finished)
         self._apply_notifications(changed_elsewhere)
-        self._serve_claims(claims, results)
+        self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
         tx.flush()
         self._answered.write(tx)
         tx.write_counts()
@@ -578,18 +580,20 @@ class Committer(DatabaseThread):
 
     # -- running commands --------------------------------------------------------------------------------------------
 
-    def _serve_claims(self, new: list[Command], results: list[Result]) -> None:
+    def _serve_claims(self, new: list[ClaimRollouts], results: list[Result]) -> None:
         """Run the waiting claims, in order of arrival, then the new ones."""
         if not (self.tx.queued or new):
             return
-        claims = [each for each in [*self._waiters.claims, *new] if isinstance(each, ClaimRollouts)]
+        waiting = [each for each in self._waiters.claims if isinstance(each, ClaimRollouts)]
+        claims = [*waiting, *new]
         if not claims:
             return
         self._claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
             names = command.queues
-            if names in empty or (None in empty and not _names_private_queue(names)):
+            hopeless = names in empty or (None in empty and not _names_private_queue(names))
+            if hopeless and not command.attempts and not command.future.cancelled():
                 command.wait(self._waiters)  # another claim of the same queues has found nothing
             elif not self._run_command(command, results, partial(command.claim, claims=self._claims)):
                 empty.add(names)
@@ -632,8 +636,7 @@ class Committer(DatabaseThread):
         tx.mark()
         self.spans.touched = False
         if value is WAIT:
-            if not isinstance(command, ClaimRollouts) or run is not command.run:
-                command.wait(self._waiters)
+            command.wait(self._waiters)
             return False
         command.done = True
         results.append((command, value, None))
