@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 TESTS=(tests/assemble tests/ingest tests/recording tests/store tests/tracing tests/util
     tests/docs/test_reference.py tests/test_resources.py)
-PACKAGES=(pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis psutil openai grimp joblib
+PACKAGES=(pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis psutil openai grimp joblib aiohttp
     'opentelemetry-exporter-otlp-proto-http>=1.39,<2')
 export HYPOTHESIS_EXAMPLES=10
 
