@@ -270,6 +270,17 @@ class Forward:
             return logprobs_from_logits(states.logits, Chosen(chosen_N, temperatures_N, entropy_gradient, kept))
         return token_logprobs(self.head, states.hidden, chosen_N, temperatures_N, entropy_gradient, kept)
 
+    def of_targets(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Tensor:
+        """log p(targets[b][t] | inputs[b][: t + 1]) at temperature 1, all rows one behind the other [N], with gradient.
+        Targets need not be the tokens that follow in the inputs."""
+        width = max(map(len, inputs))
+        places = np.concatenate([np.arange(len(row)) + number * width for number, row in enumerate(inputs)])
+        chosen_N = self.tensor(np.concatenate([np.asarray(row, np.int64) for row in targets]))
+        states = self._states(self._padded(inputs, width), places, None)
+        if states.logits is not None:
+            return logprobs_from_logits(states.logits, Chosen(chosen_N, None, False, None))[0]
+        return token_logprobs(self.head, states.hidden, chosen_N, None)[0]
+
     @torch.no_grad()
     def score(
         self,
