@@ -83,6 +83,7 @@ def test_generic_classes_take_the_type_of_a_task() -> None:
 
 
 def test_the_tracer_of_agentops_is_accepted_and_what_it_does_not_record_is_said(caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "agentlightning")  # an earlier test may have set it
     agl.Trainer(tracer=agl.AgentOpsTracer())
     assert not caplog.records
     agl.LitAgentRunner(agl.AgentOpsTracer())
