@@ -39,7 +39,7 @@ from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.span import Span
 from agentlightning.util.json_values import dumps
 
-RecordSpans = Callable[[list[Span]], Awaitable[None] | None]
+RecordSpans = Callable[[list[Span]], Awaitable[None]]
 """Records spans durably: they survive a crash once it returned None, or once its awaitable is done. Raises
 StoreError."""
 
