@@ -69,7 +69,7 @@ try:
     build()(["--help"])
 except SystemExit:
     own = {name for name in sys.modules if name.startswith("agentlightning.")}
-    slow = {"pydantic", "sqlalchemy", "httpx", "torch", "opentelemetry"} & sys.modules.keys()
+    slow = {"pydantic", "httpx", "torch", "opentelemetry"} & sys.modules.keys()
     print(slow | {name for name in own if name.startswith("agentlightning.cli.train")})
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
