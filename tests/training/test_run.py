@@ -1,0 +1,40 @@
+"""What an algorithm asks of a run arrives at the source of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, cast
+
+from agentlightning.algorithms.training import Check, Collected, RolloutRequest, Want
+from agentlightning.training.run import TrainingRun
+
+
+class Source:
+    """Keeps what it was asked for."""
+
+    request: RolloutRequest
+
+    async def next(self, request: RolloutRequest) -> Collected:
+        self.request = request
+        return Collected(())
+
+
+class Account:
+    async def count(self, collected: Collected) -> None: ...
+
+    async def each(self, call: Callable[[Any], Any]) -> list[Any]:
+        return []
+
+
+async def test_every_setting_of_collect_reaches_the_source_of_rollouts() -> None:
+    source, nothing = Source(), cast("Any", None)
+    run = TrainingRun(cast("Any", Account()), cast("Any", source), None, nothing, nothing, total_steps=1)
+    check = cast("Check", lambda trajectories: [])
+    named = Want(task=3, n=2)
+    await run.collect(
+        [named], tasks=2, group_size=4, temperature=0.7, check=check, timeout_reward=-1.0, top_p=0.9, top_k=40
+    )
+    expected = RolloutRequest([named, Want(n=4), Want(n=4)], 0.7, check, -1.0, 0.9, 40)
+    for field in fields(RolloutRequest):
+        assert getattr(source.request, field.name) == getattr(expected, field.name), field.name
