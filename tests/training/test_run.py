@@ -1,13 +1,15 @@
-"""What an algorithm asks of a run arrives at the source of its rollouts."""
+"""What an algorithm asks of a run arrives at the source of its rollouts, and earlier ones come back by their age."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, cast
 
 from agentlightning.algorithms.training import Check, Collected, RolloutRequest, Want
 from agentlightning.training.run import TrainingRun
+from agentlightning.trajectory import Trajectory, Transition
 
 
 class Source:
@@ -38,3 +40,21 @@ async def test_every_setting_of_collect_reaches_the_source_of_rollouts() -> None
     expected = RolloutRequest([named, Want(n=4), Want(n=4)], 0.7, check, -1.0, 0.9, 40)
     for field in fields(RolloutRequest):
         assert getattr(source.request, field.name) == getattr(expected, field.name), field.name
+
+
+def sampled_by(version: int) -> Trajectory:
+    call = Transition(f"ro-{version}", "at", "sp", 1, (1,), (2,), (-0.5,), policy_version=version)
+    return Trajectory(f"ro-{version}", "at", (call,), reward=1.0)
+
+
+async def test_rollouts_are_recalled_until_they_are_older_than_the_given_number_of_updates() -> None:
+    async def read_remaining(*_: Any) -> list[Trajectory]:
+        return [sampled_by(version) for version in (2, 3, 4, 5)]
+
+    reader = SimpleNamespace(read_remaining=read_remaining)
+    account = SimpleNamespace(state=SimpleNamespace(resumes=()), collector=SimpleNamespace(reader=reader))
+    learner = SimpleNamespace(policy_version=5, versions={"policy": 5})
+    nothing = cast("Any", None)
+    run = TrainingRun(cast("Any", account), nothing, cast("Any", learner), nothing, nothing, total_steps=1)
+    found = await run.recall({}, tasks={}, max_age=2)
+    assert [each.rollout_id for each in found] == ["ro-3", "ro-4", "ro-5"]
