@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,11 @@ def test_env_names_every_kind_that_is_installed(folder: Path) -> None:
     lines = [line for line in result.output.splitlines() if "lab" in line]
     assert any(line.startswith("extension  server_routes  lab  routes_part:Part") for line in lines), result.output
     assert (result.exit_code, "unloadable_part.py" in result.output.replace("\n", "")) == (1, True), result.output
+
+
+def test_a_decorated_function_is_named_with_the_file_that_it_stands_in() -> None:
+    @contextmanager
+    def routes() -> Generator[None]:
+        yield
+
+    assert plugins.described(routes).endswith(f"({__file__})")

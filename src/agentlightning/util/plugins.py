@@ -134,7 +134,7 @@ def reference_to(part: Any) -> str:
 def described(part: Any) -> str:
     """A class or a function of others in words: its name, and its file."""
     try:
-        return f"{part.__module__}:{part.__qualname__} ({inspect.getfile(part)})"
+        return f"{part.__module__}:{part.__qualname__} ({inspect.getfile(inspect.unwrap(part))})"
     except (AttributeError, OSError, TypeError):
         return repr(part)
 
