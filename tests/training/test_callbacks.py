@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.errors import ConfigError, ExtensionError, ResumeError
+from agentlightning.errors import ConfigError, ExtensionError, ResumeError, TrainingStopped
 from agentlightning.training.callbacks import restore, saved
 
 pytestmark = pytest.mark.integration
@@ -163,10 +163,10 @@ def test_one_that_raises_is_named_with_its_file_and_the_run_goes_on_once_it_is_m
     assert [line["seen"] for line in lines(folder)] == [2, 4, 6, 8]
 
 
-def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1) -> agl.TrainingResult:
+def fit(folder: Path, callbacks: Sequence[Any], steps: int = 1, **run: Any) -> agl.TrainingResult:
     from lab_callbacks import Measure, agent  # type: ignore[import-not-found]
 
-    config = agl.TrainConfig(evaluation={"every": 0})
+    config = agl.TrainConfig(evaluation={"every": 0}, run=run)
     made: Any = Measure(steps=steps)
     trainer = agl.Trainer(
         config, algorithm=made, run_dir=folder / "run", callbacks=callbacks, progress=agl.Progress(enabled=False)
@@ -222,3 +222,16 @@ def test_a_state_of_another_form_is_named(folder: Path) -> None:
     assert saved(made) == {"rollouts": 3, "points": ["step"], "best": None}
     with pytest.raises(ResumeError, match=r"callback lab_callbacks:Count \(.*\) cannot be read: Expected `int`"):
         restore(made, {"rollouts": "three"})
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_it_may_have_a_checkpoint_written_when_none_is_due(folder: Path, saves: bool) -> None:
+    class Stops(agl.Callback[Any]):
+        async def on_step(self, step: agl.FinishedStep) -> None:
+            if step.line["step"] == 2:
+                step.saves, step.stop = saves, "enough"
+
+    with pytest.raises(TrainingStopped, match="enough"):
+        fit(folder, [Stops()], steps=4, checkpoint_every=100)
+    checkpoint = json.loads((folder / "run" / "state.json").read_text())["checkpoint"]
+    assert (checkpoint == "checkpoints/step-000002") is saves
