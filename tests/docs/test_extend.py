@@ -60,7 +60,7 @@ def test_what_a_distribution_announces_is_known_by_its_name(installed: Path, tmp
         assert any(line.split()[:1] == [kind] and name in line for line in text.splitlines()), text
     run = agl(installed, tmp_path, "train", "--print-config", "algorithm.loss=plane", fails=True)
     assert "there is no loss 'plane'; did you mean 'plain'" in run.stderr
-    shown = agl(installed, tmp_path, "doctor", "--json").stdout
+    shown = agl(installed, tmp_path, "env", "--json").stdout
     found = {(each["kind"], each["name"]): each for each in json.loads(shown.splitlines()[-1])["extensions"]}
     assert not [each for each in found.values() if "problem" in each], found
     assert f"lab_engine:Near ({installed / 'lab_engine.py'})" in found["engines", "near"]["part"]

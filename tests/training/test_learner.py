@@ -1,6 +1,7 @@
 """An update holds calls back no longer than it must; and the age of training samples, in updates of the weights."""
 
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ class Recorded:
         self.events.append(f"train {in_flight}")
         return {"loss": 1.0}
 
+    async def load(self, directory: Path, *, in_flight: bool = False) -> None:
+        self.events.append(f"load {directory}")
+
 
 class Separate(Recorded):
     capabilities = Capabilities(separate=True)
@@ -89,3 +93,17 @@ def test_loading_a_checkpoint_does_not_age_what_its_weights_sampled():
     sample = TrainingSample(tree, advantages=((), (1.0,)), weights=((), (1.0,)))
     assert staleness([sample], lambda adapter: 8)["staleness"] == 5
     assert staleness([sample], lambda adapter: 8, resumes=[[3, 7]])["staleness"] == 1
+
+
+async def test_weights_that_a_run_returns_to_are_published_as_updated_ones_are():
+    policy = Recorded()
+
+    class Publisher:
+        async def publish(self) -> dict[str, float]:
+            policy.events.append("publish")
+            return {"publish_seconds": 0.1}
+
+    learner = PolicyLearner(policy, policy.updating, token_budget=7, weights=Publisher())  # type: ignore[arg-type]
+    await learner.rollback(Path("step-3"))
+    assert policy.events == ["calls wait", "load step-3", "calls go on", "publish"]
+    assert (await learner.update([]))["publish_seconds"] == 0.1

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from agentlightning.errors import ConfigError
-from agentlightning.util.plugins import load_plugin, plugin_names
+from agentlightning.util.plugins import installed, load_plugin, plugin_names
 
 GROUPS: Final = {
     "Train": {
@@ -91,6 +91,13 @@ class Verb(TyperCommand):
             if (before := word.partition("=")[0]) in self.earlier and not ctx.resilient_parsing:
                 typer.echo(f"{before} is called {self.earlier[before].opts[0]} now", err=True)
         return rest
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The help of `agl train` names what distributions announce."""
+        rows = [(kind, ", ".join(names)) for kind, names in installed().items() if kind != "commands"]
+        if self.name == "train" and rows:
+            with formatter.section("Installed extensions (agl env says more)"):
+                formatter.write_dl(rows)
 
 
 class LazyVerb(TyperCommand):

@@ -55,7 +55,7 @@ def train(
 
     Settings are given as section.key=value. Without --config and --resume, those of agl.toml in the current directory
     are used, if there is one. With data.sessions=STORE, or a file of algorithm.type=sft or dpo, it learns from what was
-    recorded instead. `agl env` names installed extensions.
+    recorded instead.
 
     \b
     Settings that are changed most, with examples of values:

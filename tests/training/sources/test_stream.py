@@ -255,6 +255,8 @@ async def test_a_tree_grows_at_the_calls_that_are_named(store: InMemoryLightning
     assert {each.group for each in grown.trajectories} == {root.group}
     assert [each.task for each in grown.trajectories] == [root.task] * 3
     assert grown.metrics["branches"] == 2, "the one at the first call shares nothing but the task"
+    places = {each.rollout_id.split("-")[-2] for each in grown.trajectories}
+    assert len(places) == 2, "ids name the place: a step that resumes with other wants takes none of these"
     leaf = grown.trajectories[0].rollout_id
     (deeper,) = (await collect(Want(branch=BranchPoint(leaf, known[leaf][1])))).trajectories
     made = await store.get_rollout_by_id(deeper.rollout_id)
