@@ -139,6 +139,13 @@ def test_a_state_that_holds_everything_in_one_table_is_read(tmp_path, version):
     assert {name: each["step"] for name, each in state.kept.items()} == {"healthy": 0, "candidate": 0, "promoted": 4}
 
 
+@pytest.mark.parametrize("version", [0, 99])
+def test_a_state_of_another_version_is_refused(tmp_path, version):
+    (tmp_path / "state.json").write_text(json.dumps(FLAT | {"version": version}))
+    with pytest.raises(ResumeError, match=rf"was written by another version \(state {version}\); use that version"):
+        read_state(tmp_path)
+
+
 def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
     run_dir.append_metrics({"step": 1, "reward": 0.5})
     with (run_dir.path / "metrics.jsonl").open("ab") as file:
