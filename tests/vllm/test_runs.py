@@ -99,7 +99,7 @@ def servers(request: pytest.FixtureRequest) -> ServersConfig:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
     """The weights of each version that servers were given in this process."""
     kept: dict[int, Weights] = {}
-    give = ServedPolicy._publish
+    give = ServedPolicy._publish_weights
 
     async def watched(policy: ServedPolicy, held: PublishedWeights) -> None:
         copies: Weights = {}
@@ -108,7 +108,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
         kept[policy.learner.policy_version] = copies
         await give(policy, held)
 
-    monkeypatch.setattr(ServedPolicy, "_publish", watched)
+    monkeypatch.setattr(ServedPolicy, "_publish_weights", watched)
     return kept
 
 

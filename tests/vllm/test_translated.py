@@ -31,7 +31,7 @@ async def environment(server: str) -> AsyncIterator[dict[str, str]]:
     await store.close()
 
 
-async def test_tool_calls_stream_while_they_are_generated(fresh_server: str) -> None:
+async def test_a_tool_call_of_a_stream_arrives_whole_and_the_same_in_each_dialect(fresh_server: str) -> None:
     """A model that knows nothing writes no object."""
     choice = {"type": "tool", "name": "add"}
     asked = {"model": "tiny", "max_tokens": 60, "messages": HI, "tools": [TOOL], "tool_choice": choice}
@@ -51,8 +51,7 @@ async def test_tool_calls_stream_while_they_are_generated(fresh_server: str) -> 
             message = await stream.get_final_message()
     parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     (call,) = [item for item in events[-1].response.output if item.type == "function_call"]
-    assert len(parts) > 1
-    assert (call.name, call.arguments) == ("add", "".join(parts))
+    assert (call.name, [call.arguments]) == ("add", parts)
     (use,) = [block for block in message.content if block.type == "tool_use"]
     assert (use.name, use.input["_raw_arguments"]) == ("add", call.arguments)
 
