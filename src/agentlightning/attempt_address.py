@@ -15,12 +15,12 @@ _attempt_id = re.compile(r"at-([0-9a-f]{24})")
 ATTEMPT_HEADER: Final = "x-agentlightning-attempt"
 """Header with the key of the attempt that makes the call."""
 WORK_HEADER: Final = "x-agentlightning-work-of"
-"""Header with the key of the attempt whose queue item the caller works on, where another attempt started the caller.
-Without other evidence that the call belongs to that attempt, it is rejected."""
+"""Header of a call whose maker may work for any attempt, with one of the reasons below. Without a URL or key of an
+attempt it is rejected."""
 UNCERTAIN: Final = "uncertain"
+"""A task or thread that serves several attempts."""
 ENDED: Final = "ended"
-"""Values of this header where the caller may work for any attempt: a task or thread that serves several, or that has
-outlived the attempt that started it. Only a URL or key of an attempt is evidence then."""
+"""One that has outlived the attempt that started it."""
 JUDGE_HEADER: Final = "x-agentlightning-judge"
 """Header of calls made by a reward function: the id of the attempt that it scores."""
 ROLLOUT_BAGGAGE: Final = "agentlightning.rollout_id"

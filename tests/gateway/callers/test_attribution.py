@@ -198,18 +198,7 @@ async def test_the_url_with_the_key_of_another_attempt_is_refused_whatever_the_c
         await whose({"x-agentlightning-attempt": attempt_key(secret, *other)}, in_url(mine), require_key=True)
 
 
-async def test_a_call_on_behalf_of_another_attempt_needs_something_that_agrees(store, secret, whose):
-    begun_in, works_for = await start(store, "w"), await start(store, "w")
-    doubt = {"x-agentlightning-work-of": attempt_key(secret, *works_for)}
-    assert (await whose(doubt, in_url(works_for))).attempt == works_for
-    assert (await whose(doubt, in_process_of("w", works_for))).attempt == works_for
-    for headers, path in (({}, in_process_of("w", begun_in)), (trace(begun_in), {})):
-        with pytest.raises(ApiError, match="the attempt of this call is uncertain") as refused:
-            await whose(doubt | headers, path)
-        assert (refused.value.status, refused.value.code) == (409, "attempt_ambiguous")
-
-
-@pytest.mark.parametrize("why", ["uncertain", "ended"])
+@pytest.mark.parametrize("why", ["uncertain", "ended", "at-of-another"])
 async def test_a_caller_that_may_work_for_any_attempt_needs_a_url_or_key_of_one(store, secret, whose, why):
     ids, doubt = await start(store, "w"), {"x-agentlightning-work-of": why}
     assert (await whose(doubt, in_url(ids))).attempt == ids

@@ -14,8 +14,8 @@ Runs for every model call, before its body is parsed. The first of these that na
 
 So the claims of the request itself precede those that its client inherited. A caller whose
 `x-agentlightning-work-of` says that it may work for several attempts is rejected (409), unless its URL or key names the
-attempt or all its claims agree. A reward function that calls through a client of the agent is
-rejected (409), since its call is not part of the attempt.
+attempt. A reward function that calls through a client of the agent is rejected (409), since its call is not part of the
+attempt.
 
 An API key of another attempt or worker than the URL names, or of another worker than the trace's, is rejected (401).
 Other contradictions are recorded, counted and ignored. If keys are required, trace, baggage and worker count only with
@@ -44,7 +44,6 @@ from agentlightning.attempt_address import (
     ENDED,
     JUDGE_HEADER,
     ROLLOUT_BAGGAGE,
-    UNCERTAIN,
     WORK_HEADER,
     attempt_of_trace,
     attempt_secret,
@@ -112,10 +111,8 @@ class RequestClaims(Struct, frozen=True):
     hints: list[Hint]
     ignored: list[str]
     """Other attempts that the header, the URL or the key name."""
-    works_for: AttemptIds | None
-    """The attempt whose work the caller took over, unless the URL or the key names the attempt."""
     uncertain: str | None
-    """Why the caller may work for any attempt (`uncertain`, `ended`), unless the URL or the key names one."""
+    """Why the caller may work for any attempt (UNCERTAIN, ENDED), unless the URL or the key names one."""
 
 
 def keep_keys(variables: dict[str, str], server_url: str, inherited: Mapping[str, str]) -> None:
@@ -322,7 +319,7 @@ class Attribution:
             )
         elif worker_id is not None:
             await self._check_worker(worker_id, attempt)
-        if claims.uncertain or (claims.works_for is not None and attempt != claims.works_for):
+        if claims.uncertain:
             raise self._refuse(claims, attempt)
         self._count_conflict(claims, attempt)
         return self._make_caller(claims, attempt, source)
@@ -384,8 +381,6 @@ class Attribution:
         attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
         trace_id, parent_id = _trace(headers.get("traceparent"))
         is_explicit = attempt is not None and not _may_be_stale(path_params)
-        work = headers.get(WORK_HEADER)
-        uncertain = work if work in (UNCERTAIN, ENDED) else None
         return RequestClaims(
             mode=mode,
             temperature=None if mode is None else self._modes[mode],
@@ -396,8 +391,7 @@ class Attribution:
             parent_id=parent_id,
             hints=_hints(trace_id, headers.get("baggage")),
             ignored=ignored,
-            works_for=None if is_explicit or uncertain else self._attempt_from_header(headers, WORK_HEADER),
-            uncertain=None if is_explicit else uncertain,
+            uncertain=None if is_explicit else headers.get(WORK_HEADER),
         )
 
     def _is_access_token(self, headers: Mapping[str, str]) -> bool:
@@ -419,7 +413,7 @@ class Attribution:
         self, headers: Mapping[str, str], path_params: Mapping[str, str], key: KeyClaims
     ) -> tuple[AttemptIds | None, Source | None, list[str]]:
         """(attempt, source, other attempts named) from the header, the URL and the key."""
-        from_header = self._attempt_from_header(headers, ATTEMPT_HEADER)
+        from_header = self._attempt_from_header(headers)
         from_url = _attempt_of_url(path_params)
         if from_url is not None and key.attempt is not None and from_url != key.attempt:
             raise ApiError(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
@@ -441,13 +435,12 @@ class Attribution:
             )
         return attempt, source, [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
 
-    def _attempt_from_header(self, headers: Mapping[str, str], name: str) -> AttemptIds | None:
-        """The attempt whose key is the value of a header."""
-        value = headers.get(name)
+    def _attempt_from_header(self, headers: Mapping[str, str]) -> AttemptIds | None:
+        value = headers.get(ATTEMPT_HEADER)
         if value is None:
             return None
         if (ids := read_attempt_key(self._secret, value)) is None:
-            message = f"the header {name} holds no key of an attempt of this server"
+            message = f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server"
             raise ApiError(401, message, code="invalid_api_key")
         return ids
 
@@ -534,12 +527,11 @@ class Attribution:
 
 
 def _ambiguous_attempt(claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
-    work = "" if claims.works_for is None else f", and works for the attempt {claims.works_for[1]!r} now,"
     client = "" if attempt is None else f" with a client that was made in the attempt {attempt[1]!r}"
     maker = (
         "a task or thread that has outlived the attempt that started it"
         if claims.uncertain == ENDED
-        else f"a task or thread that serves several attempts{work}"
+        else "a task or thread that serves several attempts"
     )
     message = (
         f"{maker} made this call{client}, so the attempt of this call is uncertain: make the client in each attempt "

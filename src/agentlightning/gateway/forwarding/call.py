@@ -40,8 +40,7 @@ from agentlightning.span import Span
 from agentlightning.util.json_values import dumps
 
 RecordSpans = Callable[[list[Span]], Awaitable[None]]
-"""Records spans durably: they survive a crash once it returned None, or once its awaitable is done. Raises
-StoreError."""
+"""Records spans: they survive a crash of this process once it is done. Raises StoreError."""
 
 _FINAL_EVENTS: Final = frozenset(
     {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}

@@ -20,7 +20,9 @@ from typing import Any, Final
 from agentlightning.store.sql.pack import LONG_PROMPT
 from agentlightning.store.sql.schema import MAX_PACK
 from agentlightning.store.sql.tx import Connection
+from agentlightning.util.common_prefix import common_prefix_length
 
+TOKEN_BYTES: Final = 4
 CACHE_BYTES: Final = 32 << 20
 LEAVES: Final = 8
 """Prompts of one attempt that are remembered: the ends of so many branches."""
@@ -137,7 +139,7 @@ class PromptCache:
         self._attempts.move_to_end(attempt_key)
         best, shared = None, LONG_PROMPT - 1
         for leaf in leaves:
-            common = _common_prefix(leaf.ids, ids)
+            common = common_prefix_length(leaf.ids, ids) // TOKEN_BYTES * TOKEN_BYTES
             if common > shared:
                 best, shared = leaf, common
         if best is None:
@@ -174,17 +176,3 @@ class PromptCache:
         ((root,),) = self._connection.all(_ROOT_OF, place)
         self._bytes += len(ids)
         return [_Leaf(root, ids, [(place, 0)])]
-
-
-def _common_prefix(one: bytes, other: bytes) -> int:
-    """How many bytes of whole tokens two prompts share."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 4:
-        middle = (low + high) // 8 * 4
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
