@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.local import cascade_attention, kv_cache
+from agentlightning.engine.local import cascade_attention, kv_cache, scheduler
 from agentlightning.engine.local.kv_cache import probe_layout, vocab_size
-from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
+from agentlightning.engine.local.scheduler import ContinuousBatcher, Request, StepThreads
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 
 pytestmark = pytest.mark.integration
@@ -540,3 +540,45 @@ def test_it_says_how_full_its_key_value_cache_is() -> None:
     assert engine.kv_cache_usage == pytest.approx(0.75)
     drain(engine)
     assert engine.kv_cache_usage == 0
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("seconds", "chosen"), [({1: 1.0, 2: 0.9}, 1), ({1: 1.0, 2: 0.6}, 2)])
+def test_several_threads_are_used_where_they_clearly_make_a_step_faster(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int
+) -> None:
+    now, used, choice = 0.0, list[int](), StepThreads()
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now)
+    for _ in range(20):
+        with choice.use(rows=1, tokens=100):
+            used.append(torch.get_num_threads())
+            now += seconds[used[-1]]
+        assert torch.get_num_threads() == 2
+    assert set(used[:8]) == {1, 2}
+    assert set(used[8:]) == {chosen}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_batch_tries_numbers_of_threads_for_each_size_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MIN_SPEEDUP", 1e9)
+    engine, used = generator(tiny_model()), list[int]()
+    forward = engine.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "_decoder", None)
+    monkeypatch.setattr(engine.model, "forward", counted)
+    answers(engine, [[5, 6, 7]], replace(GREEDY, max_tokens=60))
+    assert used[0] == 2  # The prompt.
+    assert used.count(2) < used.count(1)
+    assert used[-5:] == [1] * 5

@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -149,9 +150,42 @@ BFLOAT16_ROUNDING = 0.05
 """Largest difference between two orders of the same operations in bfloat16 that is taken for rounding."""
 MOST_ROUNDING = 0.2
 """The same in bfloat16, where it varies."""
+THREAD_TRIALS = 4
+"""Steps with each number of threads before one is chosen."""
+MIN_SPEEDUP = 1.4
+"""Several threads are used where they make a step this many times as fast. Below, they mostly wait for one another."""
 BROKEN_WEIGHTS = (
     "its weights no longer hold finite numbers; go back to an earlier checkpoint and lower the learning rate"
 )
+
+
+class StepThreads:
+    """Whether a decoding step on the CPU uses all of torch's threads or one: a step of few rows is hundreds of products
+    that are too small to divide. Both are tried with the first steps of each size, in powers of two."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], dict[int, list[float]]] = {}
+
+    @contextmanager
+    def use(self, rows: int, tokens: int) -> Generator[None]:
+        """Around a step of so many rows, the longest of which has so many tokens."""
+        most = torch.get_num_threads()
+        if most == 1:
+            yield
+            return
+        trials = self._seconds.setdefault((rows.bit_length(), tokens.bit_length()), {most: [], 1: []})
+        threads = min(trials, key=lambda each: len(trials[each]))
+        tried = len(trials[threads]) == THREAD_TRIALS
+        if tried:
+            threads = most if min(trials[most]) * MIN_SPEEDUP < min(trials[1]) else 1
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(most)
+        if not tried:
+            trials[threads].append(time.perf_counter() - start)
 
 
 class ContinuousBatcher:
@@ -202,6 +236,7 @@ class ContinuousBatcher:
         """Parameters of `_rows`; None after `_rows` changed."""
         self._shared_prefix: cascade_attention.SharedPrefix | None = None
         """Common prefixes of `_rows`, found together with `_batch_params`."""
+        self._threads = StepThreads() if model.device.type == "cpu" else None
         self._kv_cache_usage = 0.0
         self._use_cascade = False
         self._decoder: decoder.Decoder | None = None
@@ -457,8 +492,9 @@ class ContinuousBatcher:
             self._batch_params = sampler.batch_params([request.params for request in rows], self.model.device)
             self._shared_prefix = self._find_shared_prefix()
         tokens, pasts = [row.tokens[-1:] for row in rows], [row.cached for row in rows]
-        logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
-        sampled = self._sample_tokens(rows, logits, self._batch_params)
+        with self._threads.use(len(rows), max(pasts)) if self._threads else nullcontext():
+            logits = self._decode_step([row.adapter for row in rows], tokens, pasts)
+            sampled = self._sample_tokens(rows, logits, self._batch_params)
         # One transfer for both: float64 represents token ids and float32 log-probabilities exactly.
         pairs = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).tolist()
         if not all(map(math.isfinite, pairs[1])):
