@@ -402,7 +402,8 @@ class PolicyConfig(ModelSettings):
     or the GPU computes in it, else float32."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch. None: all cores for models of 50M weights or more, if a product of its size is then faster
-    at the start of the run, else 1. More than one is slower whenever the machine is busy with anything else."""
+    at the start of the run, else 1. Sampling uses one of them for as few rows as more would hardly speed up. More than
+    one is slower whenever the machine is busy with anything else."""
     token_budget: int = Field(default=8192, ge=64)
     """Tokens of one micro-batch in training."""
     in_flight: bool = False

@@ -23,9 +23,9 @@ from agentlightning.policy.config import AgentSetting, LocalPolicyConfig, Lora
 logger = logging.getLogger(__name__)
 
 CORES: Final = torch.get_num_threads()
+"""The threads that torch chooses: physical cores, or what OMP_NUM_THREADS says."""
 PROBE_SECONDS: Final = 0.5
 """How long `fastest_threads` tries, one turn at least."""
-"""The threads that torch chooses: physical cores, or what OMP_NUM_THREADS says."""
 LARGE: Final = 50_000_000
 """Weights from which a model gains from bfloat16 and from threads: SmolLM2-135M does, the models of tests do not."""
 _AGENTS: TypeAdapter[dict[str, AgentSetting]] = TypeAdapter(dict[str, AgentSetting])
