@@ -308,6 +308,17 @@ async def test_a_call_that_a_rollout_does_not_have_is_named(store: InMemoryLight
             await loop.source.next(RolloutRequest([Want(branch=BranchPoint(rollout.rollout_id, call, kept=kept))]))
 
 
+@pytest.mark.parametrize(
+    "wants",
+    [[Want(task=3)], [Want(branch=BranchPoint("ro-1", "span-1"))], [Want(n=2), Want(n=4)]],
+    ids=["task", "branch", "sizes"],
+)
+def test_recorded_rollouts_cannot_be_chosen(wants: list[Want]) -> None:
+    with pytest.raises(ConfigError, match="recorded rollouts come as they are"):
+        _ = RolloutRequest(wants).tasks
+    assert RolloutRequest([Want(n=4)] * 3).tasks == 3
+
+
 def test_a_want_of_nothing_or_of_two_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match="n is 1 or more"):
         Want(n=0)
