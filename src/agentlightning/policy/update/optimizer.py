@@ -136,7 +136,9 @@ class WeightAverage:
 # `OptimizerConfig` has its settings. A state dict restores an `Optimizer` exactly. Weights of less precision than
 # float32 have float32 master copies: gradients accumulate there, the optimiser updates them, and the model gets the
 # rounded result. Without them, a step smaller than half a unit in the last place of a bfloat16 weight (0.4% of it) is
-# lost.
+# lost. A copy begins anywhere within what is rounded to its weight: a step of a tenth of a unit then changes a tenth of
+# the weights at once. Were it to begin at the weight itself, the first steps would change none (dithered quantisation:
+# Gray & Stockham 1993, https://doi.org/10.1109/18.256489).
 
 
 class Optimizer:
@@ -252,8 +254,18 @@ class Optimizer:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    precise = torch.finfo(parameter.dtype).bits >= 32
-    return parameter if precise else nn.Parameter(parameter.detach().float())
+    """What is optimised in place of a weight: itself if it is float32, else a number that is rounded to it."""
+    weight = parameter.detach()
+    if torch.finfo(weight.dtype).bits >= 32:
+        return parameter
+    copy = weight.float()
+    if weight.dtype == torch.bfloat16:  # The upper half of a float32.
+        generator = torch.Generator(weight.device).manual_seed(0)
+        lower = torch.randint(
+            -0x7FFF, 0x8000, weight.shape, dtype=torch.int32, device=weight.device, generator=generator
+        )
+        copy.view(torch.int32).add_(lower.masked_fill_((weight == 0) | ~weight.isfinite(), 0))
+    return nn.Parameter(copy)
 
 
 def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
