@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -185,15 +186,33 @@ def test_small_steps_are_lost_in_bfloat16_and_add_up_in_master_weights() -> None
     start, slope = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     alone, mastered = (nn.ParameterList([nn.Parameter(start.clone())]) for _ in range(2))
     plain, optimizer = torch.optim.AdamW(alone, lr=1e-6), Optimizer(mastered, OptimizerConfig(lr=1e-6))
+    first = optimizer.masters[0].detach().clone()
     for _ in range(20):
         for (weight,) in (alone, mastered):
             (weight * slope).sum().backward()
         plain.step()
         plain.zero_grad()
         optimizer.step()
-    moved = (optimizer.masters[0].detach() - start.float()).abs()
+    moved = (optimizer.masters[0].detach() - first).abs()
     assert (alone[0] != start).float().mean() < 0.1
     assert moved.median().item() == pytest.approx(20e-6, rel=0.1), "twenty whole steps"
+
+
+def test_a_first_step_far_below_the_rounding_of_bfloat16_moves_the_weights_by_as_much_on_average() -> None:
+    """A step of 1e-4, where neighbours of bfloat16 are 0.0078 apart: one weight in 78 moves, by all of that."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(200, 300, dtype=torch.bfloat16) * 1.5)])
+    optimizer = Optimizer(model, OptimizerConfig(lr=1e-4))
+    assert torch.equal(optimizer.masters[0].bfloat16(), model[0]), "rounded, they are the weights"
+    model[0].sum().backward()
+    optimizer.step()
+    assert (1.5 - model[0].float()).mean().item() == pytest.approx(1e-4, rel=0.2)
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.0, math.inf, -math.inf, 2.0**-130, 1.0, -2.0, 3.38e38])
+def test_a_master_copy_is_rounded_to_its_weight(weight: float) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.full((64, 64), weight, dtype=torch.bfloat16))])
+    (copies,) = Optimizer(model, OptimizerConfig(lr=1e-4)).masters
+    assert torch.equal(copies.bfloat16().view(torch.int16), model[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
