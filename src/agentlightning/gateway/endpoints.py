@@ -1,6 +1,6 @@
 """The HTTP endpoints of the gateway: its routes, the handling of one model call, and the boundary where errors end.
 
-Each call is resolved once: caller, parsed body and route (`ResolvedCall`). A provider or an engine of ours serves it
+Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of ours serves it
 then.
 """
 
@@ -151,7 +151,7 @@ class Endpoints:
             self.counters.errors += 1
             return error_body(request, to_api_error(error))
 
-    # -- before and after the task ---------------------------------------------------------------------------------
+    # -- one call --------------------------------------------------------------------------------------------------
 
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
@@ -170,8 +170,6 @@ class Endpoints:
                 expected = isinstance(error, (ApiError, EngineUnavailableError, *STORE_UNAVAILABLE))
                 logger.error("a call failed: %s", api_error.message, exc_info=None if expected else error)
             await _send_error(dialect, writer, api_error)
-
-    # -- one call --------------------------------------------------------------------------------------------------
 
     async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()

@@ -42,6 +42,7 @@ CHECK_SECONDS: Final = 2.0
 _TRUSTED_CHECKS: Final = 2.5
 """For how many times as long an attempt counts as running after the store said so."""
 IDLE_SECONDS: Final = 3600.0
+"""Without a call for so long, an attempt is not watched."""
 _ATTEMPTS_PER_QUERY: Final = 256
 
 
@@ -65,6 +66,7 @@ class AttemptContext:
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
     worker_id: str | None = None
+    """The worker that runs it."""
     checked_at: float = -math.inf
     """When the store last said that the attempt is running (monotonic seconds)."""
     called_at: float = 0.0
@@ -110,8 +112,8 @@ class AttemptContext:
 
 
 class AttemptTable:
-    """The attempts that made calls and, as far as the store said, still run; at most `limit`, without those that made
-    no call for longest. `forget` is told (rollout_id, attempt_id) of each that has ended."""
+    """The attempts that made calls and still run, as far as the store said. Beyond `limit`, those whose last call is
+    longest ago leave the table. `forget(rollout_id, attempt_id)` is called for each attempt that has ended."""
 
     def __init__(
         self,
