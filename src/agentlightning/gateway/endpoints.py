@@ -1,7 +1,7 @@
 """The HTTP endpoints of the gateway: its routes, the handling of one model call, and the boundary where errors end.
 
-Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of ours serves it
-then.
+Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of ours
+serves it then.
 """
 
 from __future__ import annotations

@@ -93,11 +93,13 @@ class CountedStore:
 
 async def test_calls_of_an_agent_that_thinks_long_only_write_to_the_store(serve, store):
     counted = CountedStore(store)
-    service = await serve(lambda messages: "Hello.", use_store=counted, check_seconds=0.02)
+    service = await serve(lambda messages: "Hello.", use_store=counted, check_seconds=0.1)
     await service.ask()
-    counted.asked.clear()
-    for _ in range(4):
-        await asyncio.sleep(0.2)
+    asked = []
+    for _ in range(5):
+        await asyncio.sleep(0.3)
+        counted.asked.clear()
         await service.ask()
-    calls = [name for name in counted.asked if name != "get_latest_attempts"]
-    assert calls == ["add_span"] * 4
+        asked += counted.asked
+    assert [name for name in asked if name != "get_latest_attempts"] == ["add_span"] * 5
+    assert asked.count("get_latest_attempts") < 5  # of the watch, by chance at the same time
