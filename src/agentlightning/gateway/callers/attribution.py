@@ -349,7 +349,7 @@ class Attribution:
         candidates: list[tuple[AttemptIds | None, Source]] = [(own, "url" if in_url else "key"), (of_header, "header")]
         if _may_be_stale(path_params):
             candidates.reverse()
-        named = [(ids, source) for ids, source in candidates if ids is not None]
+        named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
         attempt, source = named[0] if named else (None, None)
         if self.requires_key and not has_key and (of_header is None or attempt != of_header):
             raise bad_key("this server requires the AGL_KEY of the attempt as the API key")

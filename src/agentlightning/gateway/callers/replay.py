@@ -38,7 +38,7 @@ class RecordedAnswer:
     @classmethod
     def of(cls, span: Span, beginning: int | None = None) -> RecordedAnswer:
         """`beginning`: only so many tokens of it are given again."""
-        found: Mapping[str, Any] = span.attributes
+        found = span.attributes
         tokens = tuple(found[names.RESPONSE_TOKEN_IDS])
         reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
         kept, top = found.get(names.KEPT_SETS), found.get(names.TOP_LOGPROBS)
