@@ -225,19 +225,22 @@ async def test_unknown_rollouts_and_attempts_are_not_found(serve):
 
 
 async def test_an_attempt_that_has_ended_or_was_superseded_takes_no_more_calls(serve):
-    service = await serve(["Hello."], recheck_seconds=0)
+    service = await serve(["Hello."], check_seconds=0.02)
     await service.ask()
     await service.store.update_attempt(service.rollout_id, service.attempt_id, status="failed")
+    await asyncio.sleep(0.5)
     with pytest.raises(openai.ConflictError, match="ended as failed"):
         await service.ask()
     assert len(service.gateway.conversations) == 0
     await service.store.start_attempt(service.rollout_id)
     with pytest.raises(openai.ConflictError, match="later attempt"):
         await service.ask()
+    errors = [span.attributes.get(names.ERROR_TYPE) for span in await service.spans()]
+    assert errors == [None, "attempt_ended", "attempt_superseded"]
 
 
 async def test_a_superseded_attempt_is_noticed_by_its_first_span(serve):
-    service = await serve(["Hello.", "Hello."], recheck_seconds=3600)
+    service = await serve(["Hello.", "Hello."], check_seconds=3600)
     await service.ask()
     await service.store.start_attempt(service.rollout_id)
     await service.ask()

@@ -16,14 +16,13 @@ from starlette.routing import Route
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
 from agentlightning.gateway.callers.agents import AgentMatcher, AgentRule
-from agentlightning.gateway.callers.attempts import RECHECK_SECONDS, AttemptCache, AttemptContext, AttemptWatch
-from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution, Caller
+from agentlightning.gateway.callers.attempts import CHECK_SECONDS, AttemptTable
+from agentlightning.gateway.callers.attribution import MODE_TEMPERATURES, Attribution
 from agentlightning.gateway.callers.on_policy import OnPolicySampling
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.response_store import ResponseStore
 from agentlightning.gateway.endpoints import Endpoints
-from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.service import ForwardingService
 from agentlightning.gateway.local.conversation import Conversations
 from agentlightning.gateway.local.service import LocalService, LocalSettings
@@ -46,8 +45,8 @@ class Gateway:
     which is for servers that strangers can reach. `config` has the routes to providers and the budget; `budget_file`
     stores what was spent, unless the budget names a file. `default_model` serves requests without a model and, with
     `accept_any_model`, those for an unknown one, unless `config` says otherwise. Calls above `max_concurrency` wait.
-    `agents` are rules that recognize agents; `mode_temperatures` are the temperatures for URLs of version 1.0, unless
-    the trainer sets one.
+    Every `check_seconds` the store is asked which attempts have ended. `agents` are rules that recognize agents;
+    `mode_temperatures` are the temperatures for URLs of version 1.0, unless the trainer sets one.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Gateway:
         allow_unattributed: bool = False,
         max_body_bytes: int = 32 * 1024 * 1024,
         max_concurrency: int = 4096,
-        recheck_seconds: float = RECHECK_SECONDS,
+        check_seconds: float = CHECK_SECONDS,
         agents: Sequence[AgentRule] = (),
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
@@ -85,9 +84,9 @@ class Gateway:
             default_model=config.default_model or default_model,
             accept_any_model=bool(accept_any_model if config.accept_any_model is None else config.accept_any_model),
         )
-        self._attempts = AttemptCache(store, recheck_seconds=recheck_seconds)
+        self.attempts = AttemptTable(store, self.forget, check_seconds=check_seconds)
         self.attribution = Attribution(
-            store,
+            self.attempts,
             secret,
             require_key=require_key,
             allow_unattributed=allow_unattributed,
@@ -96,7 +95,6 @@ class Gateway:
         self._resolver = CallResolver(AgentMatcher((*config.agents, *agents)), self.router)
         self._forwarder, self._local = self._services(config)
         self._limit = ConcurrencyLimit(max_concurrency)
-        self._watch = AttemptWatch(self._attempts, self.forget)
         self._endpoints = self._make_endpoints(max_body_bytes)
 
     def _open_pools(self, config: GatewayConfig) -> dict[str, ServerPool]:
@@ -108,21 +106,13 @@ class Gateway:
     def _services(self, config: GatewayConfig) -> tuple[ForwardingService, LocalService]:
         """What serves the calls of providers, and of our own engines."""
         on_policy = OnPolicySampling(self.counters)
-        forwarding = ForwardingService(
-            self._store,
-            self._attempts,
-            self._find_attempt,
-            self.counters,
-            on_policy,
-            self.kept,
-        )
+        forwarding = ForwardingService(self._store, self.attempts, self.counters, on_policy, self.kept)
         local = LocalService(
             store=self._store,
             conversations=self.conversations,
             responses=self.kept,
             gates=self.gates,
-            attempts=self._attempts,
-            find_attempt=self._find_attempt,
+            attempts=self.attempts,
             counters=self.counters,
             on_policy=on_policy,
             settings=LocalSettings(config.structured_output, config.record_top_logprobs),
@@ -140,7 +130,7 @@ class Gateway:
             providers=self.providers,
             store=self._store,
             counters=self.counters,
-            watch=self._watch,
+            attempts=self.attempts,
             limit=self._limit,
             max_body_bytes=max_body_bytes,
         )
@@ -178,11 +168,9 @@ class Gateway:
             del self._local.settings_of[name]
 
     def forget(self, rollout_id: str, attempt_id: str) -> None:
-        """Drop all state of an attempt that has ended."""
+        """Drop what is cached of an attempt that has ended."""
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
-        self._attempts.forget(rollout_id, attempt_id)
-        self.attribution.forget(attempt_id)
         self.budgets.forget(rollout_id)
         for pool in self.providers.values():
             pool.forget(f"{rollout_id}/{attempt_id}")
@@ -201,7 +189,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End the calls in progress and close the connections to providers. A later call opens them again."""
-        await self._watch.close()
+        await self.attempts.close()
         for pool in self.providers.values():
             await pool.close()
         transports, self._transports = self._transports, {}
@@ -218,12 +206,3 @@ class Gateway:
     def routes(self) -> list[Route]:
         """The routes of the gateway, for a Starlette application."""
         return self._endpoints.routes()
-
-    async def _find_attempt(self, caller: Caller) -> AttemptContext:
-        """The caller's attempt. Raises ApiError if it is unknown or has ended, and forgets it."""
-        rollout_id, attempt_id = caller.rollout_id or "", caller.attempt_id or ""
-        try:
-            return await self._attempts.get(rollout_id, attempt_id)
-        except ApiError:
-            self.forget(rollout_id, attempt_id)
-            raise

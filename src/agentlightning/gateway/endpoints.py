@@ -1,7 +1,7 @@
 """The HTTP endpoints of the gateway: its routes, the handling of one model call, and the boundary where errors end.
 
-Each call is resolved once: caller, parsed body and route (`ResolvedCall`). A provider or an engine of ours serves it
-then.
+Each call is resolved once: caller, attempt, parsed body and route (`ResolvedCall`). A provider or an engine of ours
+serves it then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 from starlette.requests import Request as HttpRequest
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.engine.base import EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers.attempts import AttemptWatch
+from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution, Caller, RequestIdentity
 from agentlightning.gateway.concurrency import ConcurrencyLimit
 from agentlightning.gateway.dialects.base import ApiPath, Dialect
@@ -77,7 +77,7 @@ class Endpoints:
     providers: Mapping[str, ServerPool]
     store: LightningStoreBase
     counters: Counters
-    watch: AttemptWatch
+    attempts: AttemptTable
     limit: ConcurrencyLimit
     max_body_bytes: int
 
@@ -141,7 +141,7 @@ class Endpoints:
         try:
             caller = await self.attribution.caller(headers, request.path_params)
             if caller.attempt is not None:
-                await self.local.find_attempt(caller)
+                await self.attempts.get(caller.attempt)
             body = await read_body(request.receive, headers, MAX_UPLOAD_BYTES)
             return await forward_as_is(pool, request, caller, body, self.forwarding.record)
         except ClientDisconnected:
@@ -151,7 +151,7 @@ class Endpoints:
             self.counters.errors += 1
             return error_body(request, to_api_error(error))
 
-    # -- before and after the task ---------------------------------------------------------------------------------
+    # -- one call --------------------------------------------------------------------------------------------------
 
     async def _handle(self, dialect: Dialect, work: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request, and turn any failure into an error reply that the caller's SDK understands."""
@@ -171,8 +171,6 @@ class Endpoints:
                 logger.error("a call failed: %s", api_error.message, exc_info=None if expected else error)
             await _send_error(dialect, writer, api_error)
 
-    # -- one call --------------------------------------------------------------------------------------------------
-
     async def _call_model(self, path: ApiPath, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         started = time.time()
         headers, caller = await self._caller(scope)
@@ -188,7 +186,7 @@ class Endpoints:
             except Exception as error:
                 await record_rejection(self.store, path, caller, body, error, started)
                 raise
-            with self.watch.track(caller.attempt), cancel_on_disconnect(receive):
+            with self.attempts.track(call.context), cancel_on_disconnect(receive):
                 await serve(writer)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
@@ -220,28 +218,14 @@ class Endpoints:
         return body, caller
 
     async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
-        """Parse the body and find the route. Raises ApiError."""
+        """Parse the body, and find the attempt and the route. Raises ApiError."""
         data = await offload(len(body), partial(parse_object, body))
-        call = None if data is None else await self._route(path, headers, caller, data)
+        context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
+        call = None if data is None else self.resolver.resolve(path, headers, caller, data, context)
         if call is None:  # The dialect's reader says why.
             await offload(len(body), partial(DIALECTS[path].read, body, self.responses.lookup(caller.attempt)))
             raise bad_request("model", "model must be a string")
         return call
-
-    async def _route(
-        self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: dict[str, Any]
-    ) -> ResolvedCall | None:
-        """See `CallResolver.resolve`. The attempt is looked up only for a model without a route of its own."""
-        try:
-            return self.resolver.resolve(path, headers, caller, body)
-        except ApiError as error:
-            if error.param != "model" or caller.attempt is None:
-                raise
-            try:
-                context = await self.local.find_attempt(caller)
-            except ApiError:
-                raise error from None
-            return self.resolver.resolve(path, headers, caller, body, context.given)
 
     async def _prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """What serves the call. Errors raised here are recorded by the caller of this method, later ones by the

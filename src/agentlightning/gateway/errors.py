@@ -96,3 +96,13 @@ def to_api_error(error: BaseException) -> ApiError:
 def bad_request(param: str, message: str) -> ApiError:
     """A 400 for the value of a parameter."""
     return ApiError(400, message, param=param)
+
+
+def bad_key(message: str) -> ApiError:
+    """A 401 for a wrong or missing key."""
+    return ApiError(401, message, code="invalid_api_key")
+
+
+def conflict(code: str, message: str) -> ApiError:
+    """A 409 that SDKs do not repeat."""
+    return ApiError(409, message, code=code, retry=False)

@@ -17,10 +17,11 @@ from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers.agents import AgentMatcher
+from agentlightning.gateway.callers.attempts import AttemptContext
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.config import RouteRule
 from agentlightning.gateway.dialects.base import ApiPath
-from agentlightning.gateway.errors import ApiError, bad_request
+from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import ServerPool
 from agentlightning.resources import LLM
@@ -123,21 +124,17 @@ class Router:
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
     def resolve(
-        self, model: str | None, agent: str | None = None, path: str = "", given: Given | None = NOTHING_GIVEN
+        self, model: str | None, agent: str | None = None, path: str = "", given: Given = NOTHING_GIVEN
     ) -> ModelRoute:
         """The route of a call to `path` (for example "messages"). An unknown name leads to the policy of the caller's
-        training run, where that has joined and is among the models that the caller was `given`; None: they were not
-        looked up. Raises ApiError 400 if no model is named, 404 for an unknown model, and 503 if the caller's run has
-        not joined."""
+        training run, where that has joined and is among the models that the caller was `given`. Raises ApiError 400 if
+        no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
         if (cached := self._cache.get((model, agent, dialect))) is not None:
             return cached
         route = self._find(model, agent, dialect)
-        if route is None and self.takes_runs:
-            if given is None:
-                raise self._unknown(model)
-            if (policy := self._policy_of_run(given)) is not None:
-                return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
+        if route is None and self.takes_runs and (policy := self._policy_of_run(given)) is not None:
+            return self._engine_route(policy, agent)  # Not cached: it depends on the caller.
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
             if self.takes_runs and route is not None:
@@ -257,6 +254,8 @@ class ResolvedCall(NamedTuple):
     """By lower-case name."""
     caller: Caller
     """With its agent."""
+    context: AttemptContext | None
+    """The attempt of the caller, if it has one."""
     body: dict[str, Any]
     """The parsed request."""
     route: ModelRoute
@@ -274,17 +273,16 @@ class CallResolver:
         headers: Mapping[str, str],
         caller: Caller,
         body: dict[str, Any],
-        given: Given | None = None,
+        context: AttemptContext | None = None,
     ) -> ResolvedCall | None:
-        """None if the model in the body is not a name. `given` are the models of the caller's resources; None: they
-        were not looked up. Raises ApiError if there is no such route, or only one that depends on them."""
+        """None if the model in the body is not a name. `context`: the attempt of the caller. Raises ApiError if there
+        is no such route."""
         model = body.get("model")
         if model is not None and not isinstance(model, str):
             return None
         caller = caller.with_agent(self._agents.identify(headers, body, self._router), self._router)
-        if caller.attempt is None:
-            given = NOTHING_GIVEN
+        given = NOTHING_GIVEN if context is None else context.given
         route = self._router.resolve(caller.agent.model, caller.agent.name, path, given)
         if JUDGE_HEADER in headers and self._router.trains(route):
-            raise ApiError(409, _JUDGED_BY_POLICY.format(caller.agent.model), code="judge_as_agent", retry=False)
-        return ResolvedCall(path, headers, caller, body, route)
+            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
+        return ResolvedCall(path, headers, caller, context, body, route)

@@ -95,7 +95,6 @@ def test_a_configured_model_name_means_an_agent_and_the_model_that_serves_it():
     assert agents.alias("gpt-w") == ("writer", "policy")
     assert agents.alias("j") == ("judge", None)
     assert agents.alias("j", {"j"}) == ("judge", "j")
-    assert agents.aliases == ("gpt-w", "j")
 
 
 def test_a_pattern_can_take_the_name_from_the_prompt():

@@ -4,6 +4,7 @@ import pytest
 
 from agentlightning.attempt_address import attempt_key, read_worker_key, root_span_id_of, trace_id_of, worker_key
 from agentlightning.attempt_variables import worker_environment
+from agentlightning.gateway.callers.attempts import AttemptTable
 from agentlightning.gateway.callers.attribution import Attribution
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import headers_by_name
@@ -34,12 +35,16 @@ def trace(ids):
 SECRET = "a-secret-nobody-prints"
 
 
+def new_attribution(store, secret, **options):
+    return Attribution(AttemptTable(store, lambda *attempt: None), secret, **options)
+
+
 @pytest.fixture
 def whose(store, secret):
     """whose(headers, path_params) -> the caller."""
 
     async def ask(headers=None, path_params=None, **options):
-        return await Attribution(store, secret, **options).caller(headers or {}, path_params or {})
+        return await new_attribution(store, secret, **options).caller(headers or {}, path_params or {})
 
     return ask
 
@@ -75,7 +80,7 @@ async def test_a_trace_that_was_kept_as_a_rollout_of_its_own_names_that_one(stor
 
 
 async def test_a_trace_that_somebody_knows_names_its_attempt(store, secret):
-    attribution, receiver = Attribution(store, secret), OtlpReceiver(store, secret)
+    attribution, receiver = new_attribution(store, secret), OtlpReceiver(store, secret)
     attribution.traces = receiver
     ids, other = await start(store), await start(store)
     within = {"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"}
@@ -88,7 +93,7 @@ async def test_a_trace_that_somebody_knows_names_its_attempt(store, secret):
 
 
 async def test_a_trace_nobody_knows_becomes_a_rollout_where_such_are_kept(store, secret):
-    attribution = Attribution(store, secret)
+    attribution = new_attribution(store, secret)
     attribution.traces = OtlpReceiver(store, secret, adopt=True)
     within = {"traceparent": f"00-{FOREIGN}-00f067aa0ba902b7-01"}
     for _ in range(2):
@@ -171,7 +176,7 @@ def in_process_of(worker_id, ids):
 @pytest.mark.parametrize("path", ["url", "key"])
 async def test_what_a_request_names_beats_the_context_it_is_made_in(store, secret, path):
     mine, inherited = await start(store), await start(store)
-    attribution = Attribution(store, secret, require_key=True)
+    attribution = new_attribution(store, secret, require_key=True)
     headers = bearer(attempt_key(secret, *mine)) | {"x-agentlightning-attempt": attempt_key(secret, *inherited)}
     caller = await attribution.caller(headers, in_url(mine) if path == "url" else {})
     assert (caller.attempt, caller.source) == (mine, path)

@@ -101,11 +101,6 @@ class AgentMatcher:
             if rule.contains is not None or rule.matches is not None
         ]
 
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """The model names that belong to agents."""
-        return tuple(self._aliases)
-
     def identify(self, headers: Mapping[str, str], body: Mapping[str, Any], served: Container[str] = ()) -> Agent:
         """The agent behind a call. `headers` have lower-case names; `body` is a request in any dialect; `served` are
         the existing model names, which distinguish `writer@policy` from a model of that name."""
@@ -113,28 +108,21 @@ class AgentMatcher:
         system, tools = system_prompt(body), tool_names(body)
         # The meaning of the model name is not cached: runs join and leave, and their models with them.
         alias, model = self.alias(requested if isinstance(requested, str) else None, served)
-        values = alias, model, headers.get(HEADER), headers.get("baggage")
-        cache_key = (*values, system, *tools)
-        if (agent := self._cache.get(cache_key)) is None:
-            agent = self._identify(values, system, tools)
-            if len(system) <= KEY_CHARACTERS:
-                if len(self._cache) >= _MAX_CACHED:
-                    self._cache.clear()
-                self._cache[cache_key] = agent
-        return agent
-
-    def _identify(
-        self, values: tuple[str | None, str | None, str | None, str | None], system: str, tools: Sequence[str]
-    ) -> Agent:
-        """`values`: agent of the model name, model, header, baggage."""
-        alias, model, header, baggage = values
-        candidates = [("the header", header), ("the baggage", None), ("the model name", alias)]
-        if baggage is not None:
-            candidates[1] = ("the baggage", read_baggage(baggage).get(AGENT_BAGGAGE))
+        header, baggage = headers.get(HEADER), headers.get("baggage", "")
+        cache_key = (alias, model, header, baggage, system, *tools)
+        if (cached := self._cache.get(cache_key)) is not None:
+            return cached
+        in_baggage = read_baggage(baggage).get(AGENT_BAGGAGE)
+        candidates = [("the header", header), ("the baggage", in_baggage), ("the model name", alias)]
         names = [(source, name[:MAX_NAME_CHARACTERS]) for source, name in candidates if name]
         name = names[0][1] if names else self._by_pattern(system)
         ignored = tuple(f"agent {other!r} of {source}" for source, other in names if other != name)
-        return Agent(name, agent_key(system, tools), model, ignored)
+        agent = Agent(name, agent_key(system, tools), model, ignored)
+        if len(system) <= KEY_CHARACTERS:
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[cache_key] = agent
+        return agent
 
     def alias(self, model: str | None, served: Container[str] = ()) -> tuple[str | None, str | None]:
         """(agent, model) of a model name: `writer@policy` is the model `policy` for the agent `writer`, and `writer@`

@@ -1,19 +1,24 @@
 """The table of attempts that make calls: their LLM resources, mode and trace.
 
-An attempt is read from the store at its first call. From then on `AttemptWatch` keeps the table current, so that a call
-reads nothing; an attempt that the watch has not confirmed lately is read again. The watch also ends the calls of
-attempts that have ended with 409, and forgets them: an agent that was killed at its time limit may leave a call behind,
-since a proxy keeps the connection open, and the provider or the engine would continue in vain. An attempt that ended
-well makes no further call that would reveal it.
+An attempt is read from the store at its first call. From then on a watch keeps the table true, so that a call reads
+nothing: every `check_seconds` it asks the store, in few queries, which attempts still run. One that has ended is
+forgotten, and its calls in progress end with 409: an agent that was killed at its time limit may leave a call behind,
+since a proxy keeps the connection open, and the provider or the engine would continue in vain.
+
+So an attempt takes calls for at most `check_seconds` after its end, and the time of one check. While the store is slow
+or away, calls rely on what it said for 2.5 times as long; after that, each call asks the store itself, and fails if
+that does. Calls in progress continue then. The watch leaves out attempts that made no call for `idle_seconds`; the next
+call of such an attempt asks the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,10 +26,10 @@ from typing import Any, Final
 from agentlightning.attempt_address import trace_id_of
 from agentlightning.errors import StoreError
 from agentlightning.gateway.callers.replay import Replay
-from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.errors import ApiError, conflict
 from agentlightning.resources import LLM
 from agentlightning.rollouts import BRANCH, Attempt, Rollout, RolloutMode
-from agentlightning.span import TURN_LIMIT_REACHED, new_trace_id
+from agentlightning.span import SUPERSEDED, TURN_LIMIT_REACHED, Span, new_trace_id
 from agentlightning.store.base import LightningStoreBase
 
 logger = logging.getLogger(__name__)
@@ -32,13 +37,16 @@ logger = logging.getLogger(__name__)
 AttemptIds = tuple[str, str]
 """(rollout_id, attempt_id)."""
 
-RECHECK_SECONDS: Final = 5.0
-"""How long an attempt is taken for running after the store said so: more than two checks of the watch."""
-_ENDED: Final = frozenset({"succeeded", "failed", "timeout"})
-_OPEN: Final = frozenset({"preparing", "running"})
+CHECK_SECONDS: Final = 2.0
+"""Seconds between two checks of the table."""
+_TRUSTED_CHECKS: Final = 2.5
+"""For how many times as long an attempt counts as running after the store said so."""
+IDLE_SECONDS: Final = 3600.0
+"""Without a call for so long, an attempt is not watched."""
+_ATTEMPTS_PER_QUERY: Final = 256
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AttemptContext:
     """What a call needs to know of its attempt."""
 
@@ -51,16 +59,27 @@ class AttemptContext:
     trace_id: str = ""
     mode: RolloutMode | None = None
     """The mode of the rollout."""
-    trainable: bool = True
-    """Whether its calls may serve as training data; false in the modes val and test."""
     branch: Mapping[str, Any] | None = None
     """The calls of another rollout whose recorded answers it is given."""
     replay: Replay | None = None
     """These answers, once they were read."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
-    checked_at: float = 0.0
+    worker_id: str | None = None
+    """The worker that runs it."""
+    checked_at: float = -math.inf
     """When the store last said that the attempt is running (monotonic seconds)."""
+    called_at: float = 0.0
+    """When the last call began."""
+    ended: ApiError | None = None
+    """Why the attempt takes no more calls."""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    """The calls in progress."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its calls may serve as training data; false in the modes val and test."""
+        return self.mode not in ("val", "test")
 
     @property
     def given(self) -> Mapping[str, tuple[str, LLM]]:
@@ -76,137 +95,136 @@ class AttemptContext:
         """Count a call of the policy; returns the limit on them, None where there is none. Raises ApiError 409 if it
         has been reached."""
         _, llm = self.llms.get(model, ("", None))
-        limit = None if llm is None else llm.max_calls
-        if limit is None:
+        if llm is None or llm.max_calls is None:
             return None
-        if self.answered >= limit:
+        if self.answered >= llm.max_calls:
             message = (
-                f"the rollout {self.rollout_id!r} has been given the {limit} answers that it may have"
+                f"the rollout {self.rollout_id!r} has been given the {llm.max_calls} answers that it may have"
                 " (runner.max_calls, or curriculum.turns); it ends here"
             )
-            raise ApiError(409, message, code=TURN_LIMIT_REACHED, retry=False)
+            raise conflict(TURN_LIMIT_REACHED, message)
         self.answered += 1
-        return limit
+        return llm.max_calls
 
     def undo_turn(self) -> None:
         """A counted call was not answered."""
         self.answered -= 1
 
 
-class AttemptCache:
-    """The attempts that made calls lately. One is taken for running for `recheck_seconds` after the store said so."""
+class AttemptTable:
+    """The attempts that made calls and still run, as far as the store said. Beyond `limit`, those whose last call is
+    longest ago leave the table. `forget(rollout_id, attempt_id)` is called for each attempt that has ended."""
 
-    def __init__(self, store: LightningStoreBase, limit: int = 16384, recheck_seconds: float = RECHECK_SECONDS) -> None:
-        self._store = store
-        self._limit = limit
-        self._recheck_seconds = recheck_seconds
-        self._contexts: OrderedDict[AttemptIds, AttemptContext] = OrderedDict()
+    def __init__(
+        self,
+        store: LightningStoreBase,
+        forget: Callable[[str, str], object],
+        *,
+        check_seconds: float = CHECK_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
+        limit: int = 16384,
+    ) -> None:
+        self.store = store
+        self._forget, self._limit = forget, limit
+        self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
+        self._contexts: OrderedDict[str, AttemptContext] = OrderedDict()
+        """By attempt_id."""
         self._loading: dict[AttemptIds, asyncio.Task[AttemptContext]] = {}
+        self._watcher: asyncio.Task[None] | None = None
 
-    async def get(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        """The context of an attempt. Concurrent callers share one query.
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    async def get(self, attempt: AttemptIds) -> AttemptContext:
+        """The context of an attempt that runs. Concurrent callers share one query.
 
         Raises ApiError 404 for unknown ids, 409 if the attempt has ended or was superseded.
         """
-        key = rollout_id, attempt_id
-        context = self._contexts.get(key)
-        if context is not None and time.monotonic() - context.checked_at < self._recheck_seconds:
-            self._contexts.move_to_end(key)
+        context, now = self._contexts.get(attempt[1]), time.monotonic()
+        trusted = now - self._check_seconds * _TRUSTED_CHECKS
+        if context is not None and context.rollout_id == attempt[0] and context.checked_at > trusted:
+            self._contexts.move_to_end(attempt[1])
+            context.called_at = now
             return context
-        loading = self._loading.get(key)
-        if loading is None:
-            loading = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
-            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        if (loading := self._loading.get(attempt)) is None:
+            loading = self._loading[attempt] = asyncio.create_task(self._load(*attempt))
+            loading.add_done_callback(lambda _: self._loading.pop(attempt))
         # A client that disconnects must not cancel it for the others.
         return await asyncio.shield(loading)
 
+    async def find(self, attempt_id: str) -> AttemptContext | Attempt | None:
+        """An attempt by its id alone, also one that has ended. None for an unknown id."""
+        return self._contexts.get(attempt_id) or await self.store.get_attempt(attempt_id)
+
+    @contextmanager
+    def track(self, context: AttemptContext | None) -> Generator[None]:
+        """Within it, the end of the attempt cancels the current task and raises ApiError."""
+        if context is None:
+            yield
+            return
+        call = asyncio.current_task()
+        assert call is not None
+        context.calls.add(call)
+        if context.ended is not None:
+            call.cancel(context.ended)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if context.ended is None:
+                raise
+            call.uncancel()
+            raise context.ended from None
+        finally:
+            context.calls.discard(call)
+
+    def recheck_superseded(self, stored: Iterable[Span]) -> None:
+        """Ask for an attempt again at its next call if the store has marked its spans as superseded."""
+        for span in stored:
+            if SUPERSEDED in span.attributes and (context := self._contexts.get(span.attempt_id)):
+                context.checked_at = -math.inf
+
+    async def close(self) -> None:
+        """Stop the watch. A later call starts it again."""
+        if self._watcher is not None and not self._watcher.done():
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+
+    # -- what the store says -----------------------------------------------------------------------------------------
+
     async def _load(self, rollout_id: str, attempt_id: str) -> AttemptContext:
-        key, now = (rollout_id, attempt_id), time.monotonic()
-        rollout = await self._check(rollout_id, attempt_id)
-        context = self._contexts.get(key) or AttemptContext(
+        context = self._contexts.get(attempt_id)
+        if context is None or context.rollout_id != rollout_id:
+            context = await self._read(rollout_id, attempt_id)
+        await self._check([context])
+        if context.ended is not None:
+            raise context.ended
+        self._contexts[attempt_id], context.called_at = context, context.checked_at
+        self._contexts.move_to_end(attempt_id)
+        if len(self._contexts) > self._limit:
+            del self._contexts[next(name for name, each in self._contexts.items() if not each.calls)]
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+        return context
+
+    async def _read(self, rollout_id: str, attempt_id: str) -> AttemptContext:
+        rollout = await self.store.get_rollout_by_id(rollout_id)
+        if rollout is None:
+            raise _unknown_rollout(rollout_id)
+        return AttemptContext(
             rollout_id,
             attempt_id,
             await self._llms(rollout),
             rollout.resources_id is not None,
             trace_id_of(attempt_id) or new_trace_id(),
-            mode=rollout.mode,
-            trainable=rollout.mode not in ("val", "test"),
-            branch=rollout.metadata.get(BRANCH),
+            rollout.mode,
+            rollout.metadata.get(BRANCH),
         )
-        context.checked_at = now
-        self._contexts[key] = context
-        self._contexts.move_to_end(key)
-        while len(self._contexts) > self._limit:
-            self._contexts.popitem(last=False)
-        return context
-
-    def invalidate(self, rollout_id: str, attempt_id: str) -> None:
-        """Query the store again at the next call."""
-        if context := self._contexts.get((rollout_id, attempt_id)):
-            context.checked_at = float("-inf")
-
-    def attempts(self) -> list[AttemptIds]:
-        """The cached attempts."""
-        return list(self._contexts)
-
-    async def end_reason(self, rollout_id: str, attempt_id: str) -> ApiError | None:
-        """Why an attempt takes no more calls; None while it is running."""
-        try:
-            await self._check(rollout_id, attempt_id)
-        except ApiError as api_error:
-            return api_error
-        return None
-
-    async def check(self, attempts: Sequence[AttemptIds]) -> dict[AttemptIds, ApiError]:
-        """Those of the attempts that take no more calls, and why; the others are confirmed. One query, and further ones
-        only where the latest attempt of the rollout is neither open nor ended."""
-        now = time.monotonic()
-        latest = {each.rollout_id: each for each in await self._store.get_latest_attempts([ids[0] for ids in attempts])}
-        reasons: dict[AttemptIds, ApiError] = {}
-        for ids in attempts:
-            attempt = latest.get(ids[0])
-            if attempt is not None and attempt.attempt_id == ids[1] and attempt.status in _ENDED:
-                reasons[ids] = _ended(attempt)
-            elif attempt is None or attempt.attempt_id != ids[1] or attempt.status not in _OPEN:
-                api_error = await self.end_reason(*ids)
-                if api_error is not None:
-                    reasons[ids] = api_error
-            if ids not in reasons and (context := self._contexts.get(ids)) is not None:
-                context.checked_at = max(context.checked_at, now)
-        return reasons
-
-    def forget(self, rollout_id: str, attempt_id: str) -> None:
-        self._contexts.pop((rollout_id, attempt_id), None)
-
-    async def _check(self, rollout_id: str, attempt_id: str) -> Rollout:
-        rollout = await self._store.get_rollout_by_id(rollout_id)
-        if rollout is None:
-            raise ApiError(404, f"the store knows no rollout {rollout_id!r}", code="rollout_not_found")
-        latest = await self._store.get_latest_attempt(rollout_id)
-        if latest is None or latest.attempt_id != attempt_id:
-            raise await self._not_latest(rollout_id, attempt_id)
-        self._reject_ended(rollout, latest)
-        return rollout
-
-    def _reject_ended(self, rollout: Rollout, attempt: Attempt) -> None:
-        if rollout.status == "cancelled":
-            message = f"the rollout {rollout.rollout_id!r} was cancelled; it takes no more calls"
-            raise ApiError(409, message, code="attempt_ended", retry=False)
-        if attempt.status in _ENDED:
-            raise _ended(attempt)
-
-    async def _not_latest(self, rollout_id: str, attempt_id: str) -> ApiError:
-        known = {attempt.attempt_id for attempt in await self._store.query_attempts(rollout_id)}
-        if attempt_id not in known:
-            return ApiError(404, f"rollout {rollout_id!r} has no attempt {attempt_id!r}", code="attempt_not_found")
-        message = f"a later attempt of rollout {rollout_id!r} has taken the place of {attempt_id!r}; stop calling"
-        return ApiError(409, message, code="attempt_superseded", retry=False)
 
     async def _llms(self, rollout: Rollout) -> dict[str, tuple[str, LLM]]:
         if rollout.resources_id is None:
-            update = await self._store.get_latest_resources()
+            update = await self.store.get_latest_resources()
         else:
-            update = await self._store.get_resources_by_id(rollout.resources_id)
+            update = await self.store.get_resources_by_id(rollout.resources_id)
             if update is None:
                 message = (
                     f"rollout {rollout.rollout_id!r} uses resources {rollout.resources_id!r}, which are not stored"
@@ -215,120 +233,75 @@ class AttemptCache:
         resources = update.resources if update else {}
         return {llm.model: (name, llm) for name, llm in resources.items() if isinstance(llm, LLM)}
 
-
-def _ended(attempt: Attempt) -> ApiError:
-    message = (
-        f"the attempt {attempt.attempt_id!r} of rollout {attempt.rollout_id!r} ended as {attempt.status}; it takes no"
-        " more calls"
-    )
-    return ApiError(409, message, code="attempt_ended", retry=False)
-
-
-# -- the watch ---------------------------------------------------------------------------------------------------------
-
-End = Callable[[ApiError], None]
-"""Ends a call with an error for its caller."""
-
-CHECK_SECONDS: Final = 2.0
-"""Seconds between two checks."""
-_ATTEMPTS_PER_QUERY: Final = 256
-
-
-class AttemptWatch:
-    """Asks the store about all attempts of the table, in few queries. While it does not answer, the log says so, and
-    calls ask it themselves. `forget` drops everything known of one."""
-
-    def __init__(
-        self, attempts: AttemptCache, forget: Callable[[str, str], None], seconds: float = CHECK_SECONDS
-    ) -> None:
-        self.seconds = seconds
-        self._attempts = attempts
-        self._forget = forget
-        self._calls: dict[AttemptIds, set[End]] = {}
-        """What ends the calls in flight."""
-        self._is_blind = False
-        """Whether the store did not answer the last check."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._check_task: asyncio.Task[None] | None = None
-
-    @contextmanager
-    def track(self, attempt: AttemptIds | None) -> Generator[None]:
-        """Within it, the end of the attempt cancels the current task and raises ApiError."""
-        if attempt is None:
-            yield
-            return
-        task, errors = asyncio.current_task(), list[ApiError]()
-        assert task is not None
-
-        def end(api_error: ApiError) -> None:
-            if not errors:  # A second cancellation would interrupt the recording of the call.
-                errors.append(api_error)
-                task.cancel(api_error)
-
-        calls = self._calls.setdefault(attempt, set())
-        calls.add(end)
-        self.start()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not errors:
-                raise
-            task.uncancel()
-            raise errors[0] from None
-        finally:
-            calls.discard(end)
-            if not calls and self._calls.get(attempt) is calls:
-                del self._calls[attempt]
-
-    def start(self) -> None:
-        """Check regularly from now on, as long as there are calls or cached attempts."""
-        if self._timer is None and self._check_task is None:
-            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._start_check)
-
-    async def close(self) -> None:
-        """Stop checking."""
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-        if self._check_task is not None:
-            self._check_task.cancel()
-            await asyncio.wait({self._check_task})
-
-    # -- checks ----------------------------------------------------------------------------------------------------
-
-    def _start_check(self) -> None:
-        self._timer = None
-        self._check_task = asyncio.get_running_loop().create_task(self._check_attempts())
-        self._check_task.add_done_callback(self._check_done)
-
-    def _check_done(self, check: asyncio.Task[None]) -> None:
-        self._check_task = None
-        if check.cancelled():
-            return
-        if (error := check.exception()) is not None:
-            logger.error("the check for ended attempts failed", exc_info=error)
-        if self._calls or self._attempts.attempts():
-            self.start()
-
-    async def _check_attempts(self) -> None:
-        attempts = list(dict.fromkeys([*self._calls, *self._attempts.attempts()]))
-        for start in range(0, len(attempts), _ATTEMPTS_PER_QUERY):
+    async def _watch(self) -> None:
+        """While the store does not answer, the log says so."""
+        is_blind = False
+        while self._contexts:
+            await asyncio.sleep(self._check_seconds)
+            since = time.monotonic() - self._idle_seconds
+            contexts = [each for each in self._contexts.values() if each.calls or each.called_at > since]
             try:
-                ended = await self._attempts.check(attempts[start : start + _ATTEMPTS_PER_QUERY])
-            except StoreError as error:
-                if not self._is_blind:
-                    logger.warning(
-                        "the store does not say which attempts have ended, so calls ask it themselves: %s", error
-                    )
-                self._is_blind = True
-                return
-            for attempt, api_error in ended.items():
-                self._end(attempt, api_error)
-        if self._is_blind:
-            self._is_blind = False
-            logger.warning("the store says again which attempts have ended")
+                for start in range(0, len(contexts), _ATTEMPTS_PER_QUERY):
+                    await self._check(contexts[start : start + _ATTEMPTS_PER_QUERY])
+            except Exception as error:
+                if not is_blind:
+                    unexpected = None if isinstance(error, StoreError) else error
+                    message = "the store does not say which attempts have ended, so calls ask it themselves: %s"
+                    logger.warning(message, error, exc_info=unexpected)
+                is_blind = True
+            else:
+                if is_blind:
+                    logger.warning("the store says again which attempts have ended")
+                is_blind = False
 
-    def _end(self, attempt: AttemptIds, api_error: ApiError) -> None:
-        self._forget(*attempt)
-        for end in list(self._calls.get(attempt, ())):
-            end(api_error)
+    async def _check(self, contexts: Sequence[AttemptContext]) -> None:
+        """Confirm the attempts that run, and end the others. One query, and another one where the latest attempt of a
+        rollout is not clear."""
+        now = time.monotonic()
+        found = await self.store.get_latest_attempts([each.rollout_id for each in contexts])
+        latest = {each.rollout_id: each for each in found}
+        clear = {each.attempt_id for each in found if each.status != "unresponsive"}
+        unclear = [each.rollout_id for each in contexts if each.attempt_id not in clear]
+        rollouts = await self.store.query_rollouts(rollout_id_in=unclear) if unclear else []
+        rollout_of = {each.rollout_id: each for each in rollouts}
+        for context in contexts:
+            attempt = latest.get(context.rollout_id)
+            reason = await self._end_reason(context, attempt, rollout_of.get(context.rollout_id))
+            if reason is None:
+                context.checked_at, context.worker_id = now, attempt and attempt.worker_id
+            elif context.ended is None:
+                self._end(context, reason)
+
+    async def _end_reason(
+        self, context: AttemptContext, latest: Attempt | None, rollout: Rollout | None
+    ) -> ApiError | None:
+        """Why an attempt takes no more calls; None while it does. `latest` is the latest attempt of its rollout."""
+        rollout_id, attempt_id = context.rollout_id, context.attempt_id
+        if latest is not None and latest.attempt_id == attempt_id:
+            if latest.status in ("succeeded", "failed", "timeout"):
+                message = f"the attempt {attempt_id!r} of rollout {rollout_id!r} ended as {latest.status}"
+            elif rollout is not None and rollout.finished:
+                outcome = "was cancelled" if rollout.status == "cancelled" else "has ended"
+                message = f"the rollout {rollout_id!r} {outcome}"
+            else:
+                return None
+            return conflict("attempt_ended", f"{message}; it takes no more calls")
+        if rollout is None:
+            return _unknown_rollout(rollout_id)
+        known = await self.find(attempt_id)
+        if known is None or known.rollout_id != rollout_id:
+            return ApiError(404, f"rollout {rollout_id!r} has no attempt {attempt_id!r}", code="attempt_not_found")
+        message = f"a later attempt of rollout {rollout_id!r} has taken the place of {attempt_id!r}; stop calling"
+        return conflict("attempt_superseded", message)
+
+    def _end(self, context: AttemptContext, reason: ApiError) -> None:
+        context.ended = reason
+        if self._contexts.get(context.attempt_id) is context:
+            del self._contexts[context.attempt_id]
+        self._forget(context.rollout_id, context.attempt_id)
+        for call in context.calls:
+            call.cancel(reason)
+
+
+def _unknown_rollout(rollout_id: str) -> ApiError:
+    return ApiError(404, f"the store knows no rollout {rollout_id!r}", code="rollout_not_found")

@@ -27,11 +27,9 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -54,10 +52,10 @@ from agentlightning.attempt_address import (
 )
 from agentlightning.attempt_variables import PLACEHOLDER
 from agentlightning.gateway.callers.agents import UNKNOWN, Agent, read_baggage
-from agentlightning.gateway.callers.attempts import AttemptIds
-from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
+from agentlightning.gateway.errors import ApiError, bad_key, conflict
+from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.ingest.unknown_traces import ids_of_trace
-from agentlightning.store.base import LightningStoreBase
 from agentlightning.transport.proxy import is_this_machine
 from agentlightning.util.api_key import api_key
 
@@ -85,34 +83,16 @@ class Hint(NamedTuple):
         return f"{self.attempt_id or self.rollout_id} of the {self.source}"
 
 
-@dataclass(frozen=True, slots=True)
-class KeyClaims:
-    """What the API key proves."""
+class Claims(NamedTuple):
+    """What the header, the URL and the key of a request name."""
 
-    attempt: AttemptIds | None = None
-    worker_id: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.attempt is not None or self.worker_id is not None
-
-
-class RequestClaims(Struct, frozen=True):
-    """All claims of a request about its caller."""
-
-    mode: str | None
-    temperature: float | None
-    key: KeyClaims
     attempt: AttemptIds | None
-    """The attempt that the header, the URL or the key names."""
     source: Source | None
-    """Which of them."""
-    trace_id: str | None
-    parent_id: str | None
-    hints: list[Hint]
+    """Which of them names the attempt."""
     ignored: list[str]
-    """Other attempts that the header, the URL or the key name."""
-    uncertain: str | None
-    """Why the caller may work for any attempt (UNCERTAIN, ENDED), unless the URL or the key names one."""
+    """Other attempts that they name."""
+    worker_id: str | None
+    """The worker that the key belongs to."""
 
 
 def keep_keys(variables: dict[str, str], server_url: str, inherited: Mapping[str, str]) -> None:
@@ -135,36 +115,25 @@ def _may_be_stale(path_params: Mapping[str, str]) -> bool:
     return path_params.keys() >= {"worker_id", "key"}
 
 
-def _attempt_of_url(path_params: Mapping[str, str]) -> AttemptIds | None:
-    return (path_params["rollout_id"], path_params["attempt_id"]) if "attempt_id" in path_params else None
-
-
-def _reject_reward_calls(headers: Mapping[str, str], path_params: Mapping[str, str], key: str) -> None:
-    if JUDGE_HEADER in headers and (path_params.keys() & {"attempt_id", "worker_id"} or key.startswith("agl-")):
-        message = (
-            "a reward function called a model through a client that was made for the agent: the policy would answer "
-            "and learn from it. Make a client in the reward function, where the environment is the one the runner was "
-            "started with"
-        )
-        raise ApiError(409, message, code="judge_as_agent", retry=False)
+_REWARD_CALL: Final = (
+    "a reward function called a model through a client that was made for the agent: the policy would answer and learn "
+    "from it. Make a client in the reward function, where the environment is the one the runner was started with"
+)
 
 
 def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
-    match = _TRACEPARENT.match(traceparent) if traceparent else None
-    return (match.group(1), match.group(2)) if match else (None, None)
+    match = _TRACEPARENT.match(traceparent or "")
+    return (match[1], match[2]) if match else (None, None)
 
 
 def _hints(trace_id: str | None, baggage: str | None) -> list[Hint]:
     """Claims of the trace and the baggage, by precedence."""
-    hints: list[Hint] = []
-    if trace_id is not None and (attempt_id := attempt_of_trace(trace_id)) is not None:
-        hints.append(Hint("trace", None, attempt_id))
-    if baggage:
-        entries = read_baggage(baggage)
-        hint = Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE))
-        if hint.rollout_id is not None or hint.attempt_id is not None:
-            hints.append(hint)
-    return hints
+    entries = read_baggage(baggage or "")
+    hints = (
+        Hint("trace", None, trace_id and attempt_of_trace(trace_id)),
+        Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE)),
+    )
+    return [hint for hint in hints if hint.rollout_id or hint.attempt_id]
 
 
 # -- client retries --------------------------------------------------------------------------------------------------
@@ -208,20 +177,6 @@ logger = logging.getLogger(__name__)
 
 MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
 """The modes in 1.0's URLs, and the temperature that 1.0 samples with in each, whatever the agent asks for."""
-MAX_CACHED_ATTEMPTS: Final = 16384
-"""Attempts whose rollout and worker are cached."""
-
-
-class TraceOwners(Protocol):
-    """Maps traces to attempts."""
-
-    async def owner_of(self, trace_id: str) -> AttemptIds | None:
-        """The attempt that a trace belongs to."""
-        ...
-
-    def claim(self, trace_id: str, ids: AttemptIds) -> None:
-        """Record that an attempt made a call within a trace."""
-        ...
 
 
 class Caller(Struct, frozen=True):
@@ -261,15 +216,14 @@ class Caller(Struct, frozen=True):
     def attributes(self) -> dict[str, Any]:
         """Attributes of the call's span that describe the caller."""
         agent = self.agent
-        attributes: dict[str, Any] = {names.ATTRIBUTION: self.source} if self.source else {}
-        if agent.name is not None:
-            attributes[names.AGENT_NAME] = agent.name
-        if agent.key is not None:
-            attributes[names.AGENT_KEY] = agent.key
-        if self.ignored or agent.ignored:
-            attributes[names.ATTRIBUTION_IGNORED] = [*self.ignored, *agent.ignored]
-        if self.mode is not None:
-            attributes[names.MODE] = self.mode
+        attributes: dict[str, Any] = {
+            names.ATTRIBUTION: self.source,
+            names.AGENT_NAME: agent.name,
+            names.AGENT_KEY: agent.key,
+            names.ATTRIBUTION_IGNORED: [*self.ignored, *agent.ignored],
+            names.MODE: self.mode,
+        }
+        attributes = {name: value for name, value in attributes.items() if value}
         return attributes | self.repeat.attributes() if self.repeat else attributes
 
 
@@ -282,27 +236,25 @@ class Attribution:
 
     def __init__(
         self,
-        store: LightningStoreBase,
+        attempts: AttemptTable,
         secret: str,
         *,
         require_key: bool = False,
         allow_unattributed: bool = False,
         mode_temperatures: Mapping[str, float] = MODE_TEMPERATURES,
     ) -> None:
-        self.traces: TraceOwners | None = None
-        """Owners of the traces that are not an attempt's own."""
+        self.traces: OtlpReceiver | None = None
+        """Knows the owners of the traces that are not an attempt's own."""
         self.conflicts = 0
         """Calls whose URL or key names another attempt than their context."""
         self.refused = 0
         """Calls whose attempt is uncertain."""
-        self._store = store
         self.requires_key = require_key
         """Whether model calls without a key are rejected."""
+        self._attempts, self._store = attempts, attempts.store
         self._secret = secret
         self._modes = dict(mode_temperatures)
         self._allow_unattributed = allow_unattributed
-        self._attempts: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
-        """attempt_id -> (rollout_id, worker_id)."""
 
     async def caller(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Caller:
         """The caller of a call. `headers` have lower-case names. Queries the store only if header, URL and key name no
@@ -312,51 +264,22 @@ class Attribution:
         unknown mode or worker; 409 if the worker runs no attempt, or several and the call does not say which.
         """
         claims = self._read(headers, path_params)
-        attempt, source, worker_id = claims.attempt, claims.source, claims.key.worker_id
+        attempt, source, worker_id = claims.attempt, claims.source, claims.worker_id
+        trace_id, parent_id = _trace(headers.get("traceparent"))
+        hints = _hints(trace_id, headers.get("baggage"))
         if attempt is None:
-            attempt, source = await self._resolve_attempt(
-                claims.hints, claims.trace_id, worker_id, path_params.get("worker_id")
-            )
-        elif worker_id is not None:
-            await self._check_worker(worker_id, attempt)
-        if claims.uncertain:
-            raise self._refuse(claims, attempt)
-        self._count_conflict(claims, attempt)
-        return self._make_caller(claims, attempt, source)
-
-    def forget(self, attempt_id: str) -> None:
-        """Drop what is cached of an attempt; the store is asked should it call again."""
-        self._attempts.pop(attempt_id, None)
-
-    def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
-        """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
-        access token that the secret was derived from is accepted as well."""
-        if self.requires_key and not self._is_access_token(headers):
-            self._read(headers, path_params)
-
-    def _refuse(self, claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
-        self.refused += 1
-        api_error = _ambiguous_attempt(claims, attempt)
-        if self.refused == 1:
-            before = "; calls that it made before were recorded under that attempt" if claims.uncertain == ENDED else ""
-            logger.warning("a model call is refused: %s%s", api_error.message, before)
-        return api_error
-
-    def _count_conflict(self, claims: RequestClaims, attempt: AttemptIds | None) -> None:
-        if claims.ignored and claims.source in ("url", "key"):
-            self.conflicts += 1
-            if self.conflicts == 1:
-                logger.warning(
-                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
-                    attempt and attempt[1],
-                    claims.ignored[0],
-                )
-
-    def _make_caller(self, claims: RequestClaims, attempt: AttemptIds | None, source: Source | None) -> Caller:
-        trace_id, parent_id = claims.trace_id, claims.parent_id
+            attempt, source = await self._resolve_attempt(hints, trace_id, worker_id or path_params.get("worker_id"))
+        if attempt is not None and worker_id is not None and source != "worker":
+            await self._check_worker(worker_id, attempt[1])
+        doubt = headers.get(WORK_HEADER)
+        if doubt and (claims.attempt is None or _may_be_stale(path_params)):
+            raise self._refuse(doubt, attempt)
+        mode = path_params.get("mode")
+        temperature = None if mode is None else self._modes[mode]
         if attempt is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=claims.mode, temperature=claims.temperature)
-        mismatches = [hint for hint in claims.hints if not hint.matches(attempt)]
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
+        self._count_conflict(claims)
+        mismatches = [hint for hint in hints if not hint.matches(attempt)]
         if any(hint.source == "trace" for hint in mismatches):  # The trace belongs to another attempt.
             trace_id = parent_id = None
         elif trace_id is not None and self.traces is not None and trace_id != trace_id_of(attempt[1]):
@@ -364,11 +287,44 @@ class Attribution:
         if parent_id is not None and parent_id == root_span_id_of(attempt[1]):  # A placeholder; no such span is stored.
             parent_id = None
         ignored = (*claims.ignored, *map(str, mismatches))
-        return Caller(*attempt, trace_id, parent_id, source, claims.mode, claims.temperature, ignored)
+        return Caller(*attempt, trace_id, parent_id, source, mode, temperature, ignored)
+
+    def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
+        """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the
+        access token that the secret was derived from is accepted as well."""
+        key = api_key(headers)
+        if self.requires_key and not (key and hmac.compare_digest(attempt_secret(key), self._secret)):
+            self._read(headers, path_params)
+
+    def _refuse(self, doubt: str, attempt: AttemptIds | None) -> ApiError:
+        """`doubt`: why the attempt is uncertain (UNCERTAIN, ENDED)."""
+        client = "" if attempt is None else f" with a client that was made in the attempt {attempt[1]!r}"
+        maker, before = "a task or thread that serves several attempts", ""
+        if doubt == ENDED:
+            maker = "a task or thread that has outlived the attempt that started it"
+            before = "; calls that it made before were recorded under that attempt"
+        message = (
+            f"{maker} made this call{client}, so the attempt of this call is uncertain: make the client in each "
+            "attempt with the llm.base_url and llm.api_key that it is given, and pass it along with the work"
+        )
+        self.refused += 1
+        if self.refused == 1:
+            logger.warning("a model call is refused: %s%s", message, before)
+        return conflict("attempt_ambiguous", message)
+
+    def _count_conflict(self, claims: Claims) -> None:
+        if claims.ignored and claims.attempt is not None and claims.source != "header":
+            self.conflicts += 1
+            if self.conflicts == 1:
+                logger.warning(
+                    "the URL or key of a call names attempt %s, but its context is that of %s; the former is recorded",
+                    claims.attempt[1],
+                    claims.ignored[0],
+                )
 
     # -- claims of a request -----------------------------------------------------------------------------------------
 
-    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> RequestClaims:
+    def _read(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> Claims:
         """Raises ApiError 401 for an invalid or missing key, 404 for an unknown mode, 409 for a reward function that
         calls as the agent."""
         mode = path_params.get("mode")
@@ -376,137 +332,78 @@ class Attribution:
             message = f"the URL has the unknown mode {mode!r}; use one of {', '.join(self._modes)}"
             raise ApiError(404, message, code="mode_not_found")
         key = path_params.get("key") or api_key(headers)
-        _reject_reward_calls(headers, path_params, key)
-        key_claims = self._read_key(key)
-        attempt, source, ignored = self._explicit_attempt(headers, path_params, key_claims)
-        trace_id, parent_id = _trace(headers.get("traceparent"))
-        is_explicit = attempt is not None and not _may_be_stale(path_params)
-        return RequestClaims(
-            mode=mode,
-            temperature=None if mode is None else self._modes[mode],
-            key=key_claims,
-            attempt=attempt,
-            source=source,
-            trace_id=trace_id,
-            parent_id=parent_id,
-            hints=_hints(trace_id, headers.get("baggage")),
-            ignored=ignored,
-            uncertain=None if is_explicit else headers.get(WORK_HEADER),
-        )
-
-    def _is_access_token(self, headers: Mapping[str, str]) -> bool:
-        """Whether the API key is the access token that the secret was derived from."""
-        key = api_key(headers)
-        return bool(key) and hmac.compare_digest(attempt_secret(key), self._secret)
-
-    def _read_key(self, key: str) -> KeyClaims:
-        if not key.startswith("agl-"):
-            return KeyClaims()
-        claims = KeyClaims(read_attempt_key(self._secret, key), read_worker_key(self._secret, key))
-        if not claims:
-            raise ApiError(
-                401, "the API key is not valid here; use the AGL_KEY of this attempt", code="invalid_api_key"
-            )
-        return claims
-
-    def _explicit_attempt(
-        self, headers: Mapping[str, str], path_params: Mapping[str, str], key: KeyClaims
-    ) -> tuple[AttemptIds | None, Source | None, list[str]]:
-        """(attempt, source, other attempts named) from the header, the URL and the key."""
-        from_header = self._attempt_from_header(headers)
-        from_url = _attempt_of_url(path_params)
-        if from_url is not None and key.attempt is not None and from_url != key.attempt:
-            raise ApiError(401, "the API key belongs to another attempt than the URL", code="invalid_api_key")
-        worker = path_params.get("worker_id")
-        if worker is not None and key.worker_id is not None and worker != key.worker_id:
-            raise ApiError(401, "the API key belongs to another worker than the URL", code="invalid_api_key")
-        candidates: list[tuple[AttemptIds | None, Source]] = [
-            (from_url, "url"),
-            (key.attempt, "key"),
-            (from_header, "header"),
-        ]
+        is_ours = key.startswith("agl-")
+        if JUDGE_HEADER in headers and (is_ours or path_params.keys() & {"attempt_id", "worker_id"}):
+            raise conflict("judge_as_agent", _REWARD_CALL)
+        of_key, worker_id = read_attempt_key(self._secret, key), read_worker_key(self._secret, key)
+        has_key = of_key is not None or worker_id is not None
+        if is_ours and not has_key:
+            raise bad_key("the API key is not valid here; use the AGL_KEY of this attempt")
+        of_header = self._attempt_from_header(headers)
+        in_url = "attempt_id" in path_params
+        own = (path_params["rollout_id"], path_params["attempt_id"]) if in_url else of_key
+        if of_key not in (None, own):
+            raise bad_key("the API key belongs to another attempt than the URL")
+        if worker_id not in (None, path_params.get("worker_id", worker_id)):
+            raise bad_key("the API key belongs to another worker than the URL")
+        candidates: list[tuple[AttemptIds | None, Source]] = [(own, "url" if in_url else "key"), (of_header, "header")]
         if _may_be_stale(path_params):
-            candidates.insert(0, candidates.pop())
+            candidates.reverse()
         named: list[tuple[AttemptIds, Source]] = [(ids, source) for ids, source in candidates if ids is not None]
         attempt, source = named[0] if named else (None, None)
-        if self.requires_key and not key and (attempt is None or attempt != from_header):
-            raise ApiError(
-                401, "this server requires the AGL_KEY of the attempt as the API key", code="invalid_api_key"
-            )
-        return attempt, source, [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
+        if self.requires_key and not has_key and (of_header is None or attempt != of_header):
+            raise bad_key("this server requires the AGL_KEY of the attempt as the API key")
+        ignored = [f"{ids[1]} of the {other}" for ids, other in named[1:] if ids != attempt]
+        return Claims(attempt, source, ignored, worker_id)
 
     def _attempt_from_header(self, headers: Mapping[str, str]) -> AttemptIds | None:
         value = headers.get(ATTEMPT_HEADER)
-        if value is None:
-            return None
-        if (ids := read_attempt_key(self._secret, value)) is None:
-            message = f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server"
-            raise ApiError(401, message, code="invalid_api_key")
+        ids = None if value is None else read_attempt_key(self._secret, value)
+        if ids is None and value is not None:
+            raise bad_key(f"the header {ATTEMPT_HEADER} holds no key of an attempt of this server")
         return ids
 
     # -- claims that need the store ----------------------------------------------------------------------------------
 
     async def _resolve_attempt(
-        self, hints: list[Hint], trace_id: str | None, key_worker: str | None, url_worker: str | None
+        self, hints: list[Hint], trace_id: str | None, worker_id: str | None
     ) -> tuple[AttemptIds | None, Source | None]:
         for hint in hints:
             if (ids := await self._resolve_hint(hint)) is not None:
-                if key_worker is not None:
-                    await self._check_worker(key_worker, ids)
                 return ids, hint.source
         if trace_id is not None and (ids := await self._owner_of_trace(trace_id)) is not None:
-            if key_worker is not None:
-                await self._check_worker(key_worker, ids)
             return ids, "trace"
-        if (worker_id := key_worker or url_worker) is not None:
+        if worker_id is not None:
             return await self._attempt_of_worker(worker_id), "worker"
         if not self._allow_unattributed:
-            raise ApiError(
-                401,
+            raise bad_key(
                 "the call names no attempt, so it cannot be recorded; use AGL_OPENAI_BASE_URL as the base URL, or "
-                "AGL_KEY as the API key, from the environment of the attempt",
-                code="invalid_api_key",
+                "AGL_KEY as the API key, from the environment of the attempt"
             )
         return None, None
 
     async def _resolve_hint(self, hint: Hint) -> AttemptIds | None:
         """The attempt of a hint; None if it does not exist."""
-        attempt_id = hint.attempt_id
-        if attempt_id is None and hint.rollout_id is not None:
-            if await self._store.get_rollout_by_id(hint.rollout_id) is None:
-                return None
-            latest = await self._store.get_latest_attempt(hint.rollout_id)
-            return None if latest is None else (latest.rollout_id, latest.attempt_id)
-        if attempt_id is None or (known := await self._attempt(attempt_id)) is None:
-            return None
-        ids = known[0], attempt_id
-        return ids if hint.matches(ids) else None
+        if hint.attempt_id is not None:
+            found = await self._attempts.find(hint.attempt_id)
+        else:
+            found = next(iter(await self._store.get_latest_attempts([hint.rollout_id or ""])), None)
+        ids = None if found is None else (found.rollout_id, found.attempt_id)
+        return ids if ids is not None and hint.matches(ids) else None
 
     async def _owner_of_trace(self, trace_id: str) -> AttemptIds | None:
         """The attempt of a foreign trace: the one that sent spans of it, or the one it was stored as."""
         if self.traces is not None and (owner := await self.traces.owner_of(trace_id)) is not None:
             return owner
-        rollout_id, attempt_id = ids_of_trace(trace_id)
-        return None if await self._attempt(attempt_id) is None else (rollout_id, attempt_id)
+        return await self._resolve_hint(Hint("trace", *ids_of_trace(trace_id)))
 
-    async def _attempt(self, attempt_id: str) -> tuple[str, str | None] | None:
-        """(rollout_id, worker_id) of an attempt."""
-        known = self._attempts.get(attempt_id)
-        if known is None and (attempt := await self._store.get_attempt(attempt_id)) is not None:
-            known = self._attempts[attempt_id] = attempt.rollout_id, attempt.worker_id
-            while len(self._attempts) > MAX_CACHED_ATTEMPTS:
-                self._attempts.popitem(last=False)
-        return known
-
-    async def _check_worker(self, worker_id: str, ids: AttemptIds) -> None:
+    async def _check_worker(self, worker_id: str, attempt_id: str) -> None:
         """Raises ApiError 401 unless the worker runs the attempt."""
-        known = await self._attempt(ids[1])
-        if known is not None and known[1] != worker_id:
-            del self._attempts[ids[1]]  # The worker may have started it since.
-            known = await self._attempt(ids[1])
-        if known is not None and known[1] != worker_id:
-            message = f"the API key belongs to the worker {worker_id!r}, which does not run the attempt {ids[1]!r}"
-            raise ApiError(401, message, code="invalid_api_key")
+        for find in (self._attempts.find, self._store.get_attempt):  # The worker may have started it just now.
+            attempt = await find(attempt_id)
+            if attempt is None or attempt.worker_id == worker_id:
+                return
+        raise bad_key(f"the API key belongs to the worker {worker_id!r}, which does not run the attempt {attempt_id!r}")
 
     async def _attempt_of_worker(self, worker_id: str) -> AttemptIds:
         """The attempt that a worker is running. Not cached, since the next call may belong to the next attempt."""
@@ -515,26 +412,12 @@ class Attribution:
             raise ApiError(404, f"the store knows no worker {worker_id!r}", code="worker_not_found")
         if worker.current_rollout_id is None or worker.current_attempt_id is None:
             message = f"the worker {worker_id!r} runs no attempt at the moment, so a call to its URL belongs to none"
-            raise ApiError(409, message, code="worker_idle", retry=False)
+            raise conflict("worker_idle", message)
         if worker.open_attempts > 1:
             message = (
                 f"the worker {worker_id!r} runs {worker.open_attempts} attempts at once, and the call does not say "
                 "which it belongs to: use the AGL_OPENAI_BASE_URL of the attempt, send its traceparent, or run one at "
                 "a time (--concurrency 1)"
             )
-            raise ApiError(409, message, code="worker_ambiguous", retry=False)
+            raise conflict("worker_ambiguous", message)
         return worker.current_rollout_id, worker.current_attempt_id
-
-
-def _ambiguous_attempt(claims: RequestClaims, attempt: AttemptIds | None) -> ApiError:
-    client = "" if attempt is None else f" with a client that was made in the attempt {attempt[1]!r}"
-    maker = (
-        "a task or thread that has outlived the attempt that started it"
-        if claims.uncertain == ENDED
-        else "a task or thread that serves several attempts"
-    )
-    message = (
-        f"{maker} made this call{client}, so the attempt of this call is uncertain: make the client in each attempt "
-        "with the llm.base_url and llm.api_key that it is given, and pass it along with the work"
-    )
-    return ApiError(409, message, code="attempt_ambiguous", retry=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from agentlightning import span as names
 from agentlightning.engine.base import FinishReason, Sample, SamplingParams
@@ -41,9 +41,8 @@ class RecordedAnswer:
         found = span.attributes
         tokens = tuple(found[names.RESPONSE_TOKEN_IDS])
         reason: FinishReason = "length" if "length" in found.get(names.FINISH_REASONS, ()) else "stop"
-        kept = cast("str | None", found.get(names.KEPT_SETS))
-        top = cast("str | None", found.get(names.TOP_LOGPROBS))
-        versions = cast("Sequence[int]", found.get(names.POLICY_VERSIONS, ()))
+        kept, top = found.get(names.KEPT_SETS), found.get(names.TOP_LOGPROBS)
+        versions: Sequence[int] = found.get(names.POLICY_VERSIONS, ())
         sample = Sample(
             tokens,
             tuple(found[names.LOGPROBS]),

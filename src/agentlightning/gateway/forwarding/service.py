@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +15,7 @@ from msgspec import structs
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.gateway.answer import Usage
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext, AttemptIds
-from agentlightning.gateway.callers.attribution import Caller
+from agentlightning.gateway.callers.attempts import AttemptIds, AttemptTable
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_training
 from agentlightning.gateway.dialects.base import ApiPath
 from agentlightning.gateway.dialects.messages import count_reply
@@ -127,8 +126,7 @@ class ForwardingService:
     """Serves calls to providers, as they are or translated."""
 
     store: LightningStoreBase
-    attempts: AttemptCache
-    find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
+    attempts: AttemptTable
     counters: Counters
     on_policy: OnPolicySampling
     responses: ResponseStore
@@ -136,9 +134,8 @@ class ForwardingService:
 
     async def plan(self, call: ResolvedCall, size: int) -> ForwardedCall:
         """The call to the provider, of a request of `size` bytes. Raises ApiError if it cannot be made."""
-        context = None if call.caller.attempt is None else await self.find_attempt(call.caller)
-        self.counters.unattributed += context is None
-        return await offload(size // PASSED, partial(self._prepare, call, context))
+        self.counters.unattributed += call.context is None
+        return await offload(size // PASSED, partial(self._prepare, call))
 
     async def run(self, forward: ForwardedCall, writer: ResponseWriter) -> None:
         """Forward a call. Failures are recorded as well. Raises ApiError and StoreError."""
@@ -192,10 +189,8 @@ class ForwardingService:
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of tokens of a prompt of `size` bytes: counted by the provider or its tokenizer, or
         estimated. Costs nothing, and is not recorded."""
-        caller, data, route = call.caller, call.body, call.route
+        data, route = call.body, call.route
         assert route.servers is not None
-        if caller.attempt is not None:
-            await self.find_attempt(caller)
         if not can_forward("messages", route):
             limited = call._replace(path="messages", body={"max_tokens": 1} | data)
             work = partial(translate, limited, self.responses, self.counters)
@@ -203,7 +198,7 @@ class ForwardingService:
             await (await self._token_counter.count(route.servers, translated.record.data, size)).send(writer)
             return
         body = await offload(size // PASSED, partial(dumps, data | {"model": route.send_model}))
-        affinity = "/".join(caller.attempt or ())
+        affinity = "/".join(call.caller.attempt or ())
         request = UpstreamRequest(
             COUNT_TOKENS_PATH, body, affinity=affinity, max_output_tokens=0, price=Price(), model=route.send_model
         )
@@ -217,8 +212,8 @@ class ForwardingService:
         else:
             await writer.send_json(200, upstream.body)
 
-    def _prepare(self, call: ResolvedCall, context: AttemptContext | None) -> ForwardedCall:
-        path, headers, caller, data, route = call
+    def _prepare(self, call: ResolvedCall) -> ForwardedCall:
+        path, headers, caller, context, data, route = call
         resource, forced, trace_id = "", dict[str, Any](), ""
         if context is not None:
             resource, forced = context.sampling_parameters(route.name)
@@ -246,6 +241,4 @@ class ForwardingService:
         except _REJECTIONS as error:  # its rollout was deleted, say: the caller gets its answer
             logger.error("the store rejected %d spans: %s", len(spans), error)
             return
-        for span in stored:
-            if names.SUPERSEDED in span.attributes:
-                self.attempts.invalidate(span.rollout_id, span.attempt_id)
+        self.attempts.recheck_superseded(stored)

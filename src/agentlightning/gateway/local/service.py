@@ -16,7 +16,7 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.base import Engine, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError
-from agentlightning.gateway.callers.attempts import AttemptCache, AttemptContext
+from agentlightning.gateway.callers.attempts import AttemptContext, AttemptTable
 from agentlightning.gateway.callers.attribution import Caller
 from agentlightning.gateway.callers.on_policy import OnPolicySampling, is_policy, is_training
 from agentlightning.gateway.callers.replay import RecordedAnswer, load_replay
@@ -56,8 +56,7 @@ class LocalService:
     conversations: Conversations
     responses: ResponseStore
     gates: UpdateGates
-    attempts: AttemptCache
-    find_attempt: Callable[[Caller], Awaitable[AttemptContext]]
+    attempts: AttemptTable
     counters: Counters
     on_policy: OnPolicySampling
     settings: LocalSettings
@@ -68,8 +67,6 @@ class LocalService:
     async def count(self, call: ResolvedCall, size: int) -> int:
         """The number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
-        if call.caller.attempt:
-            await self.find_attempt(call.caller)
         chat = await offload(size, partial(_chat_format, engine, request))
         try:
             (prompt,) = await offload(size, partial(self._build_prompts, call, request, chat))
@@ -80,11 +77,9 @@ class LocalService:
     async def prepare(self, call: ResolvedCall, size: int) -> Callable[[ResponseWriter], Awaitable[None]]:
         """Prepare the prompts and parameters of a request of `size` bytes; returns what serves it. Raises ApiError."""
         request, engine = await self._read_request(call, size), _engine_of(call.route)
-        caller, model, dialect = call.caller, call.route.name, DIALECTS[call.path]
+        caller, context, model, dialect = call.caller, call.context, call.route.name, DIALECTS[call.path]
         params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
-        context: AttemptContext | None = None
-        if caller.attempt:
-            context = await self.find_attempt(caller)
+        if context is not None:
             params, overridden = self._params(caller, context, model, params)
             trace_id, trainable = context.trace_id, context.trainable
         refuse_unsupported(engine, params)
@@ -190,8 +185,7 @@ class LocalService:
         spans = await call.run(self.store, self.gates.of(call.engine), on_event)
         self._remember_answers(call)
         self.counters.violated += sum(span.attributes.get(names.CONSTRAINT) == "violated" for span in spans)
-        if call.attempt and any(span.attributes.get(names.SUPERSEDED) for span in spans):
-            self.attempts.invalidate(*call.attempt)
+        self.attempts.recheck_superseded(spans)
 
     def _remember_answers(self, call: LocalCall) -> None:
         """Count the tokens, and let later calls of the attempt continue the answers."""
