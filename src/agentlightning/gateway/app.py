@@ -184,8 +184,6 @@ class Gateway:
         self._attempts.forget(rollout_id, attempt_id)
         self.attribution.forget(attempt_id)
         self.budgets.forget(rollout_id)
-        for pool in self.providers.values():
-            pool.forget(f"{rollout_id}/{attempt_id}")
 
     def metrics(self) -> dict[str, int | float]:
         """Counters by name."""

@@ -134,7 +134,7 @@ async def _connect_sender(replica: Replica, required: bool) -> None:
     except (PolicyError, ConfigError) as error:
         if required:
             raise
-        log.warning("weights reach %s through the disk: %s", replica.server.url, error)
+        log.warning("weights reach %s through the disk: %s", replica.url, error)
         replica.channel = None
         if replica.process is not None:  # Its workers may wait for us forever.
             await replica.process.restart(None)

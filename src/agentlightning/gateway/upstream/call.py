@@ -29,7 +29,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
 from agentlightning.gateway.upstream.provider import Price, visible_headers
-from agentlightning.gateway.upstream.servers import Server, ServerPool
+from agentlightning.gateway.upstream.servers import ProviderServer, ServerPool
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, Response, TransportError
 
@@ -174,7 +174,7 @@ class UpstreamCall(CallAccount):
         """Status of the last response; 0 if there was none."""
         self.retries = 0
         """The times the request was sent again."""
-        self._server: Server | None = None
+        self._server: ProviderServer | None = None
         self._response: Response | None = None
         self._unanswered = False
         """Whether a request was sent and got no response."""
@@ -246,10 +246,10 @@ class UpstreamCall(CallAccount):
 
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
-        tried: list[Server] = []
+        tried: list[ProviderServer] = []
         failure = await self._send_once(await self._choose_server())
         while failure is not None:
-            tried.append(self._server or self._pool.servers[0])
+            tried.append(self._server or self._pool.replicas[0])
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
             self._charge_lost()
@@ -260,7 +260,7 @@ class UpstreamCall(CallAccount):
             await self._pause(pause)
             failure = await self._send_once(await self._choose_server(tried))
 
-    async def _choose_server(self, tried: Sequence[Server] = ()) -> Server:
+    async def _choose_server(self, tried: Sequence[ProviderServer] = ()) -> ProviderServer:
         """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
         pool, model = self._pool, self.request.model
         while True:
@@ -276,10 +276,10 @@ class UpstreamCall(CallAccount):
         self._wait_left -= seconds
         await asyncio.sleep(seconds)
 
-    async def _send_once(self, server: Server) -> Failure | None:
+    async def _send_once(self, server: ProviderServer) -> Failure | None:
         """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
         self._server, self.status = server, 0
-        server.in_flight += 1
+        server.requests.add(self)
         try:
             failure = await self._exchange(server)
         except TransportError as error:
@@ -289,13 +289,13 @@ class UpstreamCall(CallAccount):
             await self._close_response()
             raise
         if failure is None:
-            server.health.record_success()
+            server.record_success()
             return None
         await self._close_response()
         self._update_health(failure)
         return failure
 
-    async def _exchange(self, server: Server) -> Failure | None:
+    async def _exchange(self, server: ProviderServer) -> Failure | None:
         provider, request = self._pool.provider, self.request
         response = self._response = await self._pool.transport.send(
             "POST",
@@ -318,7 +318,7 @@ class UpstreamCall(CallAccount):
 
     async def _close_response(self) -> None:
         if self._server is not None:
-            self._server.in_flight -= 1
+            self._server.requests.discard(self)
         response, self._response, self._chunks = self._response, None, None
         if response is not None:
             await response.__aexit__(None, None, None)
@@ -339,7 +339,7 @@ class UpstreamCall(CallAccount):
         if self._reservation is not None:
             self._reservation.release()
 
-    def _headers(self, server: Server) -> Headers:
+    def _headers(self, server: ProviderServer) -> Headers:
         configured, requested = server.headers, self.request.headers
         return (*configured, *_without_duplicates(requested, configured)) if requested else configured
 
@@ -355,14 +355,14 @@ class UpstreamCall(CallAccount):
         if self._server is None:
             return
         if failure.counts_against_health:
-            self._server.health.record_failure(failure.unreachable)
-            if self._server.health.is_suspect:
-                self._pool.start_probing()
+            self._server.record_failure(failure.unreachable)
+            if not self._server.up:
+                self._pool.watch(self._server)
         provider, seconds = self._pool.provider, failure.retry_after_seconds
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
-    def _retry_pause(self, failure: Failure, tried: Sequence[Server]) -> float | None:
+    def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
         pool, provider, after = self._pool, self._pool.provider, failure.retry_after_seconds
