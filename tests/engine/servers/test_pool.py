@@ -456,7 +456,7 @@ async def test_an_adapter_is_an_engine_of_its_own_on_every_server(two: Any, tmp_
         assert [body["model"] for server in two for body in draws(server)] == ["critic"]
         await engine.load_adapter("critic", tmp_path / "b")
         assert (adapter.policy_version, (await adapter.sample(PROMPT, SamplingParams(max_tokens=1))).policy_version) == (1, 1)  # fmt: skip  # noqa: E501
-        await engine.unload_adapter("critic")
+        await engine.unload_adapters()
         assert not two[0].adapters
         with pytest.raises(ConfigError, match="no adapter 'critic' is loaded"):
             await adapter.sample(PROMPT, SamplingParams(max_tokens=1))

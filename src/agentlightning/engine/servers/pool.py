@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AdapterView, AgentEngines
+from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.engine.servers.base import Completion, ModelServerError, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
@@ -277,15 +277,14 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         new = Adapter(name, served_name, version, Path(directory))
         async with self.lock:
             up = self.up
-            results = await asyncio.gather(*(_load(replica, new) for replica in up))
-            errors = [error for error in results if error is not None]
-            wrong = [error for error in errors if isinstance(error, ConfigError)]
-            if not can_fail and (wrong or (errors and len(errors) == len(up))):
-                raise [*wrong, *errors][0]
+            results = await asyncio.gather(*(replica.load(new) for replica in up), return_exceptions=True)
+            failed = [(replica, error) for replica, error in zip(up, results, strict=True) if error is not None]
+            for _, error in failed:
+                if not can_fail and (isinstance(error, ConfigError) or len(failed) == len(up)):
+                    raise error
             self.served[served_name] = new
-            for replica, error in zip(up, results, strict=True):
-                if error is not None:
-                    self.evict(replica, f"it could not load the adapter {served_name}: {error}")
+            for replica, error in failed:
+                self.evict(replica, f"it could not load the adapter {served_name}: {error}")
         await self.wait_for_up()
         self._use(new)
         return AdapterView(self, name, name)
@@ -321,12 +320,6 @@ class ReplicaPool(ReplicaSet, AgentEngines):
             log.warning("the adapter %s could not be unloaded: %s", old.served_name, error)
         if old.directory is not None:
             await asyncio.to_thread(shutil.rmtree, old.directory, ignore_errors=True)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload the newest version of an adapter from all servers. Raises ConfigError if none of the name is
-        loaded."""
-        await self._unload(self._newest(name))
-        del self.adapters[name]
 
     async def _unload(self, adapter: Adapter) -> None:
         name = adapter.served_name
@@ -365,39 +358,19 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         return tuple(sorted(each.served_name for each in [*self.adapters.values(), *self._replaced] if each.calls))
 
 
-async def _load(replica: Replica, adapter: Adapter) -> ModelServerError | ConfigError | None:
-    try:
-        await replica.load(adapter)
-    except (ModelServerError, ConfigError) as error:
-        return error
-    return None
-
-
-class PooledEngine(AgentEngines):
+class PooledEngine(EngineWrapper, AgentEngines):
     """An engine that samples from the servers of a pool."""
 
     servers: ReplicaPool
 
     @property
-    def chat(self) -> ChatFormat:
-        return self.servers.chat
-
-    @property
-    def context_length(self) -> int:
-        return self.servers.context_length
+    def engine(self) -> ReplicaPool:
+        return self.servers
 
     @property
     def policy_version(self) -> int:
         """See `AgentEngines.version_of`: that of the newest weights or adapter."""
         return self.servers.policy_version
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.servers.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.servers.can_enforce(text, kind)
 
     def version_of(self, adapter: str | None) -> int:
         """See `AgentEngines.version_of`."""

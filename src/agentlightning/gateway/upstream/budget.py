@@ -134,23 +134,21 @@ class Budgets:
         max_tokens: int | None,
         owner: str,
     ) -> None:
-        reason = None
+        reserved = ""
         if max_dollars is not None and account.dollars + account.reserved_dollars + dollars > max_dollars:
-            reserved = (
-                f" and has ${account.reserved_dollars:.4f} reserved for calls in flight"
-                if account.reserved_dollars
-                else ""
-            )
-            reason = f"${account.dollars:.4f} of ${max_dollars:g}{reserved}; this call may cost ${dollars:.4f}"
+            used, wanted = f"${account.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
+            if account.reserved_dollars:
+                reserved = f"${account.reserved_dollars:.4f}"
         elif max_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_tokens:
-            reserved = (
-                f" and has {account.reserved_tokens} reserved for calls in flight" if account.reserved_tokens else ""
-            )
-            reason = f"{account.tokens} of {max_tokens} tokens{reserved}; this call may use {tokens}"
-        if reason is not None:
-            self.num_rejected += 1
-            message = f"the budget of {owner} is spent: it has used {reason}. Ask for fewer tokens, or raise the budget"
-            raise ApiError(402, message, code="budget_exceeded", retry=False)
+            used, wanted = f"{account.tokens} of {max_tokens} tokens", f"use {tokens}"
+            if account.reserved_tokens:
+                reserved = str(account.reserved_tokens)
+        else:
+            return
+        self.num_rejected += 1
+        held = reserved and f" and has {reserved} reserved for calls in flight"
+        message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
+        raise ApiError(402, f"{message} Ask for fewer tokens, or raise the budget", code="budget_exceeded", retry=False)
 
     async def _open(self, rollout_id: str) -> Account:
         """The account of a rollout, read from its spans. Concurrent calls read it once."""
@@ -208,22 +206,22 @@ class Reservation:
         self._open = True
         self._reserve(1)
 
-    def charge(self, dollars: float, tokens: int) -> None:
-        """Record the cost of a failed try before the next one. Raises ApiError 402 if the budget is spent."""
-        self._spend(dollars, tokens)
-        self._budgets.persist()
-        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
-
-    def settle(self, dollars: float, tokens: int) -> None:
-        """Record the cost of the call, in addition to charges, and end the reservation."""
-        if self._open:
-            self._spend(dollars, tokens)
-            self.release()
-
-    def _spend(self, dollars: float, tokens: int) -> None:
+    def spend(self, dollars: float, tokens: int) -> None:
+        """Record the cost of a try."""
         for account in (self._account, self._budgets.total):
             account.dollars += dollars
             account.tokens += tokens
+        self._budgets.persist()
+
+    def check(self) -> None:
+        """Raises ApiError 402 if the budget is spent."""
+        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
+
+    def settle(self, dollars: float, tokens: int) -> None:
+        """Record the cost of the last try, and end the reservation."""
+        if self._open:
+            self.spend(dollars, tokens)
+            self.release()
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""

@@ -70,38 +70,57 @@ _CACHE_MARK: Final = b'"cache_control"'
 _HOUR_MARK: Final = b'"1h"'
 
 
-class CallAccount:
-    """The account of one call: its tokens and dollars are estimated and reserved before it is sent, and settled after
-    it. A try whose response breaks off is charged for by the provider, so it counts as well."""
+class UpstreamCall:
+    """One call to a provider, with its retries. Use it once, as `async with`.
+
+    Its tokens and dollars are estimated and reserved before it is sent, and settled after it. A try whose response
+    breaks off is charged for by the provider, so it counts as well."""
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
         self.request = request
         self.usage: Usage | None = None
         """Usage of the response."""
-        self._lost = Usage()
-        """Usage of the tries whose response broke off."""
         self.cost: float | None = None
         """US dollars of all tries; None without a price or a response."""
-        self._estimated_tokens = 0
-        """The tokens that the rate limit reckons with until the usage is known."""
-        self._is_settled = False
         self.body = b""
         """The whole response, if it is not streamed."""
         self.headers: Headers = ()
         """Headers of the last response."""
-        self._num_events = 0
+        self.trailing_bytes = b""
+        """The incomplete event at the end of a streamed response."""
+        self.status = 0
+        """Status of the last response; 0 if there was none."""
+        self.retries = 0
+        """The times the request was sent again."""
         self._pool = pool
         self._price = request.price or pool.provider.price
         self._reservation: Reservation | None = None
-        self._uncharged = Usage()
-        """The part of `lost` that is not charged to the budget yet."""
+        self._estimated_tokens = 0
+        """The tokens that the rate limit reckons with until the usage is known."""
+        self._lost = Usage()
+        """Usage of the tries whose response broke off."""
+        self._num_events = 0
+        self._server: ProviderServer | None = None
+        self._response: Response | None = None
+        self._unanswered = False
+        """Whether a request was sent and got no response."""
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._first_chunk = b""
+        self._failures = 0
+        """The retries that followed a failure, and not a rate limit."""
+        self._wait_left = pool.provider.max_wait_seconds
+
+    # -- tokens and dollars ----------------------------------------------------------------------------------------
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the call's span: the provider, the usage and cost of all tries."""
-        attributes: dict[str, Any] = {names.PROVIDER_NAME: self._pool.provider.name}
+        """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
+        attributes: dict[str, Any] = {
+            names.PROVIDER_NAME: self._pool.provider.name,
+            names.PROVIDER_RETRIES: self.retries,
+        }
         if self.usage is not None:
-            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
-            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
+            total = self.usage + self._lost
+            attributes |= {names.INPUT_TOKENS: total.input_tokens, names.OUTPUT_TOKENS: total.output_tokens}
         if self.cost is not None:
             attributes[names.COST] = self.cost
         return attributes
@@ -112,20 +131,17 @@ class CallAccount:
         budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
         prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
-        if not budgets.config:
-            return
-        # Writing a prompt to a cache costs more than reading it.
-        written = prompt if _CACHE_MARK in request.body else 0
-        hour = written if _HOUR_MARK in request.body else 0
-        worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
-        dollars = self._price.dollars(worst) if self._price else 0.0
-        self._reservation = await budgets.reserve(request.rollout_id, dollars, self._estimated_tokens)
+        if budgets.config:
+            # Writing a prompt to a cache costs more than reading it.
+            written = prompt if _CACHE_MARK in request.body else 0
+            hour = written if _HOUR_MARK in request.body else 0
+            worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
+            self._reservation = await budgets.reserve(request.rollout_id, *self._spend_of(worst))
 
     def settle(self, usage: Usage | None) -> None:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        if self._is_settled:
+        if self.usage is not None:
             return
-        self._is_settled = True
         self.usage = usage or Usage(
             self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
         )
@@ -133,7 +149,7 @@ class CallAccount:
             self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
             self._pool.dollars += self.cost
         if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
+            self._reservation.settle(*self._spend_of(self.usage))
 
     def _record_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
@@ -141,13 +157,9 @@ class CallAccount:
         limit = 0 if self.request.stream else self._max_output_tokens
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
         lost = Usage(self._max_prompt_tokens // 2, output_tokens)
-        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
-
-    def _charge_lost(self) -> None:
-        """Charge the broken-off tries before the next one. Raises ApiError 402 if the budget is spent."""
-        uncharged, self._uncharged = self._uncharged, Usage()
-        if self._reservation is not None and uncharged.tokens:
-            self._reservation.charge(*self._spend_of(uncharged))
+        self._lost += lost
+        if self._reservation is not None:
+            self._reservation.spend(*self._spend_of(lost))
 
     def _spend_of(self, usage: Usage) -> tuple[float, int]:
         """(US dollars, tokens)."""
@@ -162,31 +174,7 @@ class CallAccount:
         limit = self.request.max_output_tokens
         return self._pool.provider.max_output_tokens if limit is None else limit
 
-
-class UpstreamCall(CallAccount):
-    """One call to a provider, with its retries. Use it once, as `async with`."""
-
-    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
-        super().__init__(pool, request)
-        self.trailing_bytes = b""
-        """The incomplete event at the end of a streamed response."""
-        self.status = 0
-        """Status of the last response; 0 if there was none."""
-        self.retries = 0
-        """The times the request was sent again."""
-        self._server: ProviderServer | None = None
-        self._response: Response | None = None
-        self._unanswered = False
-        """Whether a request was sent and got no response."""
-        self._chunks: AsyncIterator[bytes] | None = None
-        self._first_chunk = b""
-        self._failures = 0
-        """The retries that followed a failure, and not a rate limit."""
-        self._wait_left = pool.provider.max_wait_seconds
-
-    def attributes(self) -> dict[str, Any]:
-        """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        return super().attributes() | {names.PROVIDER_RETRIES: self.retries}
+    # -- tries -----------------------------------------------------------------------------------------------------
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response that the caller gets."""
@@ -204,7 +192,7 @@ class UpstreamCall(CallAccount):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_settled and self._response is not None:
+        if self.usage is None and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
         await self._end()
 
@@ -247,20 +235,21 @@ class UpstreamCall(CallAccount):
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
         tried: list[ProviderServer] = []
-        failure = await self._send_once(await self._choose_server())
-        while failure is not None:
-            tried.append(self._server or self._pool.replicas[0])
+        while True:
+            tried.append(server := await self._choose_server(tried))
+            if (failure := await self._send_once(server)) is None:
+                return
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            self._charge_lost()
+            if self._reservation is not None and self._lost.tokens:
+                self._reservation.check()
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
             logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
             await self._pause(pause)
-            failure = await self._send_once(await self._choose_server(tried))
 
-    async def _choose_server(self, tried: Sequence[ProviderServer] = ()) -> ProviderServer:
+    async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
         """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
         pool, model = self._pool, self.request.model
         while True:
@@ -327,9 +316,9 @@ class UpstreamCall(CallAccount):
         """Close the response, settle what is open, and release the rate limit and the reservation."""
         if self._response is not None:
             await self._close_response()
-        if self._unanswered and not self._is_settled:
+        if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
-        elif self._lost.tokens and not self._is_settled:
+        elif self._lost.tokens and self.usage is None:
             self.settle(Usage())
         used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
         self._pool.rate_limiter.release(self._estimated_tokens, used)

@@ -16,13 +16,13 @@ from agentlightning.gateway.errors import ApiError
 
 
 class TokenBucket:
-    """A rate per minute."""
+    """A rate per minute; None: no limit."""
 
     __slots__ = ("_available", "_capacity", "_clock", "_per_second", "_refilled_at")
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._capacity = float(per_minute)
-        self._per_second = per_minute / 60
+    def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
+        self._capacity = float(per_minute or 0)
+        self._per_second = self._capacity / 60
         self._available = self._capacity
         self._clock = clock
         self._refilled_at = clock()
@@ -33,6 +33,8 @@ class TokenBucket:
 
     def seconds_for(self, amount: float) -> float:
         """Seconds until `amount` is available in full."""
+        if not self._per_second:
+            return 0.0
         now = self._clock()
         self._available = min(self._capacity, self._available + (now - self._refilled_at) * self._per_second)
         self._refilled_at = now
@@ -58,8 +60,8 @@ class RateLimiter:
         self.in_flight = 0
         self._provider_name = provider_name
         self._max_concurrency = max_concurrency
-        self._requests = TokenBucket(requests_per_minute, clock) if requests_per_minute else None
-        self._tokens = TokenBucket(tokens_per_minute, clock) if tokens_per_minute else None
+        self._requests = TokenBucket(requests_per_minute, clock)
+        self._tokens = TokenBucket(tokens_per_minute, clock)
         self._max_wait_seconds = max_wait_seconds
         self._waiters: deque[tuple[asyncio.Future[None], int]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -70,8 +72,8 @@ class RateLimiter:
 
     async def acquire(self, tokens: int) -> None:
         """Wait until a call with an estimate of `tokens` may start. Raises ApiError 429 if that would take too long."""
-        if self.allows(tokens):
-            return self.record_start(tokens)
+        if not self._waiters and self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0:
+            return self._record_start(tokens)
         seconds = self._seconds_in_queue(tokens)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
@@ -87,41 +89,29 @@ class RateLimiter:
                 raise self._limit_error(1.0) from None
             raise
 
-    def allows(self, tokens: int) -> bool:
-        """Whether a call with an estimate of `tokens` need not wait."""
-        return not self._waiters and self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
-
-    def record_start(self, tokens: int) -> None:
-        """Count the start of a call that need not wait."""
-        self.in_flight += 1
-        if self._requests is not None:
-            self._requests.take(1)
-        if self._tokens is not None:
-            self._tokens.take(tokens)
-
     def record_retry(self) -> None:
         """Count a retry, which is a further request and does not wait."""
-        if self._requests is not None:
-            self._requests.take(1)
+        self._requests.take(1)
 
     def release(self, estimated: int, used: int) -> None:
         """Count the end of a call, and replace its estimate by the `used` tokens."""
         self.in_flight -= 1
-        if self._tokens is not None:
-            self._tokens.take(used - estimated)
+        self._tokens.take(used - estimated)
         if self._waiters:
             self._admit_waiting()
 
+    def _record_start(self, tokens: int) -> None:
+        self.in_flight += 1
+        self._requests.take(1)
+        self._tokens.take(tokens)
+
     def _seconds_until(self, tokens: int) -> float:
-        seconds = self._requests.seconds_until(1) if self._requests is not None else 0.0
-        return max(seconds, self._tokens.seconds_until(tokens)) if self._tokens is not None else seconds
+        return max(self._requests.seconds_until(1), self._tokens.seconds_until(tokens))
 
     def _seconds_in_queue(self, tokens: int) -> float:
         """Seconds until the rates allow a new call. The duration of the calls in flight is unknown."""
-        requests = self._requests.seconds_for(len(self._waiters) + 1) if self._requests is not None else 0.0
-        if self._tokens is None:
-            return requests
-        return max(requests, self._tokens.seconds_for(tokens + sum(waiting for _, waiting in self._waiters)))
+        waiting = sum(each for _, each in self._waiters)
+        return max(self._requests.seconds_for(len(self._waiters) + 1), self._tokens.seconds_for(tokens + waiting))
 
     def _admit_waiting(self) -> None:
         """Start the waiting calls that the limits allow, and set a timer for the next."""
@@ -133,7 +123,7 @@ class RateLimiter:
                 return self._schedule_admission(seconds)
             else:
                 self._waiters.popleft()
-                self.record_start(tokens)
+                self._record_start(tokens)
                 turn.set_result(None)
 
     def _schedule_admission(self, seconds: float) -> None:

@@ -12,6 +12,7 @@ import orjson
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.transport import Response, Transport, TransportError
+from agentlightning.transport.error_text import error_fields
 
 MAX_QUOTED = 300
 """Characters of a server's message that an error quotes."""
@@ -131,14 +132,7 @@ async def _event_data(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def _error_message(content: bytes) -> str:
-    """The message in an error response, however it is wrapped."""
-    try:
-        value: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        value = content.decode("utf-8", errors="replace")
-    while isinstance(value, dict):
-        value = next((value[key] for key in ("error", "message", "detail") if value.get(key)), orjson.dumps(value))
-    text = value.decode() if isinstance(value, bytes) else str(value)
+    text, _, _ = error_fields(content)
     return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
 
 
