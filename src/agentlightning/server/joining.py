@@ -33,7 +33,7 @@ from agentlightning.chat.hf import HFChatFormat, load_chat_format
 from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
 from agentlightning.engine.adapter_view import AdapterTable
 from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, OnTokens, Sample, SamplingParams
-from agentlightning.engine.servers.base import ModelServerError, SampleRequest
+from agentlightning.engine.servers.base import PROBE_PROMPT, ModelServerError, SampleRequest
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
     PROTOCOL,
@@ -61,8 +61,6 @@ PAUSE_POLL_SECONDS = 10.0
 """How long a request to pause waits for answers in progress; the run then repeats it."""
 COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 """What a `JoinStatus` counts."""
-PROBE_PROMPT: Final = (1, 2, 3)
-"""A prompt that every vocabulary contains."""
 REQUESTS: Final[dict[str, type[RunRequest]]] = {
     "/check": CheckRequest,
     "": JoinRequest,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
@@ -59,6 +59,9 @@ class Completion:
     weights: tuple[tuple[str, int], ...] = ()
     """(label of the weights, number of tokens they sampled), in order; empty if the server does not report it."""
 
+
+PROBE_PROMPT: Final = (1, 2, 3)
+"""A prompt that every vocabulary contains."""
 
 OnChunk = Callable[[TokenChunk], None]
 

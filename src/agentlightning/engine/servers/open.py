@@ -143,17 +143,9 @@ async def _connect_sender(replica: Replica, required: bool) -> None:
 async def _start(
     options: Sequence[LaunchOptions], config: ServersConfig, transport: Transport, stack: AsyncExitStack
 ) -> list[Replica]:
-    starting = [asyncio.create_task(VllmProcess.start(each, transport)) for each in options]
-    try:
-        processes = await asyncio.gather(*starting)
-    except BaseException:
-        for task in starting:
-            task.cancel()
-        for process in await asyncio.gather(*starting, return_exceptions=True):
-            if isinstance(process, VllmProcess):
-                await process.close()
-        raise
+    processes = [VllmProcess(each, transport) for each in options]
     for process in processes:
         stack.push_async_callback(process.close)
+    await asyncio.gather(*(process.restart(None) for process in processes))
     servers = [VllmServer(transport, process.url, seconds=config.timeout_seconds) for process in processes]
     return [Replica(server, process) for server, process in zip(servers, processes, strict=True)]
