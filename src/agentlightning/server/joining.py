@@ -36,6 +36,7 @@ from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, O
 from agentlightning.engine.servers.base import PROBE_PROMPT, ModelServerError, SampleRequest
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
+    COUNTS,
     PROTOCOL,
     CheckRequest,
     JoinRequest,
@@ -59,8 +60,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 PAUSE_POLL_SECONDS = 10.0
 """How long a request to pause waits for answers in progress; the run then repeats it."""
-COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
-"""What a `JoinStatus` counts."""
 REQUESTS: Final[dict[str, type[RunRequest]]] = {
     "/check": CheckRequest,
     "": JoinRequest,
@@ -83,7 +82,7 @@ class JoinedPolicy(PooledEngine):
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.watch: asyncio.Task[None] | None = None
-        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.counts = JoinStatus().counts
         self.holding: asyncio.Task[None] | None = None
         """Set during an update, and done once calls are held back."""
         self._held, self._held_since = AsyncExitStack(), 0.0
@@ -104,8 +103,7 @@ class JoinedPolicy(PooledEngine):
     def status(self) -> JoinStatus:
         paused = self.holding is not None and self.holding.done()
         going_on = self.gate.num_in_flight if paused else 0
-        adapters = self.servers.adapters_in_use
-        return JoinStatus.model_validate({**self.counts, "paused": paused, "going_on": going_on, "adapters": adapters})
+        return JoinStatus(counts=self.counts, paused=paused, going_on=going_on, adapters=self.servers.adapters_in_use)
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """See `Engine.can_enforce`."""
@@ -183,8 +181,8 @@ class JoinedPolicies:
         """By the name of their model."""
         self._joining = asyncio.Lock()
         self._events = dict.fromkeys(("joins", "refused", "gone", "left"), 0)
-        self._totals = dict.fromkeys(COUNTS, 0.0)
-        """Of runs that are no longer here."""
+        self._counts: list[dict[str, int | float]] = []
+        """Those of all runs, gone or here."""
 
     def attach(self, gateway: Gateway, token: str | None) -> list[Route]:
         """Serve the policies through this gateway. Returns the routes for trainers, which require `token` if there is
@@ -271,6 +269,7 @@ class JoinedPolicies:
                     await self._remove(model, known)
                 policy = self._policies[model] = JoinedPolicy(request, servers)
                 policy.gate = gateway.gates.of(policy)
+                self._counts.append(policy.counts)
             gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
             if policy.watch is None or policy.watch.done():
                 policy.watch = asyncio.create_task(self._watch(policy))
@@ -299,7 +298,6 @@ class JoinedPolicies:
         if policy.watch is not None:
             policy.watch.cancel()
         await policy.end(f"run {policy.request.run_id}, whose policy was {model!r}, has left this server")
-        self._totals = _sum(self._totals, policy.counts)
 
     async def close(self) -> None:
         """End all runs' policies; their trainers join the next server at this address."""
@@ -315,7 +313,7 @@ class JoinedPolicies:
             ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
         ):
             yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
-        counts = _sum(self._totals, *(policy.counts for policy in self._policies.values()))
+        counts = {name: sum(each[name] for each in self._counts) for name in COUNTS}
         yield from counters("joined", "Training runs that joined", {**counts, **self._events})
 
 
@@ -393,7 +391,3 @@ async def _open_chat(request: JoinRequest) -> HFChatFormat:
             " tokenizers; install the trainer's"
         )
     return chat
-
-
-def _sum(*counts: dict[str, float]) -> dict[str, float]:
-    return {name: sum(each[name] for each in counts) for name in COUNTS}

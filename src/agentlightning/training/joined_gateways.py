@@ -24,6 +24,7 @@ from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
+    COUNTS,
     PROTOCOL,
     RENEW_SECONDS,
     CheckRequest,
@@ -38,7 +39,6 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.server.joining import COUNTS
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.transport import open_transport
@@ -69,7 +69,7 @@ class _Gateway:
         self.joined = self.lost = False
         """Whether it serves the run; whether the run goes on without it."""
         self.last = JoinStatus()
-        self.counts: dict[str, float] = dict.fromkeys(("joins", *COUNTS), 0)
+        self.counts = {"joins": 0, **self.last.counts}
         """Of all processes at its address."""
 
     async def first(self, action: str, request: RunRequest) -> None:
@@ -97,9 +97,11 @@ class _Gateway:
         if isinstance(request, JoinRequest):
             self.joined, self.lost = True, False
             self.counts["joins"] += 1
-        before = self.last if status.calls >= self.last.calls else JoinStatus()  # Of an earlier process.
+        before = self.last.counts
+        if status.counts["calls"] < before["calls"]:  # Those of an earlier process.
+            before = JoinStatus().counts
         for name in COUNTS:
-            self.counts[name] += getattr(status, name) - getattr(before, name)
+            self.counts[name] += status.counts[name] - before[name]
         self.last = status
 
 

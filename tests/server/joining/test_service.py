@@ -158,7 +158,8 @@ async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, h
     status = (await trainer.serve(1)).json()
     answer, span = await asyncio.wait_for(waiting, 5)
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
-    assert (status["updates"], status["held"], status["failed"]) == (1, 1, 0)
+    counts = status["counts"]
+    assert (counts["updates"], counts["held"], counts["failed"]) == (1, 1, 0)
 
 
 async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it(
@@ -180,8 +181,8 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     assert (await trainer.pause())["going_on"] == 0
     await asyncio.wait_for(call, 5)
     assert call.result()[1][names.POLICY_VERSION] == 1
-    assert (await trainer.serve()).json()["updates"] == 2
-    assert (await trainer.serve()).json()["updates"] == 2, "a repeated request changes nothing"
+    assert (await trainer.serve()).json()["counts"]["updates"] == 2
+    assert (await trainer.serve()).json()["counts"]["updates"] == 2, "a repeated request changes nothing"
 
 
 @pytest.mark.integration

@@ -28,6 +28,11 @@ RENEW_SECONDS: Final = 2.0
 """A run renews its lease so often, and joins again within this time where a gateway was started again."""
 
 
+COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+"""What gateways count for a run: answers sampled, and their tokens; calls that failed, and that waited for an update;
+updates, and the seconds in which calls were held back."""
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -107,17 +112,8 @@ class PauseRequest(RunRequest):
 class JoinStatus(_Message):
     """What a gateway has done for a run since it joined."""
 
-    calls: int = 0
-    """Answers sampled."""
-    tokens: int = 0
-    """Tokens of these answers."""
-    failed: int = 0
-    """Calls that failed."""
-    held: int = 0
-    """Calls that waited for an update."""
-    updates: int = 0
-    held_seconds: float = 0.0
-    """Time in which calls were held back."""
+    counts: dict[str, int | float] = Field(default_factory=lambda: dict[str, int | float].fromkeys(COUNTS, 0))
+    """Of `COUNTS`."""
     paused: bool = False
     going_on: int = 0
     """While paused, the calls that go on across the update."""
