@@ -9,6 +9,12 @@ from typing import Any, Final, cast
 from agentlightning.util.json_values import loads
 
 _MARKUP: Final = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
+CONTEXT_ERROR: Final = re.compile(
+    r"context (length|window|size)|maximum (context|model length)|model's context|(prompt|input) is too long"
+    r"|too many (input )?tokens",
+    re.IGNORECASE,
+)
+"""What servers write of a prompt that the model's context does not hold."""
 _TEXT_FIELDS: Final = ("error", "message", "detail", "msg", "errors", "error_description", "title")
 """Fields with the text of an error, in order of precedence; each may hold a text, an object or a list of these."""
 

@@ -285,11 +285,11 @@ class UpstreamCall:
         return failure
 
     async def _exchange(self, server: ProviderServer) -> Failure | None:
-        provider, request = self._pool.provider, self.request
+        provider, request, given = self._pool.provider, self.request, {name for name, _ in server.headers}
         response = self._response = await self._pool.transport.send(
             "POST",
             provider.url(server.url, request.path),
-            self._headers(server),
+            [*server.headers, *(header for header in request.headers if header[0] not in given)],
             request.body,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=provider.timeout_seconds,
@@ -327,10 +327,6 @@ class UpstreamCall:
     def _release(self) -> None:
         if self._reservation is not None:
             self._reservation.release()
-
-    def _headers(self, server: ProviderServer) -> Headers:
-        configured, requested = server.headers, self.request.headers
-        return (*configured, *_without_duplicates(requested, configured)) if requested else configured
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
@@ -373,8 +369,3 @@ class UpstreamCall:
         if is_free:
             return 0.0
         return after or _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
-
-
-def _without_duplicates(requested: Headers, configured: Headers) -> list[tuple[bytes, bytes]]:
-    configured_names = {name for name, _ in configured}
-    return [(name, value) for name, value in requested if name not in configured_names]

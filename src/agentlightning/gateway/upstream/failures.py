@@ -19,7 +19,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
-from agentlightning.transport.error_text import error_fields
+from agentlightning.transport.error_text import CONTEXT_ERROR, error_fields
 
 _RETRYABLE: Final = frozenset({408, 409, 429})
 """Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
@@ -29,9 +29,6 @@ _REFUSED: Final = re.compile(
 )
 _MASKED: Final = re.compile(r"\S*\*{3}\S*")
 """What a provider shows of a key that it refuses."""
-_CONTEXT: Final = re.compile(
-    r"context (length|window|size)|maximum context|(prompt|input) is too long|too many (input )?tokens", re.IGNORECASE
-)
 _MAX_MESSAGE_CHARS: Final = 2000
 _MAX_RETRY_AFTER: Final = 86_400.0
 """Seconds; longer values are clamped."""
@@ -99,7 +96,7 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
         should_retry = False
     elif failed:
         code = code or "provider_error"
-    elif code is None and status in (400, 413, 422) and _CONTEXT.search(message):
+    elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
         code = "context_length_exceeded"
     api_error = ApiError(
         status,
