@@ -41,9 +41,9 @@ from agentlightning.engine.servers.joining import (
     CheckRequest,
     JoinRequest,
     JoinStatus,
-    PauseRequest,
+    Pause,
     RunRequest,
-    ServeRequest,
+    StateRequest,
 )
 from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
@@ -58,14 +58,12 @@ from agentlightning.store.http.errors import RequestError
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
-PAUSE_POLL_SECONDS = 10.0
-"""How long a request to pause waits for answers in progress; the run then repeats it."""
+MAX_POLL_SECONDS: Final = 10.0
+"""How long a request to pause waits for answers in progress, at most; the run then repeats it."""
 REQUESTS: Final[dict[str, type[RunRequest]]] = {
     "/check": CheckRequest,
     "": JoinRequest,
-    "/pause": PauseRequest,
-    "/serve": ServeRequest,
-    "/renew": RunRequest,
+    "/state": StateRequest,
     "/leave": RunRequest,
 }
 
@@ -136,15 +134,15 @@ class JoinedPolicy(PooledEngine):
             self.counts["tokens"] += len(sample.token_ids)
             return sample
 
-    async def hold(self, request: PauseRequest) -> None:
-        """Hold calls back; returns once they are, or after a while."""
+    async def hold(self, pause: Pause) -> None:
+        """Hold calls back; returns once they are, or after a part of the lease."""
         if self.holding is None:
-            self._held_since, self.holding = time.monotonic(), asyncio.create_task(self._hold(request))
-        await asyncio.wait({self.holding}, timeout=PAUSE_POLL_SECONDS)
+            self._held_since, self.holding = time.monotonic(), asyncio.create_task(self._hold(pause))
+        await asyncio.wait({self.holding}, timeout=min(MAX_POLL_SECONDS, self.request.lease_seconds / 3))
 
-    async def _hold(self, request: PauseRequest) -> None:
+    async def _hold(self, pause: Pause) -> None:
         async with AsyncExitStack() as stack:
-            holding = self.gate.update(in_flight=request.in_flight, drain_seconds=request.drain_seconds)
+            holding = self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds)
             await stack.enter_async_context(holding)
             await stack.enter_async_context(self.servers.lock)  # Health checks judge no weights while it is held.
             self._held = stack.pop_all()
@@ -196,10 +194,10 @@ class JoinedPolicies:
 
     async def _respond(self, action: str, request: Request) -> Response:
         body = await read_body(headers_by_name(request.scope), request.receive, MAX_BODY_BYTES)
-        status = await self._answer(request.path_params["model"], action, _read(REQUESTS[action], body))
+        status = await self._answer(request.path_params["model"], _read(REQUESTS[action], body))
         return respond(orjson.dumps(status.model_dump()))
 
-    async def _answer(self, model: str, action: str, request: RunRequest) -> JoinStatus:
+    async def _answer(self, model: str, request: RunRequest) -> JoinStatus:
         """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises RequestError."""
         try:
             if isinstance(request, CheckRequest):
@@ -217,15 +215,15 @@ class JoinedPolicies:
         if policy is None or policy.request.run_id != request.run_id or policy.unavailable is not None:
             raise RequestError(f"run {request.run_id} has not joined as {model!r}, or its lease has ended", 404)
         policy.heard_at = time.monotonic()
-        if isinstance(request, PauseRequest):
-            await policy.hold(request)
-        elif isinstance(request, ServeRequest):
-            _name_weights(policy.servers, request)
-            await policy.release(updated=True)
-        elif action == "/leave":
+        if not isinstance(request, StateRequest):
             await self._remove(model, policy)
             self._events["left"] += 1
             log.info("run %s, which was served as %s, has left", request.run_id, model)
+        elif request.pause is not None:
+            await policy.hold(request.pause)
+        else:
+            _name_weights(policy.servers, request)
+            await policy.release(updated=True)
         return policy.status()
 
     def _refuse_conflicts(self, model: str, run_id: str, urls: Iterable[str], changes_weights: bool) -> None:
@@ -366,7 +364,7 @@ async def _open_servers(request: JoinRequest, model: str) -> ReplicaPool:
     return pool
 
 
-def _name_weights(servers: ReplicaPool, request: ServeRequest) -> None:
+def _name_weights(servers: ReplicaPool, request: StateRequest) -> None:
     if request.label is not None:
         servers.announce_weights(request.label, request.version)
     for each in request.adapters:

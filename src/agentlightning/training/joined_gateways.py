@@ -30,10 +30,10 @@ from agentlightning.engine.servers.joining import (
     CheckRequest,
     JoinRequest,
     JoinStatus,
-    PauseRequest,
+    Pause,
     RunRequest,
     ServedAdapter,
-    ServeRequest,
+    StateRequest,
 )
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
@@ -69,6 +69,7 @@ class _Gateway:
         self.joined = self.lost = False
         """Whether it serves the run; whether the run goes on without it."""
         self.last = JoinStatus()
+        self._sending = asyncio.Lock()
         self.counts = {"joins": 0, **self.last.counts}
         """Of all processes at its address."""
 
@@ -87,7 +88,8 @@ class _Gateway:
         """Sets `last`, or `joined` to False where the gateway was started again or our lease has ended there. Raises
         ModelServerError, and ConfigError for the token."""
         try:
-            answer = await self.client.post(self._path + action, request.model_dump())
+            async with self._sending:  # A later state must not arrive before an earlier one.
+                answer = await self.client.post(self._path + action, request.model_dump())
         except ModelServerError as error:
             if error.status != 404 or not self.joined:
                 raise
@@ -135,6 +137,8 @@ class JoinedGateways:
         self._run = RunRequest(run_id=run_id)
         self._lease = config.run.gateway_lease_seconds
         self._tokenizer = base64.b64encode(pack_tokenizer(policy.chat)).decode()
+        self._pause: Pause | None = None
+        """Set during an update."""
         self._joining = asyncio.Lock()
         """Held during updates, and while a gateway that was lost joins again."""
 
@@ -162,9 +166,9 @@ class JoinedGateways:
             finally:
                 await joined._leave()
 
-    def _serve_request(self) -> ServeRequest:
+    def _state(self) -> StateRequest:
         servers, weights = self._policy.servers, self._policy.servers.weights
-        return ServeRequest(
+        return StateRequest(
             run_id=self._run.run_id,
             label=None if weights is None else weights.label,
             version=0 if weights is None else weights.version,
@@ -172,6 +176,7 @@ class JoinedGateways:
                 ServedAdapter(name=each.name, served_name=each.served_name, version=each.version)
                 for each in servers.adapters.values()
             ),
+            pause=self._pause,
         )
 
     def _join_request(self) -> JoinRequest:
@@ -183,7 +188,7 @@ class JoinedGateways:
                 "entry point agentlightning.engines, there too"
             )
         return JoinRequest(
-            **dict(self._serve_request()),
+            **dict(self._state()),
             protocol=PROTOCOL,
             package=version("agentlightning"),
             kind=policy.kind,
@@ -209,24 +214,23 @@ class JoinedGateways:
         PolicyError if no gateway can be reached."""
         async with self._joining:
             given = self._config.policy
-            request = PauseRequest(
-                run_id=self._run.run_id, in_flight=given.in_flight, drain_seconds=given.drain_seconds
-            )
+            self._pause = Pause(in_flight=given.in_flight, drain_seconds=given.drain_seconds)
             try:
-                await self._all("/pause", request)
+                await self._all()
                 yield any(gateway.last.going_on for gateway in self._gateways if gateway.joined)
             finally:
-                await self._all("/serve", self._serve_request())
+                self._pause = None
+                await self._all()
 
     def _may_use(self, served_name: str) -> bool:
         """Whether calls at the gateways may use an adapter: any of them until an update is over."""
         here = [gateway for gateway in self._gateways if gateway.joined]
         return self._joining.locked() or any(served_name in gateway.last.adapters for gateway in here)
 
-    async def _all(self, action: str, request: RunRequest) -> None:
-        """Pause all gateways, or let them serve. One that cannot be reached for the time of its lease is left out.
-        Raises PolicyError for a request that is refused, and if no gateway is left."""
-        await asyncio.gather(*(self._send(gateway, action, request) for gateway in self._gateways))
+    async def _all(self) -> None:
+        """Bring all gateways into the state of the run. One that cannot be reached for the time of its lease is left
+        out. Raises PolicyError for a request that is refused, and if no gateway is left."""
+        await asyncio.gather(*map(self._bring, self._gateways))
         if all(gateway.lost for gateway in self._gateways):
             urls = ", ".join(gateway.client.url for gateway in self._gateways)
             raise PolicyError(
@@ -234,16 +238,16 @@ class JoinedGateways:
                 " the run with --resume"
             )
 
-    async def _send(self, gateway: _Gateway, action: str, request: RunRequest) -> None:
+    async def _bring(self, gateway: _Gateway) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._lease
+        deadline, paused = loop.time() + self._lease, self._pause is not None
         while not gateway.lost:
             try:
                 if gateway.joined:
-                    await gateway.send(action, request)
-                    if gateway.joined and gateway.last.paused is (action == "/pause"):
+                    await gateway.send("/state", self._state())
+                    if gateway.joined and gateway.last.paused is paused:
                         return
-                elif action == "/pause":
+                elif paused:
                     return  # It answers no call of the run, and joins again once servers have the new weights.
                 else:
                     return await gateway.send("", self._join_request())
@@ -264,7 +268,7 @@ class JoinedGateways:
             await asyncio.sleep(min(self._lease / RENEWALS, RENEW_SECONDS))
             try:
                 if gateway.joined:
-                    await gateway.send("/renew", self._run)
+                    await gateway.send("/state", self._state())
                     self._policy.servers.remove_unused()
                 if not gateway.joined and not self._joining.locked():
                     async with self._joining:
@@ -277,7 +281,7 @@ class JoinedGateways:
         """What the gateways have done for the run."""
         for gateway in self._gateways:
             with suppress(PolicyError, ConfigError):  # The last answer will do.
-                await gateway.send("/renew", self._run)
+                await gateway.send("/state", self._state())
         total = {name: sum(gateway.counts[name] for gateway in self._gateways) for name in ("joins", *COUNTS)}
         return {"urls": [gateway.client.url for gateway in self._gateways], **total}
 

@@ -64,16 +64,16 @@ class Trainer:
         }
         return await self.post(**{**content, **changes})
 
-    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
-        answer = await self.post("/pause", in_flight=in_flight, drain_seconds=drain_seconds)
-        return answer.raise_for_status().json()
-
-    async def serve(self, version: int | None = None, **content: Any) -> httpx.Response:
-        """Give the server new weights, if there is a `version`, and let calls go on."""
+    async def state(self, version: int | None = None, **content: Any) -> httpx.Response:
+        """Give the server new weights, if there is a `version`, and say what it has: calls go on, unless `pause`."""
         if version is not None:
             self.model_server.label, self.version = f"w-{version}", version
         label = None if "adapters" in content else self.model_server.label
-        return await self.post("/serve", **{"label": label, "version": self.version, **content})
+        return await self.post("/state", **{"label": label, "version": self.version, **content})
+
+    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
+        answer = await self.state(pause={"in_flight": in_flight, "drain_seconds": drain_seconds})
+        return answer.raise_for_status().json()
 
 
 class Hub:
@@ -155,7 +155,7 @@ async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, h
     waiting = asyncio.create_task(hub.ask())
     await settle()
     assert not waiting.done()
-    status = (await trainer.serve(1)).json()
+    status = (await trainer.state(1)).json()
     answer, span = await asyncio.wait_for(waiting, 5)
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
     counts = status["counts"]
@@ -171,7 +171,7 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     await settle()
     status = await trainer.pause(in_flight=True)
     assert (status["paused"], status["going_on"]) == (True, 1)
-    await trainer.serve(1)
+    await trainer.state(1)
     answer, span = await call
     assert answer.status_code == 200
     versions = list(span[names.POLICY_VERSIONS])
@@ -181,8 +181,8 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     assert (await trainer.pause())["going_on"] == 0
     await asyncio.wait_for(call, 5)
     assert call.result()[1][names.POLICY_VERSION] == 1
-    assert (await trainer.serve()).json()["counts"]["updates"] == 2
-    assert (await trainer.serve()).json()["counts"]["updates"] == 2, "a repeated request changes nothing"
+    assert (await trainer.state()).json()["counts"]["updates"] == 2
+    assert (await trainer.state()).json()["counts"]["updates"] == 2, "a repeated request changes nothing"
 
 
 @pytest.mark.integration
@@ -203,7 +203,7 @@ async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the
         assert "has not been heard from for 1 s" in answer.json()["error"]["message"]
     answer, _ = await hub.ask()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
-    assert (await trainer.post("/renew")).status_code == 404
+    assert (await trainer.state()).status_code == 404
     model_server._unpaused.set()
     model_server.delay, model_server.label = 0.0, "resumed"
     assert (await trainer.join(label="resumed", version=7)).status_code == 200
@@ -230,7 +230,7 @@ async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belo
         assert [(await each.join()).status_code for each in (trainer, other)] == [200, 200]
         await other.pause()
         assert (await hub.ask("policy"))[0].status_code == 200, "only the calls of one run wait"
-        await other.serve(1)
+        await other.state(1)
         assert [(await hub.ask(name))[1][names.POLICY_VERSION] for name in ("policy", "another")] == [0, 1]
         refused = await Trainer(hub, second, "r3", "another").join(label=second.label)
         assert refused.status_code == 409
@@ -326,12 +326,12 @@ async def test_a_call_keeps_the_version_of_the_adapter_it_began_with_and_the_tra
     await settle()
     assert (await trainer.pause(in_flight=True))["going_on"] == 1
     model_server.adapters["writer@1.r"] = "dir"
-    status = (await trainer.serve(adapters=[adapter(1)])).json()
+    status = (await trainer.state(adapters=[adapter(1)])).json()
     assert status["adapters"] == ["writer@0.r"], "so the trainer does not unload it yet"
     assert (await hub.ask("policy:writer"))[1][names.POLICY_VERSION] == 1
     answer, span = await call
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
-    assert (await trainer.post("/renew")).json()["adapters"] == []
+    assert (await trainer.state()).json()["adapters"] == []
 
 
 async def test_a_server_without_an_adapter_of_the_run_answers_once_its_trainer_has_loaded_it(
@@ -448,7 +448,7 @@ async def test_a_server_that_answers_an_update_with_anything_is_left_out_until_i
     waiting = asyncio.create_task(hub.ask())
     with monkeypatch.context() as patched:
         patched.setattr("agentlightning.engine.servers.clients.vllm.VllmServer.weight_label", odd)
-        assert (await trainer.serve(1)).status_code == 200
+        assert (await trainer.state(1)).status_code == 200
         await settle()
         assert not waiting.done(), "the server may have a mix of weights"
     answer, span = await asyncio.wait_for(waiting, 20)
@@ -468,11 +468,11 @@ async def test_the_gate_opens_whatever_ends_the_resume(
     await settle()
     with monkeypatch.context() as patched:
         patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", broken)
-        assert (await trainer.serve()).status_code == 500
+        assert (await trainer.state()).status_code == 500
     answer, _ = await asyncio.wait_for(waiting, 5)
     assert answer.status_code == 200
     assert (await trainer.pause())["paused"], "the next update is held as any"
-    assert not (await trainer.serve()).json()["paused"]
+    assert not (await trainer.state()).json()["paused"]
 
 
 @pytest.mark.parametrize("kind", ["lab_of_a_stranger:Engine", "./lab_of_a_stranger.py:Engine", "no_such_engine"])

@@ -2,9 +2,7 @@
 
     POST /v1/policies/MODEL/check      `CheckRequest`: could the run join, before it changes any weights?
     POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
-    POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; to be repeated until `paused`
-    POST /v1/policies/MODEL/serve      `ServeRequest`: the weights and adapters that servers have now; let calls go on
-    POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive
+    POST /v1/policies/MODEL/state      `StateRequest`: hold calls back, or let them go on; repeated while a run lives
     POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
 
 Every answer is a `JoinStatus`, and every request but the join may be repeated. Errors are those of the store: 401 for
@@ -62,16 +60,25 @@ class ServedAdapter(_Message):
     version: int
 
 
-class ServeRequest(RunRequest):
-    """What the model servers have."""
+class Pause(_Message):
+    """How calls are held back; see `UpdateGate.update`."""
+
+    in_flight: bool
+    drain_seconds: float | None
+
+
+class StateRequest(RunRequest):
+    """What the model servers have, and whether it changes. A gateway answers calls with this and nothing else."""
 
     label: str | None
     """The label of the weights; None: these stay as they were started, and adapters change."""
     version: int
     adapters: tuple[ServedAdapter, ...] = ()
+    pause: Pause | None = None
+    """Hold calls back: an update is under way. To be repeated until the gateway is `paused`."""
 
 
-class JoinRequest(ServeRequest):
+class JoinRequest(StateRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
     protocol: int
@@ -100,13 +107,6 @@ class JoinRequest(ServeRequest):
     eos_token_ids: tuple[int, ...]
     probe: tuple[int, ...]
     """The tokens of `tokenizer_archive.PROBE`."""
-
-
-class PauseRequest(RunRequest):
-    """A weight update begins."""
-
-    in_flight: bool
-    drain_seconds: float | None
 
 
 class JoinStatus(_Message):
