@@ -50,7 +50,7 @@ from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local.service import LocalSettings
-from agentlightning.gateway.local.update_gate import UpdateGate
+from agentlightning.gateway.local.update_gate import UpdateGates
 from agentlightning.observability.metrics import counters
 from agentlightning.store.http.endpoint import endpoint, headers_by_name, read_body, respond
 from agentlightning.store.http.errors import RequestError
@@ -72,11 +72,9 @@ class JoinedPolicy(PooledEngine):
     """The policy of a run: an engine over its model servers. The trainer gives these their weights and adapters, and a
     server samples once it has those that the trainer names."""
 
-    gate: UpdateGate
-    """Holds its calls back."""
-
-    def __init__(self, request: JoinRequest, servers: ReplicaPool) -> None:
+    def __init__(self, request: JoinRequest, servers: ReplicaPool, gates: UpdateGates) -> None:
         self.model = servers.model
+        self.gate = gates.of(self)
         self.unavailable: str | None = None
         """Why it samples nothing; None: it does."""
         self.watch: asyncio.Task[None] | None = None
@@ -265,8 +263,7 @@ class JoinedPolicies:
             else:
                 if known is not None:
                     await self._remove(model, known)
-                policy = self._policies[model] = JoinedPolicy(request, servers)
-                policy.gate = gateway.gates.of(policy)
+                policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
                 self._counts.append(policy.counts)
             gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
             if policy.watch is None or policy.watch.done():
