@@ -7,11 +7,9 @@ server is kept in a file that outlives the process and includes the reservations
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +81,7 @@ class Budgets:
         self.total = self._spend_file.read() if self._spend_file else Account()
         self.num_rejected = 0
         """Rejected calls."""
-        self._rollouts: OrderedDict[str, Account] = OrderedDict()
-        self._opening: dict[str, asyncio.Future[Account]] = {}
+        self._rollouts: dict[str, Account] = {}
 
     def spent(self, rollout_id: str) -> Account | None:
         """The account of a rollout that made calls lately; None for others."""
@@ -98,7 +95,8 @@ class Budgets:
         """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
-            account = await self._open(rollout_id)
+            account = self._rollouts.setdefault(rollout_id, await self._read(rollout_id))
+            self._evict()
         self.check(account, rollout_id, dollars, tokens)
         return Reservation(self, account, rollout_id, dollars, tokens)
 
@@ -150,19 +148,9 @@ class Budgets:
         message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
         raise ApiError(402, f"{message} Ask for fewer tokens, or raise the budget", code="budget_exceeded", retry=False)
 
-    async def _open(self, rollout_id: str) -> Account:
-        """The account of a rollout, read from its spans. Concurrent calls read it once."""
-        if (opening := self._opening.get(rollout_id)) is None:
-            opening = self._opening[rollout_id] = asyncio.ensure_future(self._read(rollout_id))
-            opening.add_done_callback(lambda _: self._opening.pop(rollout_id, None))
-        account = self._rollouts.setdefault(rollout_id, await asyncio.shield(opening))
-        self._evict()
-        return account
-
     async def _read(self, rollout_id: str) -> Account:
-        if self._store is None:
-            return Account()
-        if self.config.rollout_dollars is None and self.config.rollout_tokens is None:
+        """What a rollout has spent, from its spans."""
+        if self._store is None or not (self.config.rollout_dollars or self.config.rollout_tokens):
             return Account()
         return spend_of_spans(await self._store.query_spans(rollout_id))
 

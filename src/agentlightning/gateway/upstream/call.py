@@ -181,7 +181,14 @@ class UpstreamCall:
         return self._pool.redactor.redact_headers(visible_headers(self.headers))
 
     async def __aenter__(self) -> Self:
-        await self._acquire()
+        pool = self._pool
+        await self._reserve()
+        try:
+            await pool.rate_limiter.acquire(self._estimated_tokens)
+        except BaseException:
+            self._release()
+            raise
+        pool.record_start()
         try:
             await self._send()
         except BaseException:
@@ -195,17 +202,6 @@ class UpstreamCall:
         if self.usage is None and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
         await self._end()
-
-    async def _acquire(self) -> None:
-        """Reserve the budget, and wait for the rate limit."""
-        pool = self._pool
-        await self._reserve()
-        try:
-            await pool.rate_limiter.acquire(self._estimated_tokens)
-        except BaseException:
-            self._release()
-            raise
-        pool.record_start()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
