@@ -16,9 +16,9 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -232,17 +232,26 @@ class VllmServer(HttpModelServer):
         response = await self._http.get("/weight_info", optional=True)
         return response.get("weight_version") if isinstance(response, dict) else None
 
-    # The order below ensures that half-loaded weights never sample, and that no key or value outlives its weights.
-
-    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+    @asynccontextmanager
+    async def _update(self, on_loaded: Callable[[], None]) -> AsyncGenerator[None]:
+        """A context in which the weights are replaced. Its order ensures that half-loaded weights never sample, and
+        that no key or value outlives its weights."""
         await self._http.post("/pause?mode=keep", seconds=60.0)
         await self.discard_partial_update()
         self._partial_update = True
-        await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+        yield
         self._partial_update = False
-        # Older servers have no labels.
-        await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
-        await self._resume_with_new_weights(on_loaded)
+        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
+        if isinstance(response, dict) and response.get("success") is False:
+            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
+        on_loaded()
+        await self._http.post("/resume", seconds=60.0)
+
+    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+        async with self._update(on_loaded):
+            await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+            # Older servers have no labels.
+            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
         await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
@@ -270,20 +279,16 @@ class VllmServer(HttpModelServer):
             call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
             return asyncio.run_coroutine_threadsafe(call, loop)
 
-        await self._http.post("/pause?mode=keep", seconds=60.0)
-        await self.discard_partial_update()
-        self._partial_update = True
-        await self._http.post("/start_weight_update", seconds=60.0)
-        try:
-            await lend(lambda weights: sender.send(weights, send_update))
-        except TransferError as error:
-            raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
-        except BaseException:
-            sender.abort()  # Nobody waits for it any more.
-            raise
-        await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
-        self._partial_update = False
-        await self._resume_with_new_weights(on_loaded)
+        async with self._update(on_loaded):
+            await self._http.post("/start_weight_update", seconds=60.0)
+            try:
+                await lend(lambda weights: sender.send(weights, send_update))
+            except TransferError as error:
+                raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
+            except BaseException:
+                sender.abort()  # Nobody waits for it any more.
+                raise
+            await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
         """vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
@@ -301,13 +306,6 @@ class VllmServer(HttpModelServer):
     async def _disconnect(self) -> None:
         with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
             await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
-
-    async def _resume_with_new_weights(self, on_loaded: Callable[[], None]) -> None:
-        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
-        if isinstance(response, dict) and response.get("success") is False:
-            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
-        on_loaded()
-        await self._http.post("/resume", seconds=60.0)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         loaded = (await self.model_info()).adapters
