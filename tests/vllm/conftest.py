@@ -95,7 +95,9 @@ def serving(vllm: str, model: Path, log: Path) -> Generator[str]:
     async def start() -> VllmProcess:
         transport = open_transport()
         try:
-            return await VllmProcess.start(launch, transport)
+            process = VllmProcess(launch, transport)
+            await process.restart(None)
+            return process
         finally:
             await transport.close()
 

@@ -252,4 +252,4 @@ async def test_an_adapter_samples_like_the_merged_model(
     await engine.set_weights(weights[1], 2)
     on_new = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[1]), tmp_path / "1")
     assert difference(on_new, prompt, await adapter.sample(prompt, params), params) < NEAR
-    await engine.unload_adapter("critic")
+    await engine.unload_adapters()

@@ -109,7 +109,9 @@ def receiver(
     async def start() -> VllmProcess:
         transport = open_transport()
         try:
-            return await VllmProcess.start(launch, transport)
+            process = VllmProcess(launch, transport)
+            await process.restart(None)
+            return process
         finally:
             await transport.close()
 

@@ -227,7 +227,7 @@ async def _open(options: Options, stack: AsyncExitStack) -> Server:
     from agentlightning.dashboard.data.run_data import DashboardData
     from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
-    from agentlightning.server.joining.service import JoinedPolicies
+    from agentlightning.server.joining import JoinedPolicies
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.tracing.otlp.exporter import OtlpExporter

@@ -81,8 +81,33 @@ class AgentEngines:
         return await self.sample_adapter(self.table.own, prompt_token_ids, params, on_tokens, affinity=affinity)
 
 
+class EngineWrapper:
+    """What an engine that samples through another has in common with it."""
+
+    @property
+    def engine(self) -> Engine:
+        """The other one."""
+        raise NotImplementedError
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.engine.chat
+
+    @property
+    def supported_params(self) -> frozenset[str]:
+        return self.engine.supported_params
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return await self.engine.can_enforce(text, kind)
+
+
 @dataclass(frozen=True, slots=True)
-class AdapterView:
+class AdapterView(EngineWrapper):
     """An `Engine` that samples from one adapter of another."""
 
     agents: AgentEngines
@@ -94,24 +119,8 @@ class AdapterView:
         return cast("Engine", self.agents)
 
     @property
-    def context_length(self) -> int:
-        return self.engine.context_length
-
-    @property
-    def chat(self) -> ChatFormat:
-        return self.engine.chat
-
-    @property
     def policy_version(self) -> int:
         return self.agents.version_of(self.adapter)
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.engine.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.engine.can_enforce(text, kind)
 
     async def sample(
         self,

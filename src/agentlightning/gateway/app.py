@@ -172,8 +172,6 @@ class Gateway:
         self.conversations.forget((rollout_id, attempt_id))
         self.kept.forget((rollout_id, attempt_id))
         self.budgets.forget(rollout_id)
-        for pool in self.providers.values():
-            pool.forget(f"{rollout_id}/{attempt_id}")
 
     def metrics(self) -> dict[str, int | float]:
         """Counters by name."""

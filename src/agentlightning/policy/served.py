@@ -265,14 +265,14 @@ class ServedPolicy(PooledEngine):
 
     async def _compare(self, own: Sample, adapter: str | None = None, hint: str = "") -> None:
         """Compare an answer of the learner with those of each server. Raises PolicyError for one that disagrees."""
-        up = [replica for replica in self.servers.replicas if replica.up]
+        up = self.servers.up
         sampling = (self.servers.sample_from(each, self._probe, GREEDY, adapter) for each in up)
         differences = [_difference(own, sample) for sample in await asyncio.gather(*sampling)]
         self.differences[-1] = max([self.differences[-1], *differences])
         for replica, difference in zip(up, differences, strict=True):
             if difference > self._tolerance:
                 raise PolicyError(
-                    f"{replica.server.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
+                    f"{replica.url} gives log-probabilities that differ by {difference:.4f} from the trainer's "
                     f"(tolerance {self._tolerance:g}); {hint}give the server the same dtype and no quantization, or "
                     "set a larger tolerance"
                 )

@@ -19,8 +19,7 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.joining.routes import joining_routes
-from agentlightning.server.joining.service import JoinedPolicies
+from agentlightning.server.joining import JoinedPolicies
 from agentlightning.store.base import LightningStoreBase
 
 
@@ -76,7 +75,6 @@ async def serve(
             require_key=require_key,
         )
     if joined is not None and gateway is not None:
-        joined.attach(gateway)
-        options["pages"] = [*joining_routes(joined, token), *options.get("pages", ())]
+        options["pages"] = [*joined.attach(gateway, token), *options.get("pages", ())]
     async with Server(store, gateway, secret=secret, token=token, **options) as server:
         yield server

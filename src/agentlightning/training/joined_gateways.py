@@ -1,7 +1,7 @@
 """The gateways that a run has joined: `agl serve` processes that answer its model calls (`engine.servers.joining`).
 
-The trainer tells them which servers to sample from, holds calls back while it changes the weights, and announces each
-version to all of them. It never sees a call: what was sampled is in the store.
+The trainer tells them which servers to sample from, holds calls back while it changes the weights, and then names the
+weights that the servers have. It never sees a call: what was sampled is in the store.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.engine.servers.clients.http import JsonClient
 from agentlightning.engine.servers.joining import (
     BASE_PATH,
+    COUNTS,
     PROTOCOL,
     RENEW_SECONDS,
-    AnnounceRequest,
     CheckRequest,
     JoinRequest,
     JoinStatus,
-    PauseRequest,
+    Pause,
     RunRequest,
     ServedAdapter,
+    StateRequest,
 )
-from agentlightning.engine.servers.replica import Adapter, LabeledWeights
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.served import ServedPolicy
-from agentlightning.server.joining.service import COUNTS
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.transport import open_transport
@@ -70,7 +69,8 @@ class _Gateway:
         self.joined = self.lost = False
         """Whether it serves the run; whether the run goes on without it."""
         self.last = JoinStatus()
-        self.counts: dict[str, float] = dict.fromkeys(("joins", *COUNTS), 0)
+        self._sending = asyncio.Lock()
+        self.counts = {"joins": 0, **self.last.counts}
         """Of all processes at its address."""
 
     async def first(self, action: str, request: RunRequest) -> None:
@@ -79,32 +79,32 @@ class _Gateway:
         try:
             await self.send(action, request)
         except ModelServerError as error:
+            message = f"the run cannot join {url}"
             if error.status in (404, 405):
                 message = f"{url} is no `agl serve` that training runs can join; install this version there"
-                raise ConfigError(f"{message} ({error})") from error
-            raise ConfigError(f"the run cannot join {url}: {error}") from error
+            raise ConfigError(f"{message}: {error}") from error
 
-    async def post(self, action: str, request: RunRequest) -> JoinStatus | None:
-        """See `send`. None where it was started again, or our lease has ended there."""
+    async def send(self, action: str, request: RunRequest) -> None:
+        """Sets `last`, or `joined` to False where the gateway was started again or our lease has ended there. Raises
+        ModelServerError, and ConfigError for the token."""
         try:
-            return await self.send(action, request)
+            async with self._sending:  # A later state must not arrive before an earlier one.
+                answer = await self.client.post(self._path + action, request.model_dump())
         except ModelServerError as error:
-            if error.status != 404:
+            if error.status != 404 or not self.joined:
                 raise
             self.joined = False
-            return None
-
-    async def send(self, action: str, request: RunRequest) -> JoinStatus:
-        """Raises ModelServerError, and ConfigError for the token."""
-        status = JoinStatus.model_validate(await self.client.post(self._path + action, request.model_dump()))
+            return
+        status = JoinStatus.model_validate(answer)
         if isinstance(request, JoinRequest):
             self.joined, self.lost = True, False
             self.counts["joins"] += 1
-        before = self.last if status.calls >= self.last.calls else JoinStatus()  # Of an earlier process.
+        before = self.last.counts
+        if status.counts["calls"] < before["calls"]:  # Those of an earlier process.
+            before = JoinStatus().counts
         for name in COUNTS:
-            self.counts[name] += getattr(status, name) - getattr(before, name)
+            self.counts[name] += status.counts[name] - before[name]
         self.last = status
-        return status
 
 
 @asynccontextmanager
@@ -137,6 +137,8 @@ class JoinedGateways:
         self._run = RunRequest(run_id=run_id)
         self._lease = config.run.gateway_lease_seconds
         self._tokenizer = base64.b64encode(pack_tokenizer(policy.chat)).decode()
+        self._pause: Pause | None = None
+        """Set during an update."""
         self._joining = asyncio.Lock()
         """Held during updates, and while a gateway that was lost joins again."""
 
@@ -158,15 +160,27 @@ class JoinedGateways:
             joined = cls(gateways, config, policy, run_id, note)
             try:
                 await asyncio.gather(*(gateway.first("", joined._join_request()) for gateway in gateways))
-                policy.servers.on_new, policy.servers.used_elsewhere = joined._announce, joined._in_use
+                policy.servers.is_used_elsewhere = joined._may_use
                 async with in_background(*map(joined._renew, gateways)):
                     yield joined
             finally:
                 await joined._leave()
 
+    def _state(self) -> StateRequest:
+        servers, weights = self._policy.servers, self._policy.servers.weights
+        return StateRequest(
+            run_id=self._run.run_id,
+            label=None if weights is None else weights.label,
+            version=0 if weights is None else weights.version,
+            adapters=tuple(
+                ServedAdapter(name=each.name, served_name=each.served_name, version=each.version)
+                for each in servers.adapters.values()
+            ),
+            pause=self._pause,
+        )
+
     def _join_request(self) -> JoinRequest:
-        policy, weights = self._policy, self._policy.servers.weights
-        settings, servers = self._config, policy.config
+        policy, settings = self._policy, self._config
         assert isinstance(policy.chat, HFChatFormat)
         if ":" in policy.kind:
             raise ConfigError(
@@ -174,20 +188,14 @@ class JoinedGateways:
                 "entry point agentlightning.engines, there too"
             )
         return JoinRequest(
-            run_id=self._run.run_id,
+            **dict(self._state()),
             protocol=PROTOCOL,
             package=version("agentlightning"),
             kind=policy.kind,
-            urls=servers.urls,
-            server_token=servers.token,
+            servers=policy.config.model_copy(update={"token_env": None}),
+            server_token=policy.config.token,
             context_length=policy.context_length,
-            retries=servers.retries,
-            wait_seconds=servers.wait_seconds,
-            timeout_seconds=servers.timeout_seconds,
             crosses_updates=settings.policy.in_flight or settings.policy.drain_seconds is not None,
-            label=None if weights is None else weights.label,
-            version=0 if weights is None else weights.version,
-            adapters=tuple(map(_served, policy.servers.adapters.values())),
             adapter_routes=policy.table if policy.adapters else None,
             structured_output=settings.gateway.structured_output,
             record_top_logprobs=settings.gateway.record_top_logprobs,
@@ -206,33 +214,23 @@ class JoinedGateways:
         PolicyError if no gateway can be reached."""
         async with self._joining:
             given = self._config.policy
-            request = PauseRequest(
-                run_id=self._run.run_id, in_flight=given.in_flight, drain_seconds=given.drain_seconds
-            )
+            self._pause = Pause(in_flight=given.in_flight, drain_seconds=given.drain_seconds)
             try:
-                await self._all("/pause", request, until=lambda status: status.paused)
+                await self._all()
                 yield any(gateway.last.going_on for gateway in self._gateways if gateway.joined)
             finally:
-                await self._all("/resume", self._run)
+                self._pause = None
+                await self._all()
 
-    async def _announce(self, new: LabeledWeights | Adapter) -> None:
-        if isinstance(new, Adapter):
-            request = AnnounceRequest(run_id=self._run.run_id, adapters=(_served(new),))
-        else:
-            request = AnnounceRequest(run_id=self._run.run_id, label=new.label, version=new.version)
-        await self._all("/announce", request)
+    def _may_use(self, served_name: str) -> bool:
+        """Whether calls at the gateways may use an adapter: any of them until an update is over."""
+        here = [gateway for gateway in self._gateways if gateway.joined]
+        return self._joining.locked() or any(served_name in gateway.last.adapters for gateway in here)
 
-    def _in_use(self) -> set[str]:
-        """The served names of adapters that calls at the gateways use."""
-        return {name for gateway in self._gateways if gateway.joined for name in gateway.last.adapters}
-
-    async def _all(
-        self, action: str, request: RunRequest, until: Callable[[JoinStatus], bool] = lambda status: True
-    ) -> None:
-        """Send a request to all gateways, again until `until`. One that cannot be reached for the time of its lease is
-        left out. Raises PolicyError for a request that is refused, and if no gateway is left."""
-        here = [gateway for gateway in self._gateways if not gateway.lost]
-        await asyncio.gather(*(self._send(gateway, action, request, until) for gateway in here))
+    async def _all(self) -> None:
+        """Bring all gateways into the state of the run. One that cannot be reached for the time of its lease is left
+        out. Raises PolicyError for a request that is refused, and if no gateway is left."""
+        await asyncio.gather(*map(self._bring, self._gateways))
         if all(gateway.lost for gateway in self._gateways):
             urls = ", ".join(gateway.client.url for gateway in self._gateways)
             raise PolicyError(
@@ -240,29 +238,26 @@ class JoinedGateways:
                 " the run with --resume"
             )
 
-    async def _send(
-        self, gateway: _Gateway, action: str, request: RunRequest, until: Callable[[JoinStatus], bool]
-    ) -> None:
+    async def _bring(self, gateway: _Gateway) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._lease
-        while True:
+        deadline, paused = loop.time() + self._lease, self._pause is not None
+        while not gateway.lost:
             try:
-                if not gateway.joined:
-                    if action != "/resume":
-                        return  # It answers no call of the run, and joins again once servers have the new weights.
-                    await gateway.send("", self._join_request())
-                status = await gateway.post(action, request)
-                if status is not None:
-                    if until(status):
+                if gateway.joined:
+                    await gateway.send("/state", self._state())
+                    if gateway.joined and gateway.last.paused is paused:
                         return
-                    deadline = loop.time() + self._lease
+                elif paused:
+                    return  # It answers no call of the run, and joins again once servers have the new weights.
+                else:
+                    return await gateway.send("", self._join_request())
+                deadline = loop.time() + self._lease
             except ModelServerError as error:
                 if error.status is not None and error.status < 500:
                     raise PolicyError(f"{gateway.client.url} refuses the run: {error}") from error
                 if loop.time() >= deadline:
                     gateway.joined, gateway.lost = False, True
                     self._note(f"the run goes on without {gateway.client.url} until it is back: {error}")
-                    return
                 await asyncio.sleep(RETRY_SECONDS)
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -273,7 +268,7 @@ class JoinedGateways:
             await asyncio.sleep(min(self._lease / RENEWALS, RENEW_SECONDS))
             try:
                 if gateway.joined:
-                    await gateway.post("/renew", self._run)
+                    await gateway.send("/state", self._state())
                     self._policy.servers.remove_unused()
                 if not gateway.joined and not self._joining.locked():
                     async with self._joining:
@@ -286,22 +281,17 @@ class JoinedGateways:
         """What the gateways have done for the run."""
         for gateway in self._gateways:
             with suppress(PolicyError, ConfigError):  # The last answer will do.
-                await gateway.post("/renew", self._run)
+                await gateway.send("/state", self._state())
         total = {name: sum(gateway.counts[name] for gateway in self._gateways) for name in ("joins", *COUNTS)}
         return {"urls": [gateway.client.url for gateway in self._gateways], **total}
 
     async def _leave(self) -> None:
-        servers = self._policy.servers
-        servers.on_new, servers.used_elsewhere = None, tuple
+        self._policy.servers.is_used_elsewhere = lambda served_name: False
         for gateway in filter(lambda gateway: gateway.joined, self._gateways):
             try:
-                await gateway.post("/leave", self._run)
+                await gateway.send("/leave", self._run)
             except (PolicyError, ConfigError) as error:
                 log.warning("%s; it forgets the run when its lease has ended", error)
-
-
-def _served(adapter: Adapter) -> ServedAdapter:
-    return ServedAdapter(name=adapter.name, served_name=adapter.served_name, version=adapter.version)
 
 
 def joined_url(config: TrainConfig) -> str | None:

@@ -327,6 +327,18 @@ async def test_a_recovered_server_gets_the_newest_weights_first(tmp_path: Path):
         assert sample.logprobs[0] == logprob_of(43, label_of(engine, 1))
 
 
+async def test_calls_that_wait_for_a_server_end_with_the_pool():
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ScriptedModelServer())
+        engine = await stack.enter_async_context(engine_of(server, wait_seconds=600.0))
+        await server.__aexit__()
+        call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=1)))
+        await until(lambda: not engine.up)
+        await engine.close()
+        with pytest.raises(PolicyError, match="was closed"):
+            await asyncio.wait_for(call, 10)
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +375,23 @@ async def test_answers_in_flight_continue_across_an_update_with_token_versions(o
             drawn_by = [label_of(engine, version) for version, count in sample.versions for _ in range(count)]
             expected = [logprob_of(token, label) for token, label in zip(sample.token_ids, drawn_by, strict=True)]
             assert list(sample.logprobs) == expected
+
+
+async def test_an_answer_from_weights_that_another_process_has_just_given_waits_for_their_version(
+    one: ScriptedModelServer,
+):
+    async with engine_of(one, weights_change=False) as engine:
+        engine.announce_weights("default", 0)
+        async with engine.lock:
+            one.label = "next"
+            call = asyncio.create_task(engine.sample(PROMPT, SamplingParams(max_tokens=3)))
+            await until(lambda: len(draws(one)) == 1 and one.running == 0)
+            await asyncio.sleep(0.05)
+            assert not call.done()
+            engine.announce_weights("next", 7)
+            await engine.update_replicas()
+        sample = await asyncio.wait_for(call, 10)
+        assert (sample.policy_version, len(draws(one))) == (7, 1)
 
 
 async def test_a_server_that_cannot_load_weights_samples_nothing_until_it_can(two: Any, tmp_path: Path):
@@ -456,7 +485,7 @@ async def test_an_adapter_is_an_engine_of_its_own_on_every_server(two: Any, tmp_
         assert [body["model"] for server in two for body in draws(server)] == ["critic"]
         await engine.load_adapter("critic", tmp_path / "b")
         assert (adapter.policy_version, (await adapter.sample(PROMPT, SamplingParams(max_tokens=1))).policy_version) == (1, 1)  # fmt: skip  # noqa: E501
-        await engine.unload_adapter("critic")
+        await engine.unload_adapters()
         assert not two[0].adapters
         with pytest.raises(ConfigError, match="no adapter 'critic' is loaded"):
             await adapter.sample(PROMPT, SamplingParams(max_tokens=1))

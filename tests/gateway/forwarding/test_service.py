@@ -260,7 +260,7 @@ async def test_calls_of_every_kind_at_once_are_each_answered_and_recorded_once(a
         f"n{number}" for number, kind in enumerate(kinds) if kind == "well"
     )
     pool = service.gateway.providers["them"]
-    assert (pool.rate_limiter.in_flight, [each.in_flight for each in pool.servers]) == (0, [0])
+    assert (pool.rate_limiter.in_flight, [len(each.requests) for each in pool.replicas]) == (0, [0])
 
 
 async def test_a_prompt_that_was_read_and_never_answered_is_paid_for(ask):

@@ -77,12 +77,12 @@ def test_a_server_that_is_lost_moves_only_its_own_conversations(count, data):
     pool = ServerPool(made_of(*(f"http://host{number}/v1" for number in range(count))), open_transport)
     talks = [f"ro-{number}/at-1" for number in range(40)]
     before = {talk: pool.choose(talk) for talk in talks}
-    lost = data.draw(st.sampled_from(pool.servers))
-    lost.health.record_failure(unreachable=True)
+    lost = data.draw(st.sampled_from(pool.replicas))
+    lost.record_failure(unreachable=True)
     after = {talk: pool.choose(talk) for talk in talks}
     assert all(after[talk] is before[talk] for talk in talks if before[talk] is not lost)
     assert all(after[talk] is not lost for talk in talks)
-    lost.health.record_success()
+    lost.record_success()
     assert {talk: pool.choose(talk) for talk in talks} == before
 
 
@@ -108,7 +108,7 @@ async def test_a_conversation_stays_with_its_server_and_goes_to_another_while_th
         assert (asked.retries, len(other.seen)) == (1, 1)
         assert (await call(pool, "ro-1/at-1")).retries == 0
         await home.start()
-        await until(lambda: all(not server.health.is_suspect for server in pool.servers))
+        await until(lambda: all(server.up for server in pool.replicas))
         await call(pool, "ro-1/at-1")
         assert (len(home.seen), len(other.seen)) == (6, 2)
 
@@ -122,7 +122,7 @@ async def test_a_server_that_says_it_is_not_well_is_left_alone_before_a_call_mee
         await call(pool, "x")
         home, other = (one, two) if one.seen else (two, one)
         home.healthy = False
-        await until(lambda: any(server.health.is_suspect for server in pool.servers))
+        await until(lambda: any(not server.up for server in pool.replicas))
         assert (await call(pool, "x")).retries == 0
         assert len(other.seen) == 1
 
@@ -132,7 +132,7 @@ async def test_a_call_is_never_refused_for_want_of_a_well_server():
         for _ in range(6):
             with pytest.raises(ApiError):
                 await call(pool)
-        assert pool.servers[0].health.is_suspect
+        assert not pool.replicas[0].up
         assert (await call(pool)).status == 200
 
 
@@ -232,8 +232,8 @@ async def test_all_calls_of_a_model_wait_as_long_as_its_server_asked_one_of_them
         first, other, *waited = times
         assert (other[1], len(waited)) == ("b", 3)
         assert other[0] - first[0] < 0.4 <= min(at for at, _ in waited) - first[0]
-        assert not pool.servers[0].health.is_suspect
-        assert pool.servers[0].pause_seconds("a") == 0
+        assert pool.replicas[0].up
+        assert pool.replicas[0].pause_seconds("a") == 0
 
 
 async def test_a_call_is_turned_away_at_once_where_its_server_wants_none_for_long():
@@ -325,7 +325,7 @@ async def test_a_user_in_a_base_url_is_sent_as_the_sdk_sends_it(user):
         async with connected(made_of(url, api_key="sk-theirs-0123456789")) as pool, httpx.AsyncClient() as client:
             await call(pool)
             await client.post(url)
-            assert "@" not in pool.servers[0].url
+            assert "@" not in pool.replicas[0].url
         ours, theirs = server.seen
         assert ours.headers["authorization"] == theirs.headers["authorization"]
 

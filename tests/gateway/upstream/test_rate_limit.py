@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.rate_limit import RateLimiter, TokenBucket
-from agentlightning.gateway.upstream.servers import MAX_FAILURES, ServerHealth
 
 
 class Clock:
@@ -123,28 +122,3 @@ def test_no_stretch_of_time_sees_more_than_its_share_and_one_minutes_worth(steps
             rate.take(amount)
             taken += amount
         assert taken <= 60 + (clock.now - begun) * 1.0 + 1e-6
-
-
-def test_a_server_is_left_alone_for_longer_each_time_and_tried_again():
-    clock = Clock()
-    health = ServerHealth(clock)
-    for _ in range(MAX_FAILURES - 1):
-        health.record_failure()
-    assert health.is_available
-    pauses = []
-    for _ in range(7):
-        health.record_failure()
-        assert not health.is_available
-        pauses.append(health.seconds_left)
-        clock.now += health.seconds_left
-        assert health.is_available
-    assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30])
-    health.record_success()
-    health.record_failure()
-    assert health.is_available
-
-
-def test_one_failure_is_enough_where_there_is_no_server():
-    health = ServerHealth(Clock())
-    health.record_failure(unreachable=True)
-    assert not health.is_available

@@ -115,8 +115,8 @@ def test_a_server_of_another_protocol_version_says_so(hub: Hub) -> None:
         headers={"authorization": f"Bearer {TOKEN}"},
     )
     assert answer.status_code == 422
-    assert f"this server has agentlightning {version('agentlightning')}" in answer.json()["error"]
-    assert "the run has agentlightning 9.9, which speaks version 99" in answer.json()["error"]
+    assert f"this server has agentlightning {version('agentlightning')}" in answer.json()["detail"]
+    assert "the run has agentlightning 9.9, which speaks version 99" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

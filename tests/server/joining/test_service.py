@@ -24,7 +24,7 @@ from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH, PROTOCOL
 from agentlightning.resources import ProxyLLM
-from agentlightning.server.joining.service import JoinedPolicies
+from agentlightning.server.joining import JoinedPolicies
 from agentlightning.server.serve import serve
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.testing import ScriptedEngine
@@ -37,9 +37,13 @@ class Trainer:
 
     def __init__(self, hub: Hub, model_server: ScriptedModelServer, run_id: str = "r1", model: str = "policy") -> None:
         self.hub, self.model_server, self.run_id, self.path = hub, model_server, run_id, f"{BASE_PATH}/{model}"
+        self.version = 0
 
     async def post(self, action: str = "", **content: Any) -> httpx.Response:
         return await self.hub.client.post(self.path + action, json={"run_id": self.run_id, **content})
+
+    def servers(self, **changes: Any) -> dict[str, Any]:
+        return {"urls": [self.model_server.url], "retries": 1, "wait_seconds": 5.0, "timeout_seconds": 30.0, **changes}
 
     async def join(self, **changes: Any) -> httpx.Response:
         chat = HFChatFormat(tiny_tokenizer())
@@ -47,11 +51,8 @@ class Trainer:
             "protocol": PROTOCOL,
             "package": "2.0",
             "kind": "vllm",
-            "urls": [self.model_server.url],
+            "servers": self.servers(),
             "context_length": 512,
-            "retries": 1,
-            "wait_seconds": 5.0,
-            "timeout_seconds": 30.0,
             "crosses_updates": True,
             "label": self.model_server.label,
             "version": 0,
@@ -63,14 +64,16 @@ class Trainer:
         }
         return await self.post(**{**content, **changes})
 
-    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
-        answer = await self.post("/pause", in_flight=in_flight, drain_seconds=drain_seconds)
-        return answer.raise_for_status().json()
+    async def state(self, version: int | None = None, **content: Any) -> httpx.Response:
+        """Give the server new weights, if there is a `version`, and say what it has: calls go on, unless `pause`."""
+        if version is not None:
+            self.model_server.label, self.version = f"w-{version}", version
+        label = None if "adapters" in content else self.model_server.label
+        return await self.post("/state", **{"label": label, "version": self.version, **content})
 
-    async def update(self, version: int) -> None:
-        """Announce new weights, and give them to the server."""
-        (await self.post("/announce", label=f"w-{version}", version=version)).raise_for_status()
-        self.model_server.label = f"w-{version}"
+    async def pause(self, in_flight: bool = False, drain_seconds: float | None = None) -> dict[str, Any]:
+        answer = await self.state(pause={"in_flight": in_flight, "drain_seconds": drain_seconds})
+        return answer.raise_for_status().json()
 
 
 class Hub:
@@ -152,11 +155,11 @@ async def test_calls_wait_for_an_update_and_have_its_version(trainer: Trainer, h
     waiting = asyncio.create_task(hub.ask())
     await settle()
     assert not waiting.done()
-    await trainer.update(1)
-    status = (await trainer.post("/resume")).json()
+    status = (await trainer.state(1)).json()
     answer, span = await asyncio.wait_for(waiting, 5)
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 1)
-    assert (status["updates"], status["held"], status["failed"]) == (1, 1, 0)
+    counts = status["counts"]
+    assert (counts["updates"], counts["held"], counts["failed"]) == (1, 1, 0)
 
 
 async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it(
@@ -168,8 +171,7 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     await settle()
     status = await trainer.pause(in_flight=True)
     assert (status["paused"], status["going_on"]) == (True, 1)
-    await trainer.update(1)
-    await trainer.post("/resume")
+    await trainer.state(1)
     answer, span = await call
     assert answer.status_code == 200
     versions = list(span[names.POLICY_VERSIONS])
@@ -179,8 +181,8 @@ async def test_an_update_waits_for_answers_under_way_unless_they_go_on_across_it
     assert (await trainer.pause())["going_on"] == 0
     await asyncio.wait_for(call, 5)
     assert call.result()[1][names.POLICY_VERSION] == 1
-    assert (await trainer.post("/resume")).json()["updates"] == 2
-    assert (await trainer.post("/resume")).json()["updates"] == 2, "a repeated request changes nothing"
+    assert (await trainer.state()).json()["counts"]["updates"] == 2
+    assert (await trainer.state()).json()["counts"]["updates"] == 2, "a repeated request changes nothing"
 
 
 @pytest.mark.integration
@@ -201,7 +203,7 @@ async def test_calls_of_a_trainer_that_died_during_an_update_are_refused_and_the
         assert "has not been heard from for 1 s" in answer.json()["error"]["message"]
     answer, _ = await hub.ask()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
-    assert (await trainer.post("/renew")).status_code == 404
+    assert (await trainer.state()).status_code == 404
     model_server._unpaused.set()
     model_server.delay, model_server.label = 0.0, "resumed"
     assert (await trainer.join(label="resumed", version=7)).status_code == 200
@@ -228,13 +230,12 @@ async def test_two_runs_are_served_at_once_under_their_own_names_and_a_name_belo
         assert [(await each.join()).status_code for each in (trainer, other)] == [200, 200]
         await other.pause()
         assert (await hub.ask("policy"))[0].status_code == 200, "only the calls of one run wait"
-        await other.update(1)
-        await other.post("/resume")
+        await other.state(1)
         assert [(await hub.ask(name))[1][names.POLICY_VERSION] for name in ("policy", "another")] == [0, 1]
         refused = await Trainer(hub, second, "r3", "another").join(label=second.label)
         assert refused.status_code == 409
-        assert "'another' belongs to run r2" in refused.json()["error"]
-        assert re.search(r"wait (5[0-9]|60) s for the end of its lease", refused.json()["error"])
+        assert "'another' belongs to run r2" in refused.json()["detail"]
+        assert re.search(r"wait (5[0-9]|60) s for the end of its lease", refused.json()["detail"])
         await other.post("/leave")
         assert (await hub.ask("another"))[0].status_code == 404
         assert (await Trainer(hub, second, "r3", "another").join(label=second.label)).status_code == 200
@@ -325,19 +326,18 @@ async def test_a_call_keeps_the_version_of_the_adapter_it_began_with_and_the_tra
     await settle()
     assert (await trainer.pause(in_flight=True))["going_on"] == 1
     model_server.adapters["writer@1.r"] = "dir"
-    status = (await trainer.post("/announce", adapters=[adapter(1)])).json()
+    status = (await trainer.state(adapters=[adapter(1)])).json()
     assert status["adapters"] == ["writer@0.r"], "so the trainer does not unload it yet"
-    await trainer.post("/resume")
     assert (await hub.ask("policy:writer"))[1][names.POLICY_VERSION] == 1
     answer, span = await call
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
-    assert (await trainer.post("/renew")).json()["adapters"] == []
+    assert (await trainer.state()).json()["adapters"] == []
 
 
 async def test_a_server_without_an_adapter_of_the_run_answers_once_its_trainer_has_loaded_it(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await join_with_adapters(trainer, retries=5)
+    await join_with_adapters(trainer, servers=trainer.servers(retries=5))
     model_server.restart()
     call = asyncio.create_task(hub.ask("policy:writer"))
     await settle()
@@ -345,15 +345,6 @@ async def test_a_server_without_an_adapter_of_the_run_answers_once_its_trainer_h
     model_server.adapters["writer@0.r"] = "dir"
     answer, span = await asyncio.wait_for(call, 10)
     assert (answer.status_code, span[names.POLICY_VERSION]) == (200, 0)
-
-
-async def test_adapters_that_a_run_did_not_join_with_are_refused(trainer: Trainer):
-    await trainer.join()
-    answer = await trainer.post("/announce", adapters=[adapter(1)])
-    assert (answer.status_code, "joined without adapters" in answer.json()["error"]) == (422, True)
-    await join_with_adapters(trainer)
-    answer = await trainer.post("/announce", label="w", version=1)
-    assert (answer.status_code, "joined with adapters" in answer.json()["error"]) == (422, True)
 
 
 async def test_the_gateway_settings_of_a_run_are_used_for_its_calls_alone(
@@ -370,7 +361,7 @@ async def test_the_gateway_settings_of_a_run_are_used_for_its_calls_alone(
 async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_has_them(
     trainer: Trainer, hub: Hub, model_server: ScriptedModelServer
 ):
-    await trainer.join(retries=3)
+    await trainer.join(servers=trainer.servers(retries=3))
     model_server.label = "of-a-restarted-server"
     call = asyncio.create_task(hub.ask())
     await settle()
@@ -384,19 +375,20 @@ async def test_a_server_that_lost_the_trainers_weights_answers_no_call_until_it_
     ("changes", "status", "words"),
     [
         ({"protocol": 99}, 422, "the run has agentlightning 2.0, which speaks version 99"),
-        ({"urls": ["http://127.0.0.1:9"]}, 503, "127.0.0.1:9"),
+        ({"servers": {"urls": ["http://127.0.0.1:9"]}}, 503, "127.0.0.1:9"),
         ({"label": "another"}, 503, "has weights default"),
         ({"tokenizer": base64.b64encode(b"no archive").decode()}, 422, "archive of the tokenizer cannot be read"),
         ({"tokenizer": "?"}, 422, "is not base64"),
         ({"probe": [1, 2, 3]}, 422, "gives other tokens than the trainer's"),
-        ({"urls": []}, 400, "urls"),
+        ({"servers": {"urls": []}}, 422, "the addresses of servers in urls"),
+        ({"lease_seconds": 0}, 400, "lease_seconds"),
     ],
 )
 async def test_a_server_says_why_it_cannot_serve_a_run(
     trainer: Trainer, changes: dict[str, Any], status: int, words: str
 ):
     answer = await trainer.join(**changes)
-    assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
+    assert (answer.status_code, words in answer.json()["detail"]) == (status, True), answer.text
 
 
 async def test_answers_cross_no_update_on_servers_that_do_not_name_the_weights_of_tokens(hub: Hub):
@@ -451,13 +443,12 @@ async def test_a_server_that_answers_an_update_with_anything_is_left_out_until_i
     async def odd(self: object) -> str | None:
         raise error
 
-    await trainer.join(retries=5)
+    await trainer.join(servers=trainer.servers(retries=5))
     await trainer.pause()
     waiting = asyncio.create_task(hub.ask())
-    await trainer.update(1)
     with monkeypatch.context() as patched:
         patched.setattr("agentlightning.engine.servers.clients.vllm.VllmServer.weight_label", odd)
-        assert (await trainer.post("/resume")).status_code == 200
+        assert (await trainer.state(1)).status_code == 200
         await settle()
         assert not waiting.done(), "the server may have a mix of weights"
     answer, span = await asyncio.wait_for(waiting, 20)
@@ -477,11 +468,11 @@ async def test_the_gate_opens_whatever_ends_the_resume(
     await settle()
     with monkeypatch.context() as patched:
         patched.setattr("agentlightning.engine.servers.pool.ReplicaPool.update_replicas", broken)
-        assert (await trainer.post("/resume")).status_code == 500
+        assert (await trainer.state()).status_code == 500
     answer, _ = await asyncio.wait_for(waiting, 5)
     assert answer.status_code == 200
     assert (await trainer.pause())["paused"], "the next update is held as any"
-    assert not (await trainer.post("/resume")).json()["paused"]
+    assert not (await trainer.state()).json()["paused"]
 
 
 @pytest.mark.parametrize("kind", ["lab_of_a_stranger:Engine", "./lab_of_a_stranger.py:Engine", "no_such_engine"])

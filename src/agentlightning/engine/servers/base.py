@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from agentlightning.engine.base import FinishReason, SamplingParams, TopLogprobs
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
+from agentlightning.transport.error_text import CONTEXT_ERROR
 from agentlightning.weight_sync.base import LendWeights, WeightSender
 
 
@@ -59,6 +60,9 @@ class Completion:
     weights: tuple[tuple[str, int], ...] = ()
     """(label of the weights, number of tokens they sampled), in order; empty if the server does not report it."""
 
+
+PROBE_PROMPT: Final = (1, 2, 3)
+"""A prompt that every vocabulary contains."""
 
 OnChunk = Callable[[TokenChunk], None]
 
@@ -136,20 +140,12 @@ class WeightReceiver(ModelServer, Protocol):
         ...
 
 
-CONTEXT_ERRORS = (
-    "maximum model length",
-    "maximum context length",
-    "longer than the model's context",
-    "context length",
-)
-
-
 def caller_error(error: ModelServerError, request: SampleRequest) -> AgentLightningError:
     """The error to raise for a failed `request`: rejections of the request itself become ContextLengthError or
     ConfigError."""
     if error.status not in (400, 422):
         return error
-    if any(phrase in str(error) for phrase in CONTEXT_ERRORS):
+    if CONTEXT_ERROR.search(str(error)):
         return ContextLengthError(
             f"the prompt has {len(request.prompt)} tokens, which leaves no room for an answer; shorten the prompt, or "
             f"use a model with a longer context ({error})"

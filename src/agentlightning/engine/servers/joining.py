@@ -2,14 +2,11 @@
 
     POST /v1/policies/MODEL/check      `CheckRequest`: could the run join, before it changes any weights?
     POST /v1/policies/MODEL            join: `JoinRequest` -> `JoinStatus`; again after the gateway was restarted
-    POST /v1/policies/MODEL/pause      `PauseRequest`: hold calls back; to be repeated until `paused`
-    POST /v1/policies/MODEL/announce   `AnnounceRequest`: servers are about to get these weights, or have these adapters
-    POST /v1/policies/MODEL/resume     `RunRequest`: they have them; let calls go on
-    POST /v1/policies/MODEL/renew      `RunRequest`: the run is alive
+    POST /v1/policies/MODEL/state      `StateRequest`: hold calls back, or let them go on; repeated while a run lives
     POST /v1/policies/MODEL/leave      `RunRequest`: it has ended
 
-Every answer is a `JoinStatus`, and every request but the join may be repeated. An error is `{"error": message}`: 401
-for the token, 404 if the run has not joined, 409 if the name or the model servers belong to another run, 422 for what
+Every answer is a `JoinStatus`, and every request but the join may be repeated. Errors are those of the store: 401 for
+the token, 404 if the run has not joined, 409 if the name or the model servers belong to another run, 422 for what
 the gateway lacks.
 """
 
@@ -20,12 +17,18 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.servers.config import ServersConfig
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raised with each change that an earlier version would misunderstand."""
 BASE_PATH: Final = "/v1/policies"
 RENEW_SECONDS: Final = 2.0
 """A run renews its lease so often, and joins again within this time where a gateway was started again."""
+
+
+COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+"""What gateways count for a run: answers sampled, and their tokens; calls that failed, and that waited for an update;
+updates, and the seconds in which calls were held back."""
 
 
 class _Message(BaseModel):
@@ -57,7 +60,25 @@ class ServedAdapter(_Message):
     version: int
 
 
-class JoinRequest(RunRequest):
+class Pause(_Message):
+    """How calls are held back; see `UpdateGate.update`."""
+
+    in_flight: bool
+    drain_seconds: float | None
+
+
+class StateRequest(RunRequest):
+    """What the model servers have, and whether it changes. A gateway answers calls with this and nothing else."""
+
+    label: str | None
+    """The label of the weights; None: these stay as they were started, and adapters change."""
+    version: int
+    adapters: tuple[ServedAdapter, ...] = ()
+    pause: Pause | None = None
+    """Hold calls back: an update is under way. To be repeated until the gateway is `paused`."""
+
+
+class JoinRequest(StateRequest):
     """What a gateway needs in order to sample from the policy of a run."""
 
     protocol: int
@@ -65,20 +86,12 @@ class JoinRequest(RunRequest):
     """The run's version of agentlightning."""
     kind: str = Field(pattern=r"^[\w-]+$")
     """The engine by its name. A gateway imports no module that a request names."""
-    urls: tuple[str, ...] = Field(min_length=1)
-    """The model servers, which the gateway must reach under these addresses."""
+    servers: ServersConfig
+    """The model servers, which the gateway must reach under their `urls`."""
     server_token: str | None = None
     context_length: int
-    retries: int
-    wait_seconds: float
-    timeout_seconds: float
     crosses_updates: bool
     """Whether answers may go on across an update. Servers must then say which weights sampled which tokens."""
-    label: str | None
-    """The label of the weights that the servers have; None: these stay as they are, and adapters change."""
-    version: int
-    adapters: tuple[ServedAdapter, ...] = ()
-    """The adapters that the servers have."""
     adapter_routes: AdapterTable | None = None
     """None: the policy has no adapters."""
     structured_output: Literal["auto", "always", "never"] = "auto"
@@ -96,36 +109,11 @@ class JoinRequest(RunRequest):
     """The tokens of `tokenizer_archive.PROBE`."""
 
 
-class PauseRequest(RunRequest):
-    """A weight update begins."""
-
-    in_flight: bool
-    drain_seconds: float | None
-
-
-class AnnounceRequest(RunRequest):
-    """New weights, before any server has them, or new adapters, once servers have them."""
-
-    label: str | None = None
-    """None: the weights stay."""
-    version: int = 0
-    adapters: tuple[ServedAdapter, ...] = ()
-
-
 class JoinStatus(_Message):
     """What a gateway has done for a run since it joined."""
 
-    calls: int = 0
-    """Answers sampled."""
-    tokens: int = 0
-    """Tokens of these answers."""
-    failed: int = 0
-    """Calls that failed."""
-    held: int = 0
-    """Calls that waited for an update."""
-    updates: int = 0
-    held_seconds: float = 0.0
-    """Time in which calls were held back."""
+    counts: dict[str, int | float] = Field(default_factory=lambda: dict[str, int | float].fromkeys(COUNTS, 0))
+    """Of `COUNTS`."""
     paused: bool = False
     going_on: int = 0
     """While paused, the calls that go on across the update."""

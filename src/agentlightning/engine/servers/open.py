@@ -18,7 +18,7 @@ from agentlightning.engine.servers.pool import ReplicaPool
 from agentlightning.engine.servers.replica import Replica, WeightChannel
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
-from agentlightning.transport import Transport, open_transport
+from agentlightning.transport import open_transport
 from agentlightning.weight_sync.select import AUTO, DISK, SENDERS, VISIBLE_DEVICES, server_environment
 
 log = logging.getLogger(__name__)
@@ -65,32 +65,36 @@ async def open_servers(
     trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one. Raises
     ConfigError, ServerError if one cannot be started, and as `ReplicaPool.open` does."""
     config.check(kind)
-    transport = open_transport()
+    transport, replicas = open_transport(), list[Replica]()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         if config.urls:
-            server, token = ENGINES.find(kind), token or config.token
-            replicas = [
-                Replica(server(transport, url, token=token, seconds=config.timeout_seconds)) for url in config.urls
+            client, token = ENGINES.find(kind), token or config.token
+            replicas += [
+                Replica(client(transport, url, token=token, seconds=config.timeout_seconds)) for url in config.urls
             ]
         elif model is None:
             raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
         else:
-            options = [
-                LaunchOptions(
+            transfer_args = () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
+            visible = [{VISIBLE_DEVICES: each} for each in config.devices] or [{}] * config.count
+            for index, devices in enumerate(visible):
+                options = LaunchOptions(
                     model=model,
                     name=name or "policy",
                     log=logs / f"vllm-{index}.log",
                     command=shlex.split(config.command),
-                    args=(*config.args, *_transfer_args(transfer)),
-                    env={**server_environment(transfer), **config.env, **_visible_devices(config, index)},
+                    args=(*config.args, *transfer_args),
+                    env={**server_environment(transfer), **config.env, **devices},
                     dtype=dtype,
                     max_context=max_context,
                     seconds=config.start_seconds,
                 )
-                for index in range(config.count)
-            ]
-            replicas = await _start(options, config, transport, stack)
+                process = VllmProcess(options, transport)
+                stack.push_async_callback(process.close)
+                server = VllmServer(transport, process.url, seconds=config.timeout_seconds)
+                replicas.append(Replica(server, process))
+            await asyncio.gather(*(replica.process.restart(None) for replica in replicas if replica.process))
         if transfer != DISK:
             await _connect_senders(replicas, transfer, device, stack, required=config.transfer != AUTO)
         pool = await ReplicaPool.open(
@@ -106,54 +110,25 @@ async def open_servers(
     return pool
 
 
-def _visible_devices(config: ServersConfig, index: int) -> dict[str, str]:
-    return {VISIBLE_DEVICES: config.devices[index]} if config.devices else {}
-
-
-def _transfer_args(transfer: str) -> tuple[str, ...]:
-    return () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
-
-
 async def _connect_senders(
     replicas: Sequence[Replica], transfer: str, device: str, stack: AsyncExitStack, *, required: bool
 ) -> None:
     """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or ModelServerError if one
     cannot connect; unless `required`, that server gets its weights from the disk instead."""
+    channels: list[WeightChannel] = []
     for replica in replicas:
         assert isinstance(replica.server, VllmServer)
         replica.channel = WeightChannel(replica.server, SENDERS[transfer](device))
         stack.callback(replica.channel.sender.abort)
-    await asyncio.gather(*(_connect_sender(replica, required) for replica in replicas))
-
-
-async def _connect_sender(replica: Replica, required: bool) -> None:
-    if replica.channel is None:
-        return
-    try:
-        await replica.channel.receiver.connect(replica.channel.sender)
-    except (PolicyError, ConfigError) as error:
-        if required:
-            raise
-        log.warning("weights reach %s through the disk: %s", replica.server.url, error)
+        channels.append(replica.channel)
+    connecting = (each.receiver.connect(each.sender) for each in channels)
+    errors = await asyncio.gather(*connecting, return_exceptions=not required)
+    for replica, error in zip(replicas, errors, strict=True):
+        if error is None:
+            continue
+        if not isinstance(error, PolicyError | ConfigError):
+            raise error
+        log.warning("weights reach %s through the disk: %s", replica.url, error)
         replica.channel = None
         if replica.process is not None:  # Its workers may wait for us forever.
             await replica.process.restart(None)
-
-
-async def _start(
-    options: Sequence[LaunchOptions], config: ServersConfig, transport: Transport, stack: AsyncExitStack
-) -> list[Replica]:
-    starting = [asyncio.create_task(VllmProcess.start(each, transport)) for each in options]
-    try:
-        processes = await asyncio.gather(*starting)
-    except BaseException:
-        for task in starting:
-            task.cancel()
-        for process in await asyncio.gather(*starting, return_exceptions=True):
-            if isinstance(process, VllmProcess):
-                await process.close()
-        raise
-    for process in processes:
-        stack.push_async_callback(process.close)
-    servers = [VllmServer(transport, process.url, seconds=config.timeout_seconds) for process in processes]
-    return [Replica(server, process) for server, process in zip(servers, processes, strict=True)]

@@ -12,19 +12,18 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AdapterView, AgentEngines
+from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
 from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.engine.servers.base import Completion, ModelServerError, TokenChunk
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.engine.servers.replica import (
     Adapter,
     DiskWeights,
-    LabeledWeights,
     Replica,
     ReplicaSet,
     WeightSource,
@@ -32,11 +31,9 @@ from agentlightning.engine.servers.replica import (
 from agentlightning.engine.servers.resumable import ResumableSample, StopStringFound, UnknownWeightsError
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.transport import Transport
-from agentlightning.util.rendezvous_hash import weight
 
 log = logging.getLogger(__name__)
 
-OnNew = Callable[[LabeledWeights | Adapter], Awaitable[None]]
 MAX_CACHED_CONSTRAINTS = 1000
 """Number of schemas and grammars for which the pool remembers whether servers can enforce them."""
 CLOSE_SECONDS = 10.0
@@ -61,11 +58,8 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         super().__init__(replicas, transport, retry_policy)
         self.chat, self.model, self.context_length = chat, model, context_length
         self._served_name = served_name
-        self.on_new: OnNew | None = None
-        """Called with new weights before any server has them, and with a new version of an adapter once servers have
-        it, before calls use it."""
-        self.used_elsewhere: Callable[[], Collection[str]] = tuple
-        """The served names of adapters that calls of other processes use."""
+        self.is_used_elsewhere: Callable[[str], bool] = lambda served_name: False
+        """Whether calls of other processes may use the adapter of this served name."""
         self.adapters: dict[str, Adapter] = {}
         """The newest version of each adapter, by name."""
         self._replaced: list[Adapter] = []
@@ -97,7 +91,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         info = [await replica.server.model_info() for replica in replicas]
         served_name = info[0].model
         if any(each.model != served_name for each in info):
-            names = ", ".join(f"{r.server.url}: {each.model}" for r, each in zip(replicas, info, strict=True))
+            names = ", ".join(f"{r.url}: {each.model}" for r, each in zip(replicas, info, strict=True))
             raise ConfigError(f"the servers serve different models ({names}); give them one --served-model-name")
         for replica in replicas:
             await replica.server.verify(weights_change=weights_change)
@@ -140,11 +134,11 @@ class ReplicaPool(ReplicaSet, AgentEngines):
     @property
     def in_flight(self) -> int:
         """Number of running answers."""
-        return sum(len(replica.in_flight) for replica in self.replicas)
+        return sum(len(replica.requests) for replica in self.replicas)
 
     async def kv_cache_usage(self) -> float | None:
         """The share of its memory for keys and values that the fullest server uses; None: no server reports it."""
-        asked = (replica.server.kv_cache_usage() for replica in self.replicas if replica.up)
+        asked = (replica.server.kv_cache_usage() for replica in self.up)
         found = await asyncio.gather(*asked, return_exceptions=True)
         return max((usage for usage in found if isinstance(usage, float)), default=None)
 
@@ -210,32 +204,36 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         def on_chunk(chunk: TokenChunk) -> None:
             answer.append(chunk, replica.version)
 
-        request, labels = answer.request(model, model != self._served_name), self.labels
+        request, labels = answer.request(model, model != self._served_name), dict(self.labels)
         task = asyncio.ensure_future(replica.server.sample(request, on_chunk, stream=answer.streamed))
-        replica.in_flight.add(task)
+        replica.requests.add(task)
         try:
             completion = await task
-            answer.set_versions(completion, {**labels, **self.labels})
+            labels |= self.labels
+            if any(label not in labels for label, _ in completion.weights):
+                async with self.lock:  # The end of an update tells which weights another process has given the servers.
+                    labels |= self.labels
+            answer.set_versions(completion, labels)
             return completion
         except StopStringFound:
             return Completion("stop")
         except (ModelServerError, ConfigError):
             if model != self._served_name and await self._lost_adapter(replica, model):
-                message = f"{replica.server.url} has no adapter {model!r} any more: it was started again"
+                message = f"{replica.url} has no adapter {model!r} any more: it was started again"
                 self.evict(replica, message)
                 raise ModelServerError(message, retryable=True) from None
             raise
         except UnknownWeightsError as error:
             self.evict(replica, f"it samples with weights that were not given to it ({error})")
-            message = f"{replica.server.url} sampled with weights that were not given to it ({error})"
+            message = f"{replica.url} sampled with weights that were not given to it ({error})"
             raise ModelServerError(message, retryable=answer.rollback()) from None
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise ModelServerError(f"{replica.server.url} was evicted: {replica.failure}", retryable=True) from None
+            raise ModelServerError(f"{replica.url} was evicted: {replica.failure}", retryable=True) from None
         finally:
-            replica.in_flight.discard(task)
+            replica.requests.discard(task)
 
     async def _lost_adapter(self, replica: Replica, name: str) -> bool:
         try:
@@ -245,11 +243,9 @@ class ReplicaPool(ReplicaSet, AgentEngines):
 
     async def _choose(self, affinity: str, tried: Sequence[Replica]) -> Replica:
         """A server that is up, preferably one that has not failed this call."""
-        up = await self.wait_for_up()
-        candidates = [replica for replica in up if replica not in tried] or up
-        if affinity:
-            return max(candidates, key=lambda replica: weight(affinity, replica.server.url))
-        return min(candidates, key=lambda replica: len(replica.in_flight))
+        await self.wait_for_up()
+        up = [replica for replica in self.in_order(affinity) if replica.up]
+        return next((replica for replica in up if replica not in tried), up[0])
 
     # -- weights and adapters --------------------------------------------------------------------------------------
 
@@ -258,9 +254,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         up have them; the others get them from the disk before they sample again. Raises PolicyError if no server
         accepts them."""
         async with self.lock:
-            target = self.set_target(DiskWeights(weights) if isinstance(weights, Path) else weights, version)
-            if self.on_new is not None:
-                await self.on_new(target)
+            self.set_target(DiskWeights(weights) if isinstance(weights, Path) else weights, version)
             await self.update_replicas()
         await self.wait_for_up()
 
@@ -282,19 +276,16 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         version = (0 if old is None else old.version + 1) if version is None else version
         new = Adapter(name, served_name, version, Path(directory))
         async with self.lock:
-            up = [replica for replica in self.replicas if replica.up]
-            results = await asyncio.gather(*(_load(replica, new) for replica in up))
-            errors = [error for error in results if error is not None]
-            wrong = [error for error in errors if isinstance(error, ConfigError)]
-            if not can_fail and (wrong or (errors and len(errors) == len(up))):
-                raise [*wrong, *errors][0]
+            up = self.up
+            results = await asyncio.gather(*(replica.load(new) for replica in up), return_exceptions=True)
+            failed = [(replica, error) for replica, error in zip(up, results, strict=True) if error is not None]
+            for _, error in failed:
+                if not can_fail and (isinstance(error, ConfigError) or len(failed) == len(up)):
+                    raise error
             self.served[served_name] = new
-            for replica, error in zip(up, results, strict=True):
-                if error is not None:
-                    self.evict(replica, f"it could not load the adapter {served_name}: {error}")
+            for replica, error in failed:
+                self.evict(replica, f"it could not load the adapter {served_name}: {error}")
         await self.wait_for_up()
-        if self.on_new is not None:
-            await self.on_new(new)
         self._use(new)
         return AdapterView(self, name, name)
 
@@ -316,8 +307,7 @@ class ReplicaPool(ReplicaSet, AgentEngines):
 
     def remove_unused(self) -> None:
         """Unload the replaced versions that no call uses."""
-        elsewhere = self.used_elsewhere() if self._replaced else ()
-        for old in [each for each in self._replaced if not each.calls and each.served_name not in elsewhere]:
+        for old in [each for each in self._replaced if not (each.calls or self.is_used_elsewhere(each.served_name))]:
             self._replaced.remove(old)
             task = asyncio.create_task(self._remove(old))
             self._removals.add(task)
@@ -331,18 +321,12 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         if old.directory is not None:
             await asyncio.to_thread(shutil.rmtree, old.directory, ignore_errors=True)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload the newest version of an adapter from all servers. Raises ConfigError if none of the name is
-        loaded."""
-        await self._unload(self._newest(name))
-        del self.adapters[name]
-
     async def _unload(self, adapter: Adapter) -> None:
         name = adapter.served_name
         self.served.pop(name, None)
         async with self.lock:
             # A server that is down keeps its note of the adapter, and unloads it when it recovers.
-            holders = [replica for replica in self.replicas if replica.up and replica.adapters.pop(name, None)]
+            holders = [replica for replica in self.up if replica.adapters.pop(name, None)]
             if adapter.directory is not None:
                 await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
 
@@ -374,39 +358,19 @@ class ReplicaPool(ReplicaSet, AgentEngines):
         return tuple(sorted(each.served_name for each in [*self.adapters.values(), *self._replaced] if each.calls))
 
 
-async def _load(replica: Replica, adapter: Adapter) -> ModelServerError | ConfigError | None:
-    try:
-        await replica.load(adapter)
-    except (ModelServerError, ConfigError) as error:
-        return error
-    return None
-
-
-class PooledEngine(AgentEngines):
+class PooledEngine(EngineWrapper, AgentEngines):
     """An engine that samples from the servers of a pool."""
 
     servers: ReplicaPool
 
     @property
-    def chat(self) -> ChatFormat:
-        return self.servers.chat
-
-    @property
-    def context_length(self) -> int:
-        return self.servers.context_length
+    def engine(self) -> ReplicaPool:
+        return self.servers
 
     @property
     def policy_version(self) -> int:
         """See `AgentEngines.version_of`: that of the newest weights or adapter."""
         return self.servers.policy_version
-
-    @property
-    def supported_params(self) -> frozenset[str]:
-        return self.servers.supported_params
-
-    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
-        """See `Engine.can_enforce`."""
-        return await self.servers.can_enforce(text, kind)
 
     def version_of(self, adapter: str | None) -> int:
         """See `AgentEngines.version_of`."""

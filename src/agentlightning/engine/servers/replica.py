@@ -1,7 +1,7 @@
 """The servers of a pool: which are up, and what weights and adapters each is to have.
 
 A server that fails samples nothing until it is healthy and has what it has missed. When weights change is decided
-elsewhere: by `policy.served`, or by a trainer in another process, which announces what it gives the servers.
+elsewhere: by `policy.served`, or by a trainer in another process, which says what it has given the servers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentlightning.engine.servers.base import Completion, ModelServer, ModelServerError, WeightReceiver
+from agentlightning.engine.servers.base import ModelServer, ModelServerError, WeightReceiver
 from agentlightning.engine.servers.config import RetryPolicy
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.transport import Transport
+from agentlightning.transport.servers import Server, ServerSet
 from agentlightning.weight_sync.base import LendWeights, WeightSender
 
 log = logging.getLogger(__name__)
 
 MAX_TRANSFER_FAILURES = 1
 """A server whose transfers failed more often gets its weights from the disk for the rest of the run."""
-MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
-"""Seconds between two attempts to recover a server."""
-MAX_FAILED_CHECKS = 3
-"""Health checks that must fail in a row before a server gets no new requests."""
 STALL_SECONDS = 30.0
 """Requests of a server that shows no sign of life for this long continue elsewhere."""
 MAX_LABELS = 64
@@ -122,33 +119,30 @@ class WeightChannel:
             raise ModelServerError(f"{self.receiver.url}: {error}", retryable=True) from error
 
 
-@dataclass(slots=True, eq=False)
-class Replica:
+class Replica(Server):
     """One of the servers of a pool."""
 
-    server: ModelServer
-    process: ServerProcess | None = None
-    version: int = 0
-    """Version of its weights."""
-    label: str | None = None
-    up: bool = True
-    failure: str = ""
-    """Why it was last marked unhealthy."""
-    in_flight: set[asyncio.Future[Completion]] = field(default_factory=set[asyncio.Future[Completion]])
-    """Its running requests."""
-    recovery: asyncio.Task[None] | None = None
-    failed_checks: int = 0
-    """Health checks that failed in a row."""
-    adapters: dict[str, Adapter] = field(default_factory=dict[str, Adapter])
-    """Those it has loaded, by served name."""
-    channel: WeightChannel | None = None
-    """How it gets weights without the disk; None: it does not."""
-    transfer_interrupted: bool = False
-    """Whether a transfer to it was interrupted since it last got complete weights."""
+    pauses = 0.1, 5.0
+
+    def __init__(self, server: ModelServer, process: ServerProcess | None = None) -> None:
+        super().__init__(server.url)
+        self.server, self.process = server, process
+        self.version = 0
+        """Version of its weights."""
+        self.label: str | None = None
+        self.failure = ""
+        """Why it is not up, or its last check failed."""
+        self.healthy_at = time.monotonic()
+        self.adapters: dict[str, Adapter] = {}
+        """Those it has loaded, by served name."""
+        self.channel: WeightChannel | None = None
+        """How it gets weights without the disk; None: it does not."""
+        self.transfer_interrupted = False
+        """Whether a transfer to it was interrupted since it last got complete weights."""
 
     def cancel_requests(self) -> None:
         """Let its running requests continue elsewhere."""
-        for task in list(self.in_flight):
+        for task in list(self.requests):
             task.cancel()
 
     async def load(self, adapter: Adapter) -> None:
@@ -158,12 +152,12 @@ class Replica:
         self.adapters[adapter.served_name] = adapter
 
 
-class ReplicaSet:
+class ReplicaSet(ServerSet[Replica]):
     """Servers that are to have the same weights and adapters. Create it in the event loop that uses it. `transport` is
     closed with it."""
 
     def __init__(self, replicas: Sequence[Replica], transport: Transport, policy: RetryPolicy) -> None:
-        self.replicas = list(replicas)
+        super().__init__(replicas, policy.health_seconds, watches_all=True)
         self.lock = asyncio.Lock()
         """Held while weights or adapters change."""
         self.weights: LabeledWeights | None = None
@@ -179,13 +173,13 @@ class ReplicaSet:
         self._label_prefix = secrets.token_hex(4)
         self._updates = 0
         self._closed = False
-        self._any_up = asyncio.Event()
-        self._any_up.set()
-        self._checks = asyncio.create_task(self._health_loop(), name="model servers")
+        self._recovered = asyncio.Event()
+        for replica in replicas:
+            self.watch(replica)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_target(self, source: WeightSource, version: int) -> LabeledWeights:
+    def set_target(self, source: WeightSource, version: int) -> None:
         """Let every server have these weights from now on."""
         # A new label for each update: an earlier version that is restored must not share one with what followed it.
         self._updates += 1
@@ -193,11 +187,10 @@ class ReplicaSet:
         # From now on, weights that we did not set are those of a restarted server.
         self.labels = {label: known for label, known in self.labels.items() if label.startswith(self._label_prefix)}
         self.labels[self.weights.label] = version
-        return self.weights
 
     def announce_weights(self, label: str, version: int) -> None:
-        """Let every server have the weights of this label, which a trainer in another process gives them; it announces
-        them before any server has them. Tokens that they sample are those of `version`."""
+        """Let every server have the weights of this label, which a trainer in another process gives them. Tokens that
+        they sample are those of `version`."""
         if self.weights is None:
             self.labels.clear()  # What the servers had before is no version of the trainer's.
         self.weights = LabeledWeights(None, version, label)
@@ -208,7 +201,7 @@ class ReplicaSet:
     async def update_replicas(self) -> None:
         """Give the servers that are up the target weights, while `lock` is held. One that does not take them samples
         nothing until it has them."""
-        await asyncio.gather(*(self._update(replica) for replica in self.replicas if replica.up))
+        await asyncio.gather(*map(self._update, self.up))
         if self.weights is not None:
             self.weight_version = self.weights.version
 
@@ -220,7 +213,7 @@ class ReplicaSet:
             # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
             self.evict(replica, _reason(error))
             if channel is not None and not channel.usable:
-                log.warning("model server %s gets its weights from the disk from now on", replica.server.url)
+                log.warning("model server %s gets its weights from the disk from now on", replica.url)
 
     async def _load_weights(self, replica: Replica, channel: WeightChannel | None = None) -> None:
         """Give `replica` the target weights, through `channel` or from the disk. Raises PolicyError or ConfigError."""
@@ -262,7 +255,7 @@ class ReplicaSet:
             del replica.adapters[name]
         for name, adapter in [*self.served.items()]:
             if adapter.directory is None and name not in present:
-                message = f"{replica.server.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                message = f"{replica.url} has no adapter {name!r}: its trainer has not loaded it yet"
                 raise ModelServerError(message, retryable=True)
             if replica.adapters.get(name) is not adapter or name not in present:
                 await replica.load(adapter)
@@ -276,24 +269,34 @@ class ReplicaSet:
 
     # -- health ----------------------------------------------------------------------------------------------------
 
-    async def wait_for_up(self) -> list[Replica]:
-        """The servers that are up, at least one. Raises PolicyError if none is in time."""
+    @property
+    def up(self) -> list[Replica]:
+        """The servers that may sample."""
+        return [replica for replica in self.replicas if replica.up]
+
+    async def wait_for_up(self) -> None:
+        """Wait for a server that is up. Raises PolicyError if none is in time, or the pool is closed."""
         try:
             async with asyncio.timeout(self._policy.wait_seconds):
-                while not (up := [replica for replica in self.replicas if replica.up]):
-                    await self._any_up.wait()
+                while not self.up:
+                    if self._closed:
+                        raise PolicyError("the pool of model servers was closed")
+                    self._recovered.clear()
+                    await self._recovered.wait()
         except TimeoutError:
-            reasons = "; ".join(f"{replica.server.url}: {replica.failure}" for replica in self.replicas)
+            reasons = "; ".join(f"{replica.url}: {replica.failure}" for replica in self.replicas)
             raise PolicyError(f"no model server was up for {self._policy.wait_seconds:g} s ({reasons})") from None
-        return up
 
-    def mark_unhealthy(self, replica: Replica, reason: str) -> None:
-        """Send no new requests to `replica` until it has recovered; its running requests continue."""
-        if replica.up and not self._closed:
-            log.warning("model server %s failed: %s", replica.server.url, reason)
-            replica.up, replica.failure, replica.failed_checks = False, reason, 0
-            self._update_any_up()
-            replica.recovery = asyncio.create_task(self._recover(replica))
+    def mark_unhealthy(self, replica: Replica, reason: str, *, at_once: bool = True) -> None:
+        """Send no new requests to `replica` until it has recovered; its running requests continue. Unless `at_once`, it
+        takes several failures in a row."""
+        was_up = replica.up
+        if self._closed or (at_once and not was_up):
+            return
+        replica.failure = reason
+        replica.record_failure(at_once)
+        if was_up and not replica.up:
+            log.warning("model server %s failed: %s", replica.url, reason)
 
     def evict(self, replica: Replica, reason: str) -> None:
         """As `mark_unhealthy`; its running requests continue on other servers."""
@@ -303,76 +306,59 @@ class ReplicaSet:
         replica.version, replica.label, replica.failure = -1, None, reason
         replica.cancel_requests()
 
-    async def _health_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._policy.health_seconds)
-            await asyncio.gather(*(self._check(replica) for replica in self.replicas if replica.up))
+    async def check(self, replica: Replica) -> None:
+        """See `ServerSet.check`. A server that is down is up again once it has the current weights and adapters."""
+        try:
+            await (self._verify(replica) if replica.up else self._recover(replica))
+        except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
+            self.mark_unhealthy(replica, _reason(error), at_once=False)
+            if not replica.up and time.monotonic() - replica.healthy_at > STALL_SECONDS:
+                replica.cancel_requests()
 
-    async def _check(self, replica: Replica) -> None:
+    async def _verify(self, replica: Replica) -> None:
+        """Evict a server that was started again. Raises the error of one that does not answer."""
         if replica.process is not None and replica.process.ended:
             return self.evict(replica, "its process ended")
         updating = self.lock.locked
-        try:
-            await replica.server.health()
-            replica.failed_checks = 0
-            label = replica.label if updating() else await replica.server.weight_label()
-            missing = [] if updating() else await self.missing_adapters(replica)
-        except (ModelServerError, ConfigError) as error:
-            replica.failed_checks += 1
-            if replica.failed_checks >= MAX_FAILED_CHECKS:
-                self.mark_unhealthy(replica, str(error))
+        await self._ask_health(replica)
+        label = replica.label if updating() else await replica.server.weight_label()
+        missing = [] if updating() else await self.missing_adapters(replica)
+        if not replica.up or updating():
             return
-        if replica.up and label != replica.label and not updating():
+        replica.record_success()
+        if label != replica.label:
             self.evict(replica, f"it has weights {label}, not {replica.label}: it was started again")
-        elif replica.up and missing and not updating():
+        elif missing:
             self.evict(replica, f"it has no adapter {missing[0]!r} any more: it was started again")
 
     async def _recover(self, replica: Replica) -> None:
-        """Retry until the server is healthy and has the current weights and adapters."""
-        pause, since = MIN_PAUSE, time.monotonic()
-        while True:
-            try:
-                # A process that waits for the rest of a transfer may wait forever, so it is restarted.
-                if replica.process is not None and (replica.process.ended or replica.transfer_interrupted):
-                    await self._restart(replica, replica.process)
-                await replica.server.health()
-                if replica.transfer_interrupted and replica.channel is not None:
-                    await replica.channel.receiver.discard_partial_update()
-                async with self.lock:
-                    await self.catch_up(replica)
-                    replica.up = True
-                break
-            except Exception as error:  # noqa: BLE001 - whatever the server answers, it is asked again
-                replica.failure = _reason(error)
-            if time.monotonic() - since > STALL_SECONDS:
-                replica.cancel_requests()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_PAUSE)
-        log.info("model server %s is back", replica.server.url)
-        self._update_any_up()
+        """Raises the error of a server that is not healthy, or does not take the current weights and adapters."""
+        process = replica.process
+        # A process that waits for the rest of a transfer may wait forever, so it is restarted.
+        if process is not None and (process.ended or replica.transfer_interrupted):
+            replica.adapters.clear()
+            replica.version, replica.label = -1, None
+            source = self.weights.source if self.weights else None
+            await process.restart(await source.directory() if source else None)
+            replica.transfer_interrupted = False
+        await self._ask_health(replica)
+        if replica.transfer_interrupted and replica.channel is not None:
+            await replica.channel.receiver.discard_partial_update()
+        async with self.lock:
+            await self.catch_up(replica)
+            replica.record_success()
+        log.info("model server %s is back", replica.url)
+        self._recovered.set()
 
-    async def _restart(self, replica: Replica, process: ServerProcess) -> None:
-        replica.adapters.clear()
-        replica.version, replica.label = -1, None
-        source = self.weights.source if self.weights else None
-        await process.restart(await source.directory() if source else None)
-        replica.transfer_interrupted = False
-
-    def _update_any_up(self) -> None:
-        if any(replica.up for replica in self.replicas):
-            self._any_up.set()
-        else:
-            self._any_up.clear()
+    async def _ask_health(self, replica: Replica) -> None:
+        await replica.server.health()
+        replica.healthy_at = time.monotonic()
 
     async def close(self) -> None:
         """End the health checks and the servers we started, and close the connections. Idempotent."""
-        if self._closed:
-            return
         self._closed = True
-        tasks = [self._checks, *(replica.recovery for replica in self.replicas if replica.recovery)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._recovered.set()
+        await self.end_watches()
         for replica in self.replicas:
             if replica.channel is not None:
                 replica.channel.sender.abort()

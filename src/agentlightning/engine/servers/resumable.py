@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from agentlightning.engine.base import FinishReason, OnTokens, Sample, SamplingParams, TopLogprobs
 from agentlightning.engine.servers.base import Completion, SampleRequest, TokenChunk
@@ -110,10 +111,7 @@ class ResumableSample:
         return True
 
     def sample(self, finish_reason: FinishReason, version: int) -> Sample:
-        runs: list[tuple[int, int]] = []
-        for token_version in self.versions:
-            count = runs.pop()[1] if runs and runs[-1][0] == token_version else 0
-            runs.append((token_version, count + 1))
+        runs = [(each, len(list(tokens))) for each, tokens in groupby(self.versions)]
         return Sample(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),

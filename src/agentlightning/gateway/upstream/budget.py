@@ -7,11 +7,9 @@ server is kept in a file that outlives the process and includes the reservations
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +81,7 @@ class Budgets:
         self.total = self._spend_file.read() if self._spend_file else Account()
         self.num_rejected = 0
         """Rejected calls."""
-        self._rollouts: OrderedDict[str, Account] = OrderedDict()
-        self._opening: dict[str, asyncio.Future[Account]] = {}
+        self._rollouts: dict[str, Account] = {}
 
     def spent(self, rollout_id: str) -> Account | None:
         """The account of a rollout that made calls lately; None for others."""
@@ -98,7 +95,8 @@ class Budgets:
         """Reserve the worst case of a call. Raises ApiError 402 if it exceeds a budget."""
         account = self._rollouts.get(rollout_id) if rollout_id else Account()
         if account is None:
-            account = await self._open(rollout_id)
+            account = self._rollouts.setdefault(rollout_id, await self._read(rollout_id))
+            self._evict()
         self.check(account, rollout_id, dollars, tokens)
         return Reservation(self, account, rollout_id, dollars, tokens)
 
@@ -134,37 +132,25 @@ class Budgets:
         max_tokens: int | None,
         owner: str,
     ) -> None:
-        reason = None
+        reserved = ""
         if max_dollars is not None and account.dollars + account.reserved_dollars + dollars > max_dollars:
-            reserved = (
-                f" and has ${account.reserved_dollars:.4f} reserved for calls in flight"
-                if account.reserved_dollars
-                else ""
-            )
-            reason = f"${account.dollars:.4f} of ${max_dollars:g}{reserved}; this call may cost ${dollars:.4f}"
+            used, wanted = f"${account.dollars:.4f} of ${max_dollars:g}", f"cost ${dollars:.4f}"
+            if account.reserved_dollars:
+                reserved = f"${account.reserved_dollars:.4f}"
         elif max_tokens is not None and account.tokens + account.reserved_tokens + tokens > max_tokens:
-            reserved = (
-                f" and has {account.reserved_tokens} reserved for calls in flight" if account.reserved_tokens else ""
-            )
-            reason = f"{account.tokens} of {max_tokens} tokens{reserved}; this call may use {tokens}"
-        if reason is not None:
-            self.num_rejected += 1
-            message = f"the budget of {owner} is spent: it has used {reason}. Ask for fewer tokens, or raise the budget"
-            raise ApiError(402, message, code="budget_exceeded", retry=False)
-
-    async def _open(self, rollout_id: str) -> Account:
-        """The account of a rollout, read from its spans. Concurrent calls read it once."""
-        if (opening := self._opening.get(rollout_id)) is None:
-            opening = self._opening[rollout_id] = asyncio.ensure_future(self._read(rollout_id))
-            opening.add_done_callback(lambda _: self._opening.pop(rollout_id, None))
-        account = self._rollouts.setdefault(rollout_id, await asyncio.shield(opening))
-        self._evict()
-        return account
+            used, wanted = f"{account.tokens} of {max_tokens} tokens", f"use {tokens}"
+            if account.reserved_tokens:
+                reserved = str(account.reserved_tokens)
+        else:
+            return
+        self.num_rejected += 1
+        held = reserved and f" and has {reserved} reserved for calls in flight"
+        message = f"the budget of {owner} is spent: it has used {used}{held}; this call may {wanted}."
+        raise ApiError(402, f"{message} Ask for fewer tokens, or raise the budget", code="budget_exceeded", retry=False)
 
     async def _read(self, rollout_id: str) -> Account:
-        if self._store is None:
-            return Account()
-        if self.config.rollout_dollars is None and self.config.rollout_tokens is None:
+        """What a rollout has spent, from its spans."""
+        if self._store is None or not (self.config.rollout_dollars or self.config.rollout_tokens):
             return Account()
         return spend_of_spans(await self._store.query_spans(rollout_id))
 
@@ -208,22 +194,22 @@ class Reservation:
         self._open = True
         self._reserve(1)
 
-    def charge(self, dollars: float, tokens: int) -> None:
-        """Record the cost of a failed try before the next one. Raises ApiError 402 if the budget is spent."""
-        self._spend(dollars, tokens)
-        self._budgets.persist()
-        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
-
-    def settle(self, dollars: float, tokens: int) -> None:
-        """Record the cost of the call, in addition to charges, and end the reservation."""
-        if self._open:
-            self._spend(dollars, tokens)
-            self.release()
-
-    def _spend(self, dollars: float, tokens: int) -> None:
+    def spend(self, dollars: float, tokens: int) -> None:
+        """Record the cost of a try."""
         for account in (self._account, self._budgets.total):
             account.dollars += dollars
             account.tokens += tokens
+        self._budgets.persist()
+
+    def check(self) -> None:
+        """Raises ApiError 402 if the budget is spent."""
+        self._budgets.check(self._account, self._rollout_id, 0.0, 0)
+
+    def settle(self, dollars: float, tokens: int) -> None:
+        """Record the cost of the last try, and end the reservation."""
+        if self._open:
+            self.spend(dollars, tokens)
+            self.release()
 
     def release(self) -> None:
         """End the reservation without further cost. Idempotent."""

@@ -29,7 +29,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.budget import Reservation
 from agentlightning.gateway.upstream.failures import Failure, from_response, from_transport, unreadable_response
 from agentlightning.gateway.upstream.provider import Price, visible_headers
-from agentlightning.gateway.upstream.servers import Server, ServerPool
+from agentlightning.gateway.upstream.servers import ProviderServer, ServerPool
 from agentlightning.gateway.upstream.token_bound import max_prompt_tokens
 from agentlightning.transport import Headers, Response, TransportError
 
@@ -70,38 +70,57 @@ _CACHE_MARK: Final = b'"cache_control"'
 _HOUR_MARK: Final = b'"1h"'
 
 
-class CallAccount:
-    """The account of one call: its tokens and dollars are estimated and reserved before it is sent, and settled after
-    it. A try whose response breaks off is charged for by the provider, so it counts as well."""
+class UpstreamCall:
+    """One call to a provider, with its retries. Use it once, as `async with`.
+
+    Its tokens and dollars are estimated and reserved before it is sent, and settled after it. A try whose response
+    breaks off is charged for by the provider, so it counts as well."""
 
     def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
         self.request = request
         self.usage: Usage | None = None
         """Usage of the response."""
-        self._lost = Usage()
-        """Usage of the tries whose response broke off."""
         self.cost: float | None = None
         """US dollars of all tries; None without a price or a response."""
-        self._estimated_tokens = 0
-        """The tokens that the rate limit reckons with until the usage is known."""
-        self._is_settled = False
         self.body = b""
         """The whole response, if it is not streamed."""
         self.headers: Headers = ()
         """Headers of the last response."""
-        self._num_events = 0
+        self.trailing_bytes = b""
+        """The incomplete event at the end of a streamed response."""
+        self.status = 0
+        """Status of the last response; 0 if there was none."""
+        self.retries = 0
+        """The times the request was sent again."""
         self._pool = pool
         self._price = request.price or pool.provider.price
         self._reservation: Reservation | None = None
-        self._uncharged = Usage()
-        """The part of `lost` that is not charged to the budget yet."""
+        self._estimated_tokens = 0
+        """The tokens that the rate limit reckons with until the usage is known."""
+        self._lost = Usage()
+        """Usage of the tries whose response broke off."""
+        self._num_events = 0
+        self._server: ProviderServer | None = None
+        self._response: Response | None = None
+        self._unanswered = False
+        """Whether a request was sent and got no response."""
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._first_chunk = b""
+        self._failures = 0
+        """The retries that followed a failure, and not a rate limit."""
+        self._wait_left = pool.provider.max_wait_seconds
+
+    # -- tokens and dollars ----------------------------------------------------------------------------------------
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the call's span: the provider, the usage and cost of all tries."""
-        attributes: dict[str, Any] = {names.PROVIDER_NAME: self._pool.provider.name}
+        """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
+        attributes: dict[str, Any] = {
+            names.PROVIDER_NAME: self._pool.provider.name,
+            names.PROVIDER_RETRIES: self.retries,
+        }
         if self.usage is not None:
-            attributes[names.INPUT_TOKENS] = self.usage.input_tokens + self._lost.input_tokens
-            attributes[names.OUTPUT_TOKENS] = self.usage.output_tokens + self._lost.output_tokens
+            total = self.usage + self._lost
+            attributes |= {names.INPUT_TOKENS: total.input_tokens, names.OUTPUT_TOKENS: total.output_tokens}
         if self.cost is not None:
             attributes[names.COST] = self.cost
         return attributes
@@ -112,20 +131,17 @@ class CallAccount:
         budgets, request, output = self._pool.budgets, self.request, self._max_output_tokens
         prompt = self._max_prompt_tokens if budgets.config or self._pool.provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
-        if not budgets.config:
-            return
-        # Writing a prompt to a cache costs more than reading it.
-        written = prompt if _CACHE_MARK in request.body else 0
-        hour = written if _HOUR_MARK in request.body else 0
-        worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
-        dollars = self._price.dollars(worst) if self._price else 0.0
-        self._reservation = await budgets.reserve(request.rollout_id, dollars, self._estimated_tokens)
+        if budgets.config:
+            # Writing a prompt to a cache costs more than reading it.
+            written = prompt if _CACHE_MARK in request.body else 0
+            hour = written if _HOUR_MARK in request.body else 0
+            worst = Usage(prompt, output, written_tokens=written - hour, written_hour_tokens=hour)
+            self._reservation = await budgets.reserve(request.rollout_id, *self._spend_of(worst))
 
     def settle(self, usage: Usage | None) -> None:
         """Record the usage that the provider reports; None: it is estimated from the response. Idempotent."""
-        if self._is_settled:
+        if self.usage is not None:
             return
-        self._is_settled = True
         self.usage = usage or Usage(
             self._max_prompt_tokens // 2, self._num_events or len(self.body) // _BYTES_PER_TOKEN
         )
@@ -133,7 +149,7 @@ class CallAccount:
             self.cost = self._price.dollars(self.usage) + self._price.dollars(self._lost)
             self._pool.dollars += self.cost
         if self._reservation is not None:
-            self._reservation.settle(*self._spend_of(self.usage + self._uncharged))
+            self._reservation.settle(*self._spend_of(self.usage))
 
     def _record_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
@@ -141,13 +157,9 @@ class CallAccount:
         limit = 0 if self.request.stream else self._max_output_tokens
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
         lost = Usage(self._max_prompt_tokens // 2, output_tokens)
-        self._lost, self._uncharged = self._lost + lost, self._uncharged + lost
-
-    def _charge_lost(self) -> None:
-        """Charge the broken-off tries before the next one. Raises ApiError 402 if the budget is spent."""
-        uncharged, self._uncharged = self._uncharged, Usage()
-        if self._reservation is not None and uncharged.tokens:
-            self._reservation.charge(*self._spend_of(uncharged))
+        self._lost += lost
+        if self._reservation is not None:
+            self._reservation.spend(*self._spend_of(lost))
 
     def _spend_of(self, usage: Usage) -> tuple[float, int]:
         """(US dollars, tokens)."""
@@ -162,38 +174,21 @@ class CallAccount:
         limit = self.request.max_output_tokens
         return self._pool.provider.max_output_tokens if limit is None else limit
 
-
-class UpstreamCall(CallAccount):
-    """One call to a provider, with its retries. Use it once, as `async with`."""
-
-    def __init__(self, pool: ServerPool, request: UpstreamRequest) -> None:
-        super().__init__(pool, request)
-        self.trailing_bytes = b""
-        """The incomplete event at the end of a streamed response."""
-        self.status = 0
-        """Status of the last response; 0 if there was none."""
-        self.retries = 0
-        """The times the request was sent again."""
-        self._server: Server | None = None
-        self._response: Response | None = None
-        self._unanswered = False
-        """Whether a request was sent and got no response."""
-        self._chunks: AsyncIterator[bytes] | None = None
-        self._first_chunk = b""
-        self._failures = 0
-        """The retries that followed a failure, and not a rate limit."""
-        self._wait_left = pool.provider.max_wait_seconds
-
-    def attributes(self) -> dict[str, Any]:
-        """Attributes of the call's span: the provider, the retries, the usage and cost of all tries."""
-        return super().attributes() | {names.PROVIDER_RETRIES: self.retries}
+    # -- tries -----------------------------------------------------------------------------------------------------
 
     def visible_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response that the caller gets."""
         return self._pool.redactor.redact_headers(visible_headers(self.headers))
 
     async def __aenter__(self) -> Self:
-        await self._acquire()
+        pool = self._pool
+        await self._reserve()
+        try:
+            await pool.rate_limiter.acquire(self._estimated_tokens)
+        except BaseException:
+            self._release()
+            raise
+        pool.record_start()
         try:
             await self._send()
         except BaseException:
@@ -204,20 +199,9 @@ class UpstreamCall(CallAccount):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_settled and self._response is not None:
+        if self.usage is None and self._response is not None:
             self.settle(None)  # Cut off or unreadable, but sampled, so it will be charged.
         await self._end()
-
-    async def _acquire(self) -> None:
-        """Reserve the budget, and wait for the rate limit."""
-        pool = self._pool
-        await self._reserve()
-        try:
-            await pool.rate_limiter.acquire(self._estimated_tokens)
-        except BaseException:
-            self._release()
-            raise
-        pool.record_start()
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
@@ -246,21 +230,22 @@ class UpstreamCall(CallAccount):
 
     async def _send(self) -> None:
         """Send until a try succeeds. Raises ApiError after the last one."""
-        tried: list[Server] = []
-        failure = await self._send_once(await self._choose_server())
-        while failure is not None:
-            tried.append(self._server or self._pool.servers[0])
+        tried: list[ProviderServer] = []
+        while True:
+            tried.append(server := await self._choose_server(tried))
+            if (failure := await self._send_once(server)) is None:
+                return
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure.api_error
-            self._charge_lost()
+            if self._reservation is not None and self._lost.tokens:
+                self._reservation.check()
             self.retries += 1
             self._pool.num_retries += 1
             self._pool.rate_limiter.record_retry()
             logger.info("retrying a call to the provider %r: %s", self._pool.provider.name, failure.api_error.message)
             await self._pause(pause)
-            failure = await self._send_once(await self._choose_server(tried))
 
-    async def _choose_server(self, tried: Sequence[Server] = ()) -> Server:
+    async def _choose_server(self, tried: Sequence[ProviderServer]) -> ProviderServer:
         """The server for the next try, once its pause is over. Raises ApiError 429 if that would take too long."""
         pool, model = self._pool, self.request.model
         while True:
@@ -276,10 +261,10 @@ class UpstreamCall(CallAccount):
         self._wait_left -= seconds
         await asyncio.sleep(seconds)
 
-    async def _send_once(self, server: Server) -> Failure | None:
+    async def _send_once(self, server: ProviderServer) -> Failure | None:
         """Send to one server, and read up to the first byte that the caller may see. Returns the failure, if any."""
         self._server, self.status = server, 0
-        server.in_flight += 1
+        server.requests.add(self)
         try:
             failure = await self._exchange(server)
         except TransportError as error:
@@ -289,18 +274,18 @@ class UpstreamCall(CallAccount):
             await self._close_response()
             raise
         if failure is None:
-            server.health.record_success()
+            server.record_success()
             return None
         await self._close_response()
         self._update_health(failure)
         return failure
 
-    async def _exchange(self, server: Server) -> Failure | None:
-        provider, request = self._pool.provider, self.request
+    async def _exchange(self, server: ProviderServer) -> Failure | None:
+        provider, request, given = self._pool.provider, self.request, {name for name, _ in server.headers}
         response = self._response = await self._pool.transport.send(
             "POST",
             provider.url(server.url, request.path),
-            self._headers(server),
+            [*server.headers, *(header for header in request.headers if header[0] not in given)],
             request.body,
             connect_seconds=provider.connect_seconds,
             timeout_seconds=provider.timeout_seconds,
@@ -318,7 +303,7 @@ class UpstreamCall(CallAccount):
 
     async def _close_response(self) -> None:
         if self._server is not None:
-            self._server.in_flight -= 1
+            self._server.requests.discard(self)
         response, self._response, self._chunks = self._response, None, None
         if response is not None:
             await response.__aexit__(None, None, None)
@@ -327,9 +312,9 @@ class UpstreamCall(CallAccount):
         """Close the response, settle what is open, and release the rate limit and the reservation."""
         if self._response is not None:
             await self._close_response()
-        if self._unanswered and not self._is_settled:
+        if self._unanswered and self.usage is None:
             self.settle(None)  # The provider read the prompt, and will charge for it.
-        elif self._lost.tokens and not self._is_settled:
+        elif self._lost.tokens and self.usage is None:
             self.settle(Usage())
         used = (self.usage.tokens if self.usage else 0) + self._lost.tokens
         self._pool.rate_limiter.release(self._estimated_tokens, used)
@@ -338,10 +323,6 @@ class UpstreamCall(CallAccount):
     def _release(self) -> None:
         if self._reservation is not None:
             self._reservation.release()
-
-    def _headers(self, server: Server) -> Headers:
-        configured, requested = server.headers, self.request.headers
-        return (*configured, *_without_duplicates(requested, configured)) if requested else configured
 
     def _transport_failure(self, error: TransportError) -> Failure:
         if 200 <= self.status < 300:
@@ -355,14 +336,14 @@ class UpstreamCall(CallAccount):
         if self._server is None:
             return
         if failure.counts_against_health:
-            self._server.health.record_failure(failure.unreachable)
-            if self._server.health.is_suspect:
-                self._pool.start_probing()
+            self._server.record_failure(failure.unreachable)
+            if not self._server.up:
+                self._pool.watch(self._server)
         provider, seconds = self._pool.provider, failure.retry_after_seconds
         if seconds is not None and (provider.retries or seconds <= provider.max_wait_seconds):
             self._server.pause(self.request.model, min(seconds, _MAX_PAUSE_SECONDS))
 
-    def _retry_pause(self, failure: Failure, tried: Sequence[Server]) -> float | None:
+    def _retry_pause(self, failure: Failure, tried: Sequence[ProviderServer]) -> float | None:
         """Seconds until the next try; None if there is none. A rate limit that says when it ends is waited for, or
         another server is asked; all else takes a retry of this call, and one of the provider's budget."""
         pool, provider, after = self._pool, self._pool.provider, failure.retry_after_seconds
@@ -384,8 +365,3 @@ class UpstreamCall(CallAccount):
         if is_free:
             return 0.0
         return after or _BACKOFF_SECONDS * 2**self.retries * random.uniform(0.5, 1.0)
-
-
-def _without_duplicates(requested: Headers, configured: Headers) -> list[tuple[bytes, bytes]]:
-    configured_names = {name for name, _ in configured}
-    return [(name, value) for name, value in requested if name not in configured_names]

@@ -12,13 +12,14 @@ import re
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
-from typing import Any, Final, cast
+from typing import Final
 
 from agentlightning.gateway.dialects.sse import loads
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.servers import HIDDEN, redact_text
 from agentlightning.transport import Headers, TransportError
+from agentlightning.transport.error_text import CONTEXT_ERROR, error_fields
 
 _RETRYABLE: Final = frozenset({408, 409, 429})
 """Statuses below 500 that the SDKs of OpenAI and Anthropic retry; they retry all from 500."""
@@ -28,12 +29,6 @@ _REFUSED: Final = re.compile(
 )
 _MASKED: Final = re.compile(r"\S*\*{3}\S*")
 """What a provider shows of a key that it refuses."""
-_CONTEXT: Final = re.compile(
-    r"context (length|window|size)|maximum context|(prompt|input) is too long|too many (input )?tokens", re.IGNORECASE
-)
-_MARKUP: Final = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
-_TEXT_FIELDS: Final = ("error", "message", "detail", "msg", "errors", "error_description", "title")
-"""Fields with the text of an error, in order of precedence; each may hold a text, an object or a list of these."""
 _MAX_MESSAGE_CHARS: Final = 2000
 _MAX_RETRY_AFTER: Final = 86_400.0
 """Seconds; longer values are clamped."""
@@ -81,7 +76,7 @@ def from_transport(provider: Provider, error: TransportError) -> Failure:
 def from_response(provider: Provider, status: int, headers: Headers, body: bytes) -> Failure:
     """The failure of a try with an error response."""
     subject = f"the provider {provider.name!r}"
-    text, code, param = (text and display_text(provider, text) for text in _error_fields(body))
+    text, code, param = (text and display_text(provider, text) for text in error_fields(body, loads))
     if status == 401 or (status == 403 and _KEY.search(f"{code} {text}") and _REFUSED.search(f"{code} {text}")):
         # It is not the caller's key, so it must not see what the provider shows of it.
         shown = _MASKED.sub(HIDDEN, (text or "").replace(provider.key() or HIDDEN, HIDDEN))
@@ -101,7 +96,7 @@ def from_response(provider: Provider, status: int, headers: Headers, body: bytes
         should_retry = False
     elif failed:
         code = code or "provider_error"
-    elif code is None and status in (400, 413, 422) and _CONTEXT.search(message):
+    elif code is None and status in (400, 413, 422) and CONTEXT_ERROR.search(message):
         code = "context_length_exceeded"
     api_error = ApiError(
         status,
@@ -144,36 +139,6 @@ def retry_after(headers: Headers) -> float | None:
 
 def _clamp_retry_after(seconds: float) -> float | None:
     return None if math.isnan(seconds) else min(max(0.0, seconds), _MAX_RETRY_AFTER)
-
-
-def _error_fields(body: bytes) -> tuple[str, str | None, str | None]:
-    """(message, code, parameter) of an error response. What has no known shape is the message as it is."""
-    try:
-        data = loads(body)
-    except ValueError:
-        data = body.decode(errors="replace")
-    error: Any = data[0] if isinstance(data, list) and data else data
-    error = error.get("error") or error if isinstance(error, dict) else error
-    code, param = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
-    text = _text_of(data) or (body.decode(errors="replace") if data else "")
-    if text.lstrip()[:1] == "<":
-        text = " ".join(_MARKUP.sub(" ", text).split())
-    return text.strip(), code if isinstance(code, str) else None, param if isinstance(param, str) else None
-
-
-def _text_of(value: Any, depth: int = 8) -> str:
-    """The text of an error in any of the usual shapes; OpenRouter's has that of the actual provider in `metadata`."""
-    if isinstance(value, str) or not depth:
-        return value if isinstance(value, str) else ""
-    if isinstance(value, list):
-        return "; ".join(filter(None, (_text_of(each, depth - 1) for each in cast("list[Any]", value))))
-    if not isinstance(value, dict):
-        return ""
-    fields = cast("dict[str, Any]", value)
-    text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
-    metadata = fields.get("metadata")
-    raw = cast("dict[str, Any]", metadata).get("raw") if isinstance(metadata, dict) else None
-    return f"{text}: {raw}" if isinstance(raw, str) else text
 
 
 def display_text(provider: Provider, text: str) -> str:

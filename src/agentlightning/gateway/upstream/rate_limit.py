@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from agentlightning.gateway.errors import ApiError
 
 
 class TokenBucket:
-    """A rate per minute."""
+    """A rate per minute; None: no limit."""
 
     __slots__ = ("_available", "_capacity", "_clock", "_per_second", "_refilled_at")
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._capacity = float(per_minute)
-        self._per_second = per_minute / 60
+    def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
+        self._capacity = float(per_minute or 0)
+        self._per_second = self._capacity / 60
         self._available = self._capacity
         self._clock = clock
         self._refilled_at = clock()
@@ -33,6 +33,8 @@ class TokenBucket:
 
     def seconds_for(self, amount: float) -> float:
         """Seconds until `amount` is available in full."""
+        if not self._per_second:
+            return 0.0
         now = self._clock()
         self._available = min(self._capacity, self._available + (now - self._refilled_at) * self._per_second)
         self._refilled_at = now
@@ -58,99 +60,74 @@ class RateLimiter:
         self.in_flight = 0
         self._provider_name = provider_name
         self._max_concurrency = max_concurrency
-        self._requests = TokenBucket(requests_per_minute, clock) if requests_per_minute else None
-        self._tokens = TokenBucket(tokens_per_minute, clock) if tokens_per_minute else None
+        self._requests = TokenBucket(requests_per_minute, clock)
+        self._tokens = TokenBucket(tokens_per_minute, clock)
         self._max_wait_seconds = max_wait_seconds
-        self._waiters: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: list[int] = []
+        """The estimates of the calls that wait."""
+        self._turn = asyncio.Lock()
+        """Held by the first of these."""
+        self._released = asyncio.Event()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._waiting)
 
     async def acquire(self, tokens: int) -> None:
         """Wait until a call with an estimate of `tokens` may start. Raises ApiError 429 if that would take too long."""
-        if self.allows(tokens):
-            return self.record_start(tokens)
+        if not self._waiting and self._may_start(tokens):
+            return self._record_start(tokens)
         seconds = self._seconds_in_queue(tokens)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((turn, tokens))
-        self._admit_waiting()
         try:
             async with asyncio.timeout(self._max_wait_seconds):
-                await turn
-        except BaseException as error:
-            self._abandon(turn, tokens)
-            if isinstance(error, TimeoutError):
-                raise self._limit_error(1.0) from None
-            raise
+                await self._wait(tokens)
+        except TimeoutError:
+            raise self._limit_error(1.0) from None
 
-    def allows(self, tokens: int) -> bool:
-        """Whether a call with an estimate of `tokens` need not wait."""
-        return not self._waiters and self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
-
-    def record_start(self, tokens: int) -> None:
-        """Count the start of a call that need not wait."""
-        self.in_flight += 1
-        if self._requests is not None:
-            self._requests.take(1)
-        if self._tokens is not None:
-            self._tokens.take(tokens)
+    async def _wait(self, tokens: int) -> None:
+        self._waiting.append(tokens)
+        try:
+            async with self._turn:
+                while not self._may_start(tokens):
+                    self._released.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._seconds_until(tokens) or None):
+                            await self._released.wait()
+                self._record_start(tokens)
+        finally:
+            self._waiting.remove(tokens)
 
     def record_retry(self) -> None:
         """Count a retry, which is a further request and does not wait."""
-        if self._requests is not None:
-            self._requests.take(1)
+        self._requests.take(1)
 
     def release(self, estimated: int, used: int) -> None:
         """Count the end of a call, and replace its estimate by the `used` tokens."""
         self.in_flight -= 1
-        if self._tokens is not None:
-            self._tokens.take(used - estimated)
-        if self._waiters:
-            self._admit_waiting()
+        self._tokens.take(used - estimated)
+        self._released.set()
+
+    def _may_start(self, tokens: int) -> bool:
+        return self.in_flight < self._max_concurrency and self._seconds_until(tokens) == 0
+
+    def _record_start(self, tokens: int) -> None:
+        self.in_flight += 1
+        self._requests.take(1)
+        self._tokens.take(tokens)
 
     def _seconds_until(self, tokens: int) -> float:
-        seconds = self._requests.seconds_until(1) if self._requests is not None else 0.0
-        return max(seconds, self._tokens.seconds_until(tokens)) if self._tokens is not None else seconds
+        return max(self._requests.seconds_until(1), self._tokens.seconds_until(tokens))
 
     def _seconds_in_queue(self, tokens: int) -> float:
         """Seconds until the rates allow a new call. The duration of the calls in flight is unknown."""
-        requests = self._requests.seconds_for(len(self._waiters) + 1) if self._requests is not None else 0.0
-        if self._tokens is None:
-            return requests
-        return max(requests, self._tokens.seconds_for(tokens + sum(waiting for _, waiting in self._waiters)))
-
-    def _admit_waiting(self) -> None:
-        """Start the waiting calls that the limits allow, and set a timer for the next."""
-        while self._waiters and self.in_flight < self._max_concurrency:
-            turn, tokens = self._waiters[0]
-            if turn.done():
-                self._waiters.popleft()
-            elif (seconds := self._seconds_until(tokens)) > 0:
-                return self._schedule_admission(seconds)
-            else:
-                self._waiters.popleft()
-                self.record_start(tokens)
-                turn.set_result(None)
-
-    def _schedule_admission(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._admit_waiting)
-
-    def _abandon(self, turn: asyncio.Future[None], tokens: int) -> None:
-        if turn.done() and not turn.cancelled():  # It was admitted while it gave up.
-            return self.release(tokens, 0)
-        if (turn, tokens) in self._waiters:
-            self._waiters.remove((turn, tokens))
-        self._admit_waiting()
+        tokens += sum(self._waiting)
+        return max(self._requests.seconds_for(len(self._waiting) + 1), self._tokens.seconds_for(tokens))
 
     def _limit_error(self, seconds: float) -> ApiError:
         message = (
             f"the provider {self._provider_name!r} is at its configured limits: {self.in_flight} calls in flight, "
-            f"{len(self._waiters)} waiting; try again in {math.ceil(seconds)} s"
+            f"{self.num_waiting} waiting; try again in {math.ceil(seconds)} s"
         )
         return ApiError(429, message, code="rate_limit_exceeded", retry=True, retry_after=max(1, math.ceil(seconds)))

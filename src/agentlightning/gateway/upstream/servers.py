@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Final
 from urllib.parse import quote, unquote, urlsplit
 
@@ -16,58 +14,7 @@ from agentlightning.gateway.upstream.budget import Budgets
 from agentlightning.gateway.upstream.provider import Provider
 from agentlightning.gateway.upstream.rate_limit import RateLimiter
 from agentlightning.transport import Headers, Transport, TransportError
-from agentlightning.util.rendezvous_hash import weight
-
-# -- health ----------------------------------------------------------------------------------------------------------
-
-# Tracks the health of one server by its failures.
-#
-# A server that cannot be reached, or failed several times in a row, gets no calls for a pause that doubles from one
-# second to thirty; then it is tried again. Needs no event loop; the clock is injected.
-
-MAX_FAILURES: Final = 3
-"""Failures in a row until a reachable server is paused."""
-FIRST_SECONDS: Final = 1.0
-MAX_SECONDS: Final = 30.0
-
-
-class ServerHealth:
-    """The health of one server."""
-
-    __slots__ = ("_clock", "_failures", "_pause", "_until")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._failures = 0
-        self._pause = 0.0
-        """Length of the current pause in seconds; 0 while the server is healthy."""
-        self._until = 0.0
-
-    @property
-    def is_available(self) -> bool:
-        """Whether it may be sent calls now."""
-        return self._until == 0.0 or self._clock() >= self._until
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it is paused, or has not succeeded since its pause."""
-        return self._pause > 0
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the pause ends."""
-        return max(0.0, self._until - self._clock()) if self._until else 0.0
-
-    def record_success(self) -> None:
-        self._failures, self._pause, self._until = 0, 0.0, 0.0
-
-    def record_failure(self, unreachable: bool = False) -> None:
-        """Count a failure. `unreachable`: nothing listens there, so one failure is enough for a pause."""
-        self._failures += 1
-        if unreachable or self._pause > 0 or self._failures >= MAX_FAILURES:
-            self._pause = min(MAX_SECONDS, self._pause * 2 or FIRST_SECONDS)
-            self._until = self._clock() + self._pause
-
+from agentlightning.transport.servers import Server, ServerSet
 
 # -- redaction -------------------------------------------------------------------------------------------------------
 
@@ -132,20 +79,14 @@ RETRY_SHARE: Final = 0.2
 """Retries per call: a server that fails every call must not get twice the load for it."""
 RETRY_FLOOR: Final = 10.0
 """Retries available at the start, and at most."""
-_MAX_CONVERSATIONS: Final = 65536
 
 
-class Server:
+class ProviderServer(Server):
     """One server of a provider."""
 
-    __slots__ = ("_clock", "_paused_until", "headers", "health", "in_flight", "url")
-
     def __init__(self, url: str, headers: Headers, clock: Callable[[], float]) -> None:
-        self.url = url
+        super().__init__(url, clock)
         self.headers = headers
-        self.health = ServerHealth(clock)
-        self.in_flight = 0
-        self._clock = clock
         self._paused_until: dict[str, float] = {}
         """Models that the server wants no calls of -> end of the pause."""
 
@@ -161,10 +102,10 @@ class Server:
 
     def accepts(self, model: str) -> bool:
         """Whether it may be sent a call of a model now."""
-        return self.health.is_available and self.pause_seconds(model) == 0.0
+        return self.seconds_left == 0.0 and self.pause_seconds(model) == 0.0
 
 
-class ServerPool:
+class ServerPool(ServerSet[ProviderServer]):
     """The servers of one provider. May be created before the event loop runs; `open_transport` is called at the first
     call. Raises ConfigError if the provider's key is missing."""
 
@@ -175,6 +116,8 @@ class ServerPool:
         budgets: Budgets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        servers = [ProviderServer(*_address(provider, url), clock) for url in provider.base_urls]
+        super().__init__(servers, provider.health_seconds, watches_all=len(servers) > 1)
         self.provider = provider
         self.budgets = budgets or Budgets()
         self.rate_limiter = RateLimiter(
@@ -190,13 +133,9 @@ class ServerPool:
         self.dollars = 0.0
         """Cost of its calls since the start."""
         self.redactor = Redactor(provider)
-        self.servers = [Server(*_address(provider, url), clock) for url in provider.base_urls]
         self._open_transport = open_transport
         self._transport: Transport | None = None
         self._retry_budget = RETRY_FLOOR
-        self._orders: dict[str, Sequence[Server]] = {}
-        self._probe_task: asyncio.Task[None] | None = None
-        self._wake_up = asyncio.Event()
 
     @property
     def transport(self) -> Transport:
@@ -204,21 +143,17 @@ class ServerPool:
             self._transport = self._open_transport()
         return self._transport
 
-    def choose(self, affinity: str, tried: Sequence[Server] = (), model: str = "") -> Server:
+    def choose(self, affinity: str, tried: Sequence[ProviderServer] = (), model: str = "") -> ProviderServer:
         """The server for a call: the first in the order of its affinity that accepts calls and was not tried.
 
         If there is none, the one that accepts calls soonest: a call is never rejected for lack of a healthy server.
         """
-        order = self._ordered(affinity)
+        order = self.in_order(affinity)
         for server in order:
             if server.accepts(model) and server not in tried:
                 return server
         untried = [server for server in order if server not in tried]
-        return min(untried or order, key=lambda server: max(server.health.seconds_left, server.pause_seconds(model)))
-
-    def forget(self, affinity: str) -> None:
-        """Drop the cached order of an affinity key."""
-        self._orders.pop(affinity, None)
+        return min(untried or order, key=lambda server: max(server.seconds_left, server.pause_seconds(model)))
 
     def take_retry(self) -> bool:
         """Take one retry from the retry budget, which is for outages; False if it is empty."""
@@ -230,14 +165,9 @@ class ServerPool:
     def record_start(self) -> None:
         """Count the first try of a call."""
         self._retry_budget = min(RETRY_FLOOR, self._retry_budget + RETRY_SHARE)
-        if self._probe_task is None and len(self.servers) > 1:
-            self.start_probing()
-
-    def start_probing(self) -> None:
-        """Probe unhealthy servers until they recover; all servers regularly if there are several."""
-        self._wake_up.set()
-        if self._probe_task is None or self._probe_task.done():
-            self._probe_task = asyncio.create_task(self._probe_servers())
+        if self._watches_all and not self._watches:
+            for server in self.replicas:
+                self.watch(server)
 
     async def fetch(
         self, method: str, url: str, headers: Headers, body: bytes = b"", *, timeout_seconds: float
@@ -252,59 +182,28 @@ class ServerPool:
             return response.status, response.headers, await response.read()
 
     async def close(self) -> None:
-        """Stop probing. The owner of the transport closes it."""
-        if self._probe_task is not None:
-            self._probe_task.cancel()
-            await asyncio.wait({self._probe_task})
-            self._probe_task = None
+        """Stop the checks. The owner of the transport closes it."""
+        await self.end_watches()
         self._transport = None
 
-    # -- choice ----------------------------------------------------------------------------------------------------
-
-    def _ordered(self, affinity: str) -> Sequence[Server]:
-        """Servers by rendezvous hash: the loss of a server moves only its own conversations, until it is back."""
-        if len(self.servers) == 1:
-            return self.servers
-        if not affinity:
-            return sorted(self.servers, key=lambda server: server.in_flight)
-        if (order := self._orders.get(affinity)) is None:
-            if len(self._orders) >= _MAX_CONVERSATIONS:
-                self._orders.clear()
-            order = sorted(self.servers, key=lambda server: weight(affinity, server.url), reverse=True)
-            self._orders[affinity] = order
-        return order
-
-    # -- health ----------------------------------------------------------------------------------------------------
-
-    async def _probe_servers(self) -> None:
-        while len(self.servers) > 1 or any(server.health.is_suspect for server in self.servers):
-            pauses = [server.health.seconds_left for server in self.servers if server.health.is_suspect]
-            self._wake_up.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.05, min(self.provider.health_seconds, *pauses, 3600))):
-                    await self._wake_up.wait()
-                    continue
-            due = [server for server in self.servers if server.health.is_available or not server.health.is_suspect]
-            await asyncio.gather(*(self._probe(server) for server in due))
-
-    async def _probe(self, server: Server) -> None:
-        """Probe a server: any response but a server error means that it is healthy."""
-        was_healthy = not server.health.is_suspect
+    async def check(self, replica: ProviderServer) -> None:
+        """Any response but a server error means that it is healthy."""
+        was_up = replica.up
         try:
-            is_healthy = await self._responds(server, f"{server.url.removesuffix('/v1')}/health")
+            is_healthy = await self._responds(replica, f"{replica.url.removesuffix('/v1')}/health")
             if is_healthy is None:
-                is_healthy = await self._responds(server, self.provider.url(server.url, "models"))
+                is_healthy = await self._responds(replica, self.provider.url(replica.url, "models"))
         except TransportError:
             is_healthy = False
         if is_healthy is False:
-            server.health.record_failure(unreachable=True)
-        elif server.health.is_suspect:
-            server.health.record_success()
-        if was_healthy is server.health.is_suspect:
-            change = "is unhealthy" if server.health.is_suspect else "has recovered"
-            logger.warning("the server %s of the provider %r %s", server.url, self.provider.name, change)
+            replica.record_failure(unreachable=True)
+        elif not replica.up:
+            replica.record_success()
+        if was_up is not replica.up:
+            change = "has recovered" if replica.up else "is unhealthy"
+            logger.warning("the server %s of the provider %r %s", replica.url, self.provider.name, change)
 
-    async def _responds(self, server: Server, url: str) -> bool | None:
+    async def _responds(self, server: ProviderServer, url: str) -> bool | None:
         """Whether a GET succeeds; None if the server does not have the path."""
         seconds = self.provider.connect_seconds
         status, _, _ = await self.fetch("GET", url, server.headers, timeout_seconds=seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import mul
 from typing import Any, Final, cast
 
 import orjson
@@ -84,69 +85,54 @@ _TOKENS_PER_MESSAGE: Final = 4
 _TOKENS_PER_IMAGE: Final = 1600
 _BYTES_PER_FILE_TOKEN: Final = 20
 """For files in base64."""
-_NOT_TEXT: Final = frozenset(
-    {"type", "role", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "media_type"}
-)
 _FILES: Final = frozenset({"data", "file_data", "encrypted_content"})
+_NOT_CONTENT: Final = _FILES | {
+    *("type", "role", "id", "tool_use_id", "tool_call_id", "call_id", "signature", "media_type"),
+    *("input", "cache_control"),
+}
 
 
 def estimate_prompt_tokens(body: Mapping[str, Any]) -> int:
     """An estimate for a prompt in any dialect: its system prompt, messages or items, and tools. Rather too high than
     too low, since agents shorten their conversations by it."""
     messages = body.get("messages", body.get("input"))
-    tally = _Tally()
-    for part in (body.get("system"), body.get("instructions"), messages):
-        tally.read(part)
+    tokens = sum(_content_tokens(part) for part in (body.get("system"), body.get("instructions"), messages))
     if body.get("tools"):
-        tally.add(_dumped(body["tools"]))
+        tokens += _text_tokens(_dumped(body["tools"]))
     count = len(cast("list[Any]", messages)) if isinstance(messages, list) else 0
-    return math.ceil(tally.tokens) + count * _TOKENS_PER_MESSAGE
+    return math.ceil(tokens) + count * _TOKENS_PER_MESSAGE
 
 
-class _Tally:
-    """Adds up the tokens of nested content."""
-
-    def __init__(self) -> None:
-        self.tokens = 0.0
-
-    def add(self, text: str) -> None:
-        one, two, three, four = _lengths(text)
-        of_one, of_two, of_three, of_four = _TOKENS_PER_CHARACTER
-        self.tokens += one * of_one + two * of_two + three * of_three + four * of_four
-
-    def read(self, value: Any) -> None:
-        """Add any value of a message."""
-        left = [value]
-        while left:
-            value = left.pop()
-            if isinstance(value, str):
-                self.add(value)
-            elif isinstance(value, list):
-                left += cast("list[Any]", value)
-            elif isinstance(value, dict):
-                left += self._part(cast("dict[str, Any]", value))
-
-    def _part(self, part: dict[str, Any]) -> list[Any]:
-        """Add a part; returns its values that are still to be added."""
-        if _image_bytes(part) is not None:
-            self.tokens += _TOKENS_PER_IMAGE
-            return []
-        if part.get("type") == "tool_use":
-            self.add(_dumped(part.get("input")))
-        files = [_length(part[name]) for name in _FILES & part.keys()]
-        self.tokens += sum(files) / _BYTES_PER_FILE_TOKEN
-        return [inner for name, inner in part.items() if name not in _NOT_TEXT | _FILES | {"input", "cache_control"}]
+def _content_tokens(value: Any) -> float:
+    """The tokens of nested content."""
+    tokens, left = 0.0, [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            tokens += _text_tokens(value)
+        elif isinstance(value, list):
+            left += cast("list[Any]", value)
+        elif isinstance(value, dict):
+            part = cast("dict[str, Any]", value)
+            if _image_bytes(part) is not None:
+                tokens += _TOKENS_PER_IMAGE
+                continue
+            if part.get("type") == "tool_use":
+                tokens += _text_tokens(_dumped(part.get("input")))
+            tokens += sum(_length(part[name]) for name in _FILES & part.keys()) / _BYTES_PER_FILE_TOKEN
+            left += [inner for name, inner in part.items() if name not in _NOT_CONTENT]
+    return tokens
 
 
-def _lengths(text: str) -> tuple[int, int, int, int]:
-    """The number of characters with one, two, three and four bytes in UTF-8, counted without a loop."""
+def _text_tokens(text: str) -> float:
+    """By the number of characters with one, two, three and four bytes in UTF-8, counted without a loop."""
     if text.isascii():
-        return len(text), 0, 0, 0
+        return len(text) * _TOKENS_PER_CHARACTER[0]
     one = len(text.encode("ascii", "ignore"))
     four = len(text.encode("utf-16-le", "surrogatepass")) // 2 - len(text)
     rest = len(text) - one - four
     three = len(text.encode("utf-8", "surrogatepass")) - one - 4 * four - 2 * rest
-    return one, rest - three, three, four
+    return sum(map(mul, _TOKENS_PER_CHARACTER, (one, rest - three, three, four)))
 
 
 def _dumped(value: Any) -> str:

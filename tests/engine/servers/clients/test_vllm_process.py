@@ -88,7 +88,8 @@ async def test_a_server_gets_its_options_and_restarts_with_other_weights(tmp_pat
     launch = LaunchOptions(
         tmp_path / "m", "mine", tmp_path / "x.log", (sys.executable, "-c", SERVER), ("--more",), seconds=20
     )
-    child = await VllmProcess.start(launch, transport)
+    child = VllmProcess(launch, transport)
+    await child.restart(None)
     told = (tmp_path / "x.log").read_text()
     for words in ("'serve', '" + str(tmp_path / "m"), "'processed_logprobs'", "'mine'", "'127.0.0.1'", "'--more'"):
         assert words in told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +12,7 @@ import orjson
 from agentlightning.engine.servers.base import ModelServerError
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.transport import Response, Transport, TransportError
+from agentlightning.transport.error_text import error_fields
 
 MAX_QUOTED = 300
 """Characters of a server's message that an error quotes."""
@@ -33,27 +34,40 @@ class JsonClient:
         self._seconds = seconds
         self._connect_seconds = connect_seconds
 
-    async def get(self, path: str, *, seconds: float = 10.0) -> Any:
-        return await self._request("GET", path, seconds=seconds)
+    async def get(self, path: str, *, seconds: float = 10.0, optional: bool = False) -> Any:
+        """The JSON of the response. With `optional`, None where the server has no such path."""
+        return await self._request("GET", path, None, seconds, optional)
 
     async def text(self, path: str, *, seconds: float = 5.0) -> str:
         """The response as text."""
         async with self._response("GET", path, None, seconds) as response:
             return (await response.read()).decode("utf-8", errors="replace")
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None) -> Any:
-        return await self._request("POST", path, body, seconds=seconds)
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = None,
+        optional: bool = False,
+    ) -> Any:
+        """As `get`."""
+        return await self._request("POST", path, body, seconds, optional)
 
     async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None, optional: bool
     ) -> Any:
         """The JSON of the response, or None if it is not JSON."""
-        async with self._response(method, path, body, seconds) as response:
-            content = await response.read()
         try:
-            return orjson.loads(content) if content else None
+            async with self._response(method, path, body, seconds) as response:
+                content = await response.read()
+            return orjson.loads(content)
         except orjson.JSONDecodeError:
             return None
+        except ModelServerError as error:
+            if optional and error.status in (404, 405):
+                return None
+            raise
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event up to `[DONE]`. Raises ModelServerError if the stream ends before it."""
@@ -131,14 +145,7 @@ async def _event_data(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def _error_message(content: bytes) -> str:
-    """The message in an error response, however it is wrapped."""
-    try:
-        value: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        value = content.decode("utf-8", errors="replace")
-    while isinstance(value, dict):
-        value = next((value[key] for key in ("error", "message", "detail") if value.get(key)), orjson.dumps(value))
-    text = value.decode() if isinstance(value, bytes) else str(value)
+    text, _, _ = error_fields(content)
     return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
 
 
@@ -154,18 +161,6 @@ def largest_metric(text: str, *names: str) -> float | None:
     0.5
     """
     for name in names:
-        found = [value for line in text.splitlines() if (value := _sample(line, name)) is not None]
-        if found:
-            return max(found)
+        if found := re.findall(rf"^{name}(?:{{.*}})? +(\d\S*)", text, re.MULTILINE):
+            return max(map(float, found))
     return None
-
-
-def _sample(line: str, name: str) -> float | None:
-    """The value of a line `name{labels} value [timestamp]`; None for other lines."""
-    if not line.startswith(name) or line[len(name) :][:1] not in ("{", " "):
-        return None
-    try:
-        value = float(line[len(name) :].rpartition("}")[2].split()[0])
-    except (IndexError, ValueError):
-        return None
-    return value if math.isfinite(value) else None

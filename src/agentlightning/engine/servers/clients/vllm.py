@@ -16,15 +16,16 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams, TopLogprobs
 from agentlightning.engine.servers.base import (
+    PROBE_PROMPT,
     Completion,
     ModelServerError,
     OnChunk,
@@ -133,8 +134,6 @@ LOAD_SECONDS: Final = 600.0
 NOT_ENABLED: Final = "LoRA is not enabled"
 """What vLLM answers to an adapter without --enable-lora."""
 RANK_TOO_LARGE: Final = "max_lora_rank"
-PROBE_PROMPT: Final = (1, 2, 3)
-"""A prompt that every vocabulary contains."""
 MOST_TIES: Final = 32
 """Tokens that may be equally likely, as logits of half precision can be."""
 
@@ -230,24 +229,29 @@ class VllmServer(HttpModelServer):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def weight_label(self) -> str | None:
-        try:
-            response = await self._http.get("/weight_info")
-        except ModelServerError as error:
-            if error.status in (404, 405):
-                return None
-            raise
+        response = await self._http.get("/weight_info", optional=True)
         return response.get("weight_version") if isinstance(response, dict) else None
 
-    # The order below ensures that half-loaded weights never sample, and that no key or value outlives its weights.
-
-    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+    @asynccontextmanager
+    async def _update(self, on_loaded: Callable[[], None]) -> AsyncGenerator[None]:
+        """A context in which the weights are replaced. Its order ensures that half-loaded weights never sample, and
+        that no key or value outlives its weights."""
         await self._http.post("/pause?mode=keep", seconds=60.0)
         await self.discard_partial_update()
         self._partial_update = True
-        await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+        yield
         self._partial_update = False
-        await self._set_label(label)
-        await self._resume_with_new_weights(on_loaded)
+        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
+        if isinstance(response, dict) and response.get("success") is False:
+            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
+        on_loaded()
+        await self._http.post("/resume", seconds=60.0)
+
+    async def load_weights(self, directory: Path, label: str, on_loaded: Callable[[], None]) -> None:
+        async with self._update(on_loaded):
+            await self._reload({"weights_path": str(directory)}, LOAD_SECONDS)
+            # Older servers have no labels.
+            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0, optional=True)
 
     async def connect(self, sender: WeightSender) -> None:
         await self._disconnect()  # Whatever is left of another run, or of a sender that failed.
@@ -275,20 +279,16 @@ class VllmServer(HttpModelServer):
             call = self._http.post("/update_weights", {"update_info": info}, seconds=LOAD_SECONDS)
             return asyncio.run_coroutine_threadsafe(call, loop)
 
-        await self._http.post("/pause?mode=keep", seconds=60.0)
-        await self.discard_partial_update()
-        self._partial_update = True
-        await self._http.post("/start_weight_update", seconds=60.0)
-        try:
-            await lend(lambda weights: sender.send(weights, send_update))
-        except TransferError as error:
-            raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
-        except BaseException:
-            sender.abort()  # Nobody waits for it any more.
-            raise
-        await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
-        self._partial_update = False
-        await self._resume_with_new_weights(on_loaded)
+        async with self._update(on_loaded):
+            await self._http.post("/start_weight_update", seconds=60.0)
+            try:
+                await lend(lambda weights: sender.send(weights, send_update))
+            except TransferError as error:
+                raise ModelServerError(f"{self.url} did not get the weights: {error}", retryable=True) from error
+            except BaseException:
+                sender.abort()  # Nobody waits for it any more.
+                raise
+            await self._http.post("/finish_weight_update", {"weight_version": label}, seconds=LOAD_SECONDS)
 
     async def discard_partial_update(self) -> None:
         """vLLM counts what has arrived of each layer, so the rest of an interrupted update would be taken for a part
@@ -306,20 +306,6 @@ class VllmServer(HttpModelServer):
     async def _disconnect(self) -> None:
         with contextlib.suppress(ModelServerError):  # It has no connection, or /init_... will report the problem.
             await self._http.post("/shutdown_weight_transfer_engine", seconds=60.0)
-
-    async def _resume_with_new_weights(self, on_loaded: Callable[[], None]) -> None:
-        response = await self._http.post("/reset_prefix_cache?reset_running_requests=true", seconds=60.0)
-        if isinstance(response, dict) and response.get("success") is False:
-            raise self._http.protocol_error("/reset_prefix_cache", "it keeps what the old weights computed")
-        on_loaded()
-        await self._http.post("/resume", seconds=60.0)
-
-    async def _set_label(self, label: str) -> None:
-        try:
-            await self._http.post("/update_weight_version", {"new_version": label}, seconds=60.0)
-        except ModelServerError as error:
-            if error.status not in (404, 405):  # Older servers have no labels.
-                raise
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         loaded = (await self.model_info()).adapters
@@ -344,14 +330,11 @@ class VllmServer(HttpModelServer):
 
     async def _resume_if_paused(self) -> None:
         """Resume a server that was left paused by a trainer killed during an update."""
-        try:
-            response = await self._http.get("/is_paused")
-        except ModelServerError as error:
-            if error.status in (404, 405):
-                message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
-                raise ConfigError(f"{self.url} has no /is_paused: {message}") from error
-            raise
-        if isinstance(response, dict) and response.get("is_paused"):
+        response = await self._http.get("/is_paused", optional=True)
+        if not isinstance(response, dict):
+            message = "its weights cannot be replaced; start it with VLLM_SERVER_DEV_MODE=1"
+            raise ConfigError(f"{self.url} has no /is_paused: {message}")
+        if response.get("is_paused"):
             self._partial_update = True
             await self.discard_partial_update()
             await self._http.post("/resume", seconds=60.0)
@@ -433,20 +416,13 @@ class LaunchOptions:
 
 
 class VllmProcess:
-    """One server process. Create it with `VllmProcess.start`."""
+    """One server process, which `restart` starts."""
 
     def __init__(self, options: LaunchOptions, transport: Transport) -> None:
         self._options = options
         self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._http = JsonClient(transport, self.url, None, seconds=5.0, connect_seconds=2.0)
-
-    @classmethod
-    async def start(cls, options: LaunchOptions, transport: Transport) -> VllmProcess:
-        """Returns when the server listens. Raises ServerError with the end of its log."""
-        process = cls(options, transport)
-        await process.restart(None)
-        return process
 
     @property
     def url(self) -> str:
@@ -462,7 +438,8 @@ class VllmProcess:
         return self._process is None or self._process.poll() is not None
 
     async def restart(self, directory: Path | None) -> None:
-        """End the server and start it with the weights in `directory` (None: its original model)."""
+        """End the server, if it runs, and start it with the weights in `directory` (None: its original model). Returns
+        when it listens. Raises ServerError with the end of its log."""
         await self.close()
         self._options.log.parent.mkdir(parents=True, exist_ok=True)
         with self._options.log.open("ab") as log:

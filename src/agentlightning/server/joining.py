@@ -1,0 +1,388 @@
+"""The policies of training runs elsewhere: who may join, when their calls wait, and when a run counts as gone.
+
+A run joins under the name of its model, with the model servers and the tokenizer that are needed to sample from it. It
+holds calls back while it changes the weights, through the gateway's update gate. A run that is silent for the time of
+its lease counts as gone: its calls, those that wait included, are refused until it joins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import orjson
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentlightning.chat.hf import HFChatFormat, load_chat_format
+from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
+from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, OnTokens, Sample, SamplingParams
+from agentlightning.engine.servers.base import PROBE_PROMPT, ModelServerError, SampleRequest
+from agentlightning.engine.servers.joining import (
+    BASE_PATH,
+    COUNTS,
+    PROTOCOL,
+    CheckRequest,
+    JoinRequest,
+    JoinStatus,
+    Pause,
+    RunRequest,
+    StateRequest,
+)
+from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
+from agentlightning.errors import AgentLightningError, ConfigError, MissingExtraError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.local.service import LocalSettings
+from agentlightning.gateway.local.update_gate import UpdateGates
+from agentlightning.observability.metrics import counters
+from agentlightning.store.http.endpoint import endpoint, headers_by_name, read_body, respond
+from agentlightning.store.http.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+MAX_POLL_SECONDS: Final = 10.0
+"""How long a request to pause waits for answers in progress, at most; the run then repeats it."""
+REQUESTS: Final[dict[str, type[RunRequest]]] = {
+    "/check": CheckRequest,
+    "": JoinRequest,
+    "/state": StateRequest,
+    "/leave": RunRequest,
+}
+
+
+class JoinedPolicy(PooledEngine):
+    """The policy of a run: an engine over its model servers. The trainer gives these their weights and adapters, and a
+    server samples once it has those that the trainer names."""
+
+    def __init__(self, request: JoinRequest, servers: ReplicaPool, gates: UpdateGates) -> None:
+        self.model = servers.model
+        self.gate = gates.of(self)
+        self.unavailable: str | None = None
+        """Why it samples nothing; None: it does."""
+        self.watch: asyncio.Task[None] | None = None
+        self.counts = JoinStatus().counts
+        self.holding: asyncio.Task[None] | None = None
+        """Set during an update, and done once calls are held back."""
+        self._held, self._held_since = AsyncExitStack(), 0.0
+        self.follow(request, servers)
+
+    def follow(self, request: JoinRequest, servers: ReplicaPool) -> None:
+        """Sample from these servers."""
+        self.request, self.servers = request, servers
+        self.table = request.adapter_routes or AdapterTable()
+        self.__dict__.pop("views", None)
+        self.heard_at, self.unavailable = time.monotonic(), None
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.heard_at + self.request.lease_seconds - time.monotonic())
+
+    def status(self) -> JoinStatus:
+        paused = self.holding is not None and self.holding.done()
+        going_on = self.gate.num_in_flight if paused else 0
+        return JoinStatus(counts=self.counts, paused=paused, going_on=going_on, adapters=self.servers.adapters_in_use)
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return self.unavailable is None and await super().can_enforce(text, kind)
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `AgentEngines.sample_adapter`. Raises EngineUnavailableError once the run is gone. An answer that is cut
+        off when the trainer is started again begins anew, unless it is streamed."""
+        while True:
+            servers = self.servers
+            try:
+                if self.unavailable is not None:
+                    raise EngineUnavailableError(self.unavailable)
+                sample = await super().sample_adapter(adapter, prompt_token_ids, params, on_tokens, affinity=affinity)
+            except AgentLightningError as error:
+                moved = servers is not self.servers or self.unavailable is not None
+                if moved and on_tokens is None and not isinstance(error, EngineUnavailableError):
+                    continue
+                self.counts["failed"] += 1
+                raise
+            self.counts["calls"] += 1
+            self.counts["tokens"] += len(sample.token_ids)
+            return sample
+
+    async def hold(self, pause: Pause) -> None:
+        """Hold calls back; returns once they are, or after a part of the lease."""
+        if self.holding is None:
+            self._held_since, self.holding = time.monotonic(), asyncio.create_task(self._hold(pause))
+        await asyncio.wait({self.holding}, timeout=min(MAX_POLL_SECONDS, self.request.lease_seconds / 3))
+
+    async def _hold(self, pause: Pause) -> None:
+        async with AsyncExitStack() as stack:
+            holding = self.gate.update(in_flight=pause.in_flight, drain_seconds=pause.drain_seconds)
+            await stack.enter_async_context(holding)
+            await stack.enter_async_context(self.servers.lock)  # Health checks judge no weights while it is held.
+            self._held = stack.pop_all()
+
+    async def release(self, *, updated: bool) -> None:
+        """Let calls go on, whatever happens; after an update, only to servers that have the new weights."""
+        holding, self.holding = self.holding, None
+        if holding is None:
+            return
+        try:
+            if updated:
+                await self.servers.update_replicas()
+                self.counts["updates"] += 1
+        finally:
+            holding.cancel()
+            await asyncio.wait({holding})
+            self.counts["held"] += self.gate.num_waiting
+            self.counts["held_seconds"] += time.monotonic() - self._held_since
+            await self._held.aclose()
+
+    async def end(self, reason: str) -> None:
+        """Sample nothing from now on."""
+        self.unavailable = self.unavailable or reason
+        await self.release(updated=False)
+        await self.servers.close()
+
+
+class JoinedPolicies:
+    """The policies of the runs that have joined a gateway. Create it in the event loop that serves."""
+
+    def __init__(self) -> None:
+        self._gateway: Gateway | None = None
+        self._policies: dict[str, JoinedPolicy] = {}
+        """By the name of their model."""
+        self._joining = asyncio.Lock()
+        self._events = dict.fromkeys(("joins", "refused", "gone", "left"), 0)
+        self._counts: list[dict[str, int | float]] = []
+        """Those of all runs, gone or here."""
+
+    def attach(self, gateway: Gateway, token: str | None) -> list[Route]:
+        """Serve the policies through this gateway. Returns the routes for trainers, which require `token` if there is
+        one."""
+        self._gateway = gateway
+        gateway.router.takes_runs = True
+        return [
+            Route(f"{BASE_PATH}/{{model}}{action}", endpoint(partial(self._respond, action), token), methods=["POST"])
+            for action in REQUESTS
+        ]
+
+    async def _respond(self, action: str, request: Request) -> Response:
+        body = await read_body(headers_by_name(request.scope), request.receive, MAX_BODY_BYTES)
+        status = await self._answer(request.path_params["model"], _read(REQUESTS[action], body))
+        return respond(orjson.dumps(status.model_dump()))
+
+    async def _answer(self, model: str, request: RunRequest) -> JoinStatus:
+        """Do what the run whose policy is `model` asks for: see `engine.servers.joining`. Raises RequestError."""
+        try:
+            if isinstance(request, CheckRequest):
+                self._refuse_conflicts(model, request.run_id, request.urls, request.changes_weights)
+                return JoinStatus()
+            if isinstance(request, JoinRequest):
+                return await self._join(model, request)
+        except AgentLightningError as error:
+            self._events["refused"] += 1
+            if isinstance(error, RequestError):
+                raise
+            status = 503 if isinstance(error, ModelServerError) and error.retryable else 422
+            raise RequestError(f"this server cannot sample from the policy: {error}", status) from error
+        policy = self._policies.get(model)
+        if policy is None or policy.request.run_id != request.run_id or policy.unavailable is not None:
+            raise RequestError(f"run {request.run_id} has not joined as {model!r}, or its lease has ended", 404)
+        policy.heard_at = time.monotonic()
+        if not isinstance(request, StateRequest):
+            await self._remove(model, policy)
+            self._events["left"] += 1
+            log.info("run %s, which was served as %s, has left", request.run_id, model)
+        elif request.pause is not None:
+            await policy.hold(request.pause)
+        else:
+            _name_weights(policy.servers, request)
+            await policy.release(updated=True)
+        return policy.status()
+
+    def _refuse_conflicts(self, model: str, run_id: str, urls: Iterable[str], changes_weights: bool) -> None:
+        for name, policy in self._policies.items():
+            other = policy.request
+            if other.run_id == run_id or policy.unavailable is not None:
+                continue
+            wait = f"if that run was killed, wait {policy.lease_left:.0f} s for the end of its lease"
+            if name == model:
+                message = f"the model name {model!r} belongs to run {other.run_id}; set another policy.name, or, {wait}"
+                raise RequestError(message, 409)
+            shared = {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in other.servers.urls}
+            if shared and (changes_weights or other.label is not None):
+                raise RequestError(
+                    f"run {other.run_id} samples from {', '.join(sorted(shared))}, too, and one of the two runs would"
+                    " replace the weights of the other; give each run model servers of its own (policy.servers.urls),"
+                    f" or train adapters in both, or, {wait}",
+                    409,
+                )
+
+    async def _join(self, model: str, request: JoinRequest) -> JoinStatus:
+        """Answer the calls of a run from now on."""
+        gateway = self._gateway
+        assert gateway is not None
+        async with self._joining:
+            self._refuse_conflicts(model, request.run_id, request.servers.urls, request.label is not None)
+            try:
+                gateway.router.check_names(model, [model, *(request.adapter_routes or AdapterTable()).views])
+            except ConfigError as error:
+                raise RequestError(str(error), 409) from error
+            servers = await _open_servers(request, model)
+            known = self._policies.get(model)
+            if known is not None and known.request.run_id == request.run_id:
+                # Its trainer was started again: what it held back goes on with the weights it has now.
+                policy, old = known, known.servers
+                policy.follow(request, servers)
+                await old.close()
+                await policy.release(updated=False)
+            else:
+                if known is not None:
+                    await self._remove(model, known)
+                policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
+                self._counts.append(policy.counts)
+            gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
+            if policy.watch is None or policy.watch.done():
+                policy.watch = asyncio.create_task(self._watch(policy))
+            self._events["joins"] += 1
+            log.info("run %s joined as %s, with weights of version %d", request.run_id, model, request.version)
+            return policy.status()
+
+    async def _watch(self, policy: JoinedPolicy) -> None:
+        """Refuse the calls of a run once it has been silent for the time of its lease."""
+        while True:  # Each request of the run puts the end of its lease off.
+            if (left := policy.lease_left) == 0:
+                break
+            await asyncio.sleep(left)
+        self._events["gone"] += 1
+        reason = (
+            f"the trainer of run {policy.request.run_id}, whose policy is {policy.model!r}, has not been heard from for"
+            f" {policy.request.lease_seconds:g} s; the call can be repeated once the run was resumed"
+        )
+        log.warning("%s; %d calls waited for it", reason, policy.gate.num_waiting)
+        await policy.end(reason)
+
+    async def _remove(self, model: str, policy: JoinedPolicy) -> None:
+        assert self._gateway is not None
+        del self._policies[model]
+        self._gateway.remove_policy(model)
+        if policy.watch is not None:
+            policy.watch.cancel()
+        await policy.end(f"run {policy.request.run_id}, whose policy was {model!r}, has left this server")
+
+    async def close(self) -> None:
+        """End all runs' policies; their trainers join the next server at this address."""
+        for model, policy in list(self._policies.items()):
+            await self._remove(model, policy)
+
+    def metrics(self) -> Iterable[Metric]:
+        """The metrics of all runs, since the server was started."""
+        alive = [policy for policy in self._policies.values() if policy.unavailable is None]
+        paused = sum(policy.holding is not None for policy in alive)
+        for name, help_text, value in (
+            ("joined_runs", "Training runs whose policy this server answers for.", len(alive)),
+            ("joined_runs_paused", "Those that hold their calls back for an update.", paused),
+        ):
+            yield GaugeMetricFamily(f"agentlightning_{name}", help_text, value)
+        counts = {name: sum(each[name] for each in self._counts) for name in COUNTS}
+        yield from counters("joined", "Training runs that joined", {**counts, **self._events})
+
+
+def _read(kind: type[RunRequest], body: bytes) -> RunRequest:
+    """Raises RequestError for a request of another version, or none at all."""
+    try:
+        content = orjson.loads(body)
+        if kind is JoinRequest and isinstance(content, dict) and content.get("protocol") != PROTOCOL:
+            here, there = version("agentlightning"), content.get("package", "of an older version")
+            raise RequestError(
+                f"this server has agentlightning {here}, which speaks version {PROTOCOL} of the protocol for joining,"
+                f" and the run has agentlightning {there}, which speaks version {content.get('protocol')}; install the"
+                " same version on both",
+                422,
+            )
+        return kind.model_validate(content)
+    except (orjson.JSONDecodeError, ValidationError) as error:
+        raise RequestError(f"the request cannot be read: {error}") from None
+
+
+async def _open_servers(request: JoinRequest, model: str) -> ReplicaPool:
+    """The servers that a run names. Raises ConfigError for servers that cannot be sampled from here, ModelServerError
+    for one that does not answer, and where none has the run's weights."""
+    pool = await open_servers(
+        request.servers,
+        await _open_chat(request),
+        kind=request.kind,
+        name=model,
+        max_context=request.context_length,
+        token=request.server_token,
+    )
+    try:
+        _name_weights(pool, request)
+        async with pool.lock:
+            await pool.update_replicas()
+        if not pool.up:
+            raise ModelServerError("; ".join(replica.failure for replica in pool.replicas), retryable=True)
+        for replica in pool.replicas if request.crosses_updates and request.label is not None else ():
+            info = await replica.server.model_info()
+            probe = SampleRequest(info.model, PROBE_PROMPT, SamplingParams(), 1, frozenset())
+            if not (await replica.server.sample(probe, lambda chunk: None, stream=False)).weights:
+                raise ConfigError(
+                    f"{replica.url} does not report which weights sampled which tokens, so answers cannot go on across"
+                    " an update; start it with --enable-scale-out, or leave policy.in_flight and policy.drain_seconds"
+                    " out"
+                )
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
+def _name_weights(servers: ReplicaPool, request: StateRequest) -> None:
+    if request.label is not None:
+        servers.announce_weights(request.label, request.version)
+    for each in request.adapters:
+        servers.announce_adapter(each.name, each.served_name, each.version)
+
+
+async def _open_chat(request: JoinRequest) -> HFChatFormat:
+    """The chat format of a run's model. Raises ConfigError where it is not exactly that of the trainer."""
+    if find_spec("transformers") is None:
+        raise MissingExtraError("transformers", "train")
+    with TemporaryDirectory(prefix="agl-joined-") as directory:
+        try:
+            packed = base64.b64decode(request.tokenizer, validate=True)
+        except binascii.Error as error:
+            raise ConfigError(f"the tokenizer's archive is not base64: {error}") from error
+        await asyncio.to_thread(unpack_tokenizer, packed, Path(directory))
+        chat = await load_chat_format(directory, request.tool_calls, request.eos_token_ids)
+        probe = await asyncio.to_thread(probe_tokens, chat)
+    if tuple(probe) != request.probe or chat.eos_token_ids != frozenset(request.eos_token_ids):
+        raise ConfigError(
+            "this server's tokenizer gives other tokens than the trainer's: it has another version of transformers or"
+            " tokenizers; install the trainer's"
+        )
+    return chat

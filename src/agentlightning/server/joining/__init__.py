@@ -1,1 +1,0 @@
-"""Training runs elsewhere that leave the calls of their policy to this server."""

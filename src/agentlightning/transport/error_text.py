@@ -1,0 +1,49 @@
+"""Reads the text of an error response, however a server wraps it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from agentlightning.util.json_values import loads
+
+_MARKUP: Final = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
+CONTEXT_ERROR: Final = re.compile(
+    r"context (length|window|size)|maximum (context|model length)|model's context|(prompt|input) is too long"
+    r"|too many (input )?tokens",
+    re.IGNORECASE,
+)
+"""What servers write of a prompt that the model's context does not hold."""
+_TEXT_FIELDS: Final = ("error", "message", "detail", "msg", "errors", "error_description", "title")
+"""Fields with the text of an error, in order of precedence; each may hold a text, an object or a list of these."""
+
+
+def error_fields(body: bytes, parse: Callable[[bytes], Any] = loads) -> tuple[str, str | None, str | None]:
+    """(message, code, parameter) of an error response. What has no known shape is the message as it is."""
+    try:
+        data = parse(body)
+    except ValueError:
+        data = body.decode(errors="replace")
+    error: Any = data[0] if isinstance(data, list) and data else data
+    error = error.get("error") or error if isinstance(error, dict) else error
+    code, param = (error.get("code"), error.get("param")) if isinstance(error, dict) else (None, None)
+    text = _text_of(data) or (body.decode(errors="replace") if data else "")
+    if text.lstrip()[:1] == "<":
+        text = " ".join(_MARKUP.sub(" ", text).split())
+    return text.strip(), code if isinstance(code, str) else None, param if isinstance(param, str) else None
+
+
+def _text_of(value: Any, depth: int = 8) -> str:
+    """The text of an error in any of the usual shapes; OpenRouter's has that of the actual provider in `metadata`."""
+    if isinstance(value, str) or not depth:
+        return value if isinstance(value, str) else ""
+    if isinstance(value, list):
+        return "; ".join(filter(None, (_text_of(each, depth - 1) for each in cast("list[Any]", value))))
+    if not isinstance(value, dict):
+        return ""
+    fields = cast("dict[str, Any]", value)
+    text = next((text for name in _TEXT_FIELDS if (text := _text_of(fields.get(name), depth - 1))), "")
+    metadata = fields.get("metadata")
+    raw = cast("dict[str, Any]", metadata).get("raw") if isinstance(metadata, dict) else None
+    return f"{text}: {raw}" if isinstance(raw, str) else text
