@@ -28,13 +28,12 @@ from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import (
     comparison,
-    failures,
-    operations,
     resources,
     rollout,
     rollouts,
     runs,
-    validation,
+    server,
+    tasks,
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
@@ -59,20 +58,18 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
-    "/runs/{run}/validation": validation.show_validation,
-    "/runs/{run}/failures": failures.list_failures,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
     "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
+    "/runs/{run}/tasks": tasks.list_tasks,
     "/runs/{run}/tasks/{task}": rollouts.show_task,
+    "/runs/{run}/server": server.show_server,
+    "/runs/{run}/failures": server.list_failures,
     "/runs/{run}/resources": resources.list_resources,
     "/runs/{run}/weights": resources.list_weights,
-    "/runs/{run}/workers": operations.list_workers,
-    "/runs/{run}/queues": operations.list_queues,
-    "/runs/{run}/live": operations.show_live,
 }
 """The JSON of each view, by its path below /dashboard/api. The page of a view has the same path below /dashboard."""
 

@@ -28,7 +28,7 @@ async def report_page(run_dir: Path, examples: int, store: LightningStoreBase | 
         text = as_html(f"# Report of {run_dir.name}\n\nThe run is not finished: there is no result yet.\n")
     else:
         text = as_html(await markdown_report(run_dir, examples, store))
-    charts = [_figure(chart, files) for chart in charts_of(files.metrics())["charts"]]
+    charts = [_figure(chart, files) for chart in charts_of(files.metrics())["charts"] if not chart["constant"]]
     parts = [_intervals(files), _warnings(files), "<h2>Curves</h2>", *charts]
     page = text.replace("</style>", f"{STYLE}</style>", 1)
     return page.replace("</body>", "\n".join(part for part in parts if part) + "\n</body>", 1)

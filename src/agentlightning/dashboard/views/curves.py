@@ -74,18 +74,20 @@ HIDDEN: Final = frozenset({"step", "revision"})
 
 
 def charts_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The charts that have a number other than 0, and the metrics that are in none of them."""
+    """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
     rows = _thinned(metrics)
     names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if _number(value) is not None))
     used: set[str] = set(HIDDEN)
     found: list[dict[str, Any]] = []
     for chart in CHARTS:
         series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
-        if any(value for each in series for value in each["values"]):
+        known = [[value for value in each["values"] if value is not None] for each in series]
+        if any(known):
             used.update(each["metric"] for each in series)
             if chart.band is not None:
                 used.add(chart.band[1])
-            found.append(_chart(chart, series, rows))
+            constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
+            found.append({**_chart(chart, series, rows), "constant": constant})
     others = [name for name in names if name not in used]
     return {
         "steps": [row.get("step") for row in rows],

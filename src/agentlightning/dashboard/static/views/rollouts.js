@@ -3,6 +3,7 @@ import { download, post, useView } from "../api.js";
 import { ago, duration, interval, number, reward, shortId } from "../format.js";
 import { useNews } from "../follow.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
+import { useAsTable } from "../neighbours.js";
 import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
@@ -100,6 +101,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
   useEffect(() => setChosen([]), [address]);
   const apply = (values) => navigate(withQuery(path, values));
   const { data } = view;
+  useAsTable(run, data ? data.rows.map((row) => row.rollout_id) : []);
   const news = useNews(runPath(run, "changes"), query, data);
   useEffect(() => {
     if (news.newer && !data.rows.length) view.reload();
@@ -108,7 +110,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
   const every = data && chosen.length === data.rows.length && chosen.length > 0;
   const head = { query, apply, sorts: data ? data.sorts : [] };
   return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}<button type="button" class=${news.newer ? "newer" : "newer unseen"} onClick=${view.reload}>${number(news.newer)}${news.more ? "+" : ""} newer: show</button>
-      <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
+      <div class="right"><${Link} class="button" to=${runPath(run, "failures")}>Failures by cause<//><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${news.error ? { ...view, error: news.error } : view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
@@ -124,8 +126,9 @@ export function RolloutsPage({ parts: [run], query, path }) {
 
 export function TaskPage({ parts: [run], path }) {
   const view = useView(path);
-  if (!view.data) return html`<${Loading} view=${view} />`;
   const { data } = view;
+  useAsTable(run, data ? data.rollouts.map((row) => row.rollout_id) : []);
+  if (!data) return html`<${Loading} view=${view} />`;
   return html`<div class="head"><h1>One task across versions of the weights</h1><div class="right"><${Json} path=${path} name="task.json" /></div></div>
     <div class="panel"><pre>${data.task}</pre></div>
     <div class="panel tight" ...${scrolls}><table><thead><tr><th class="num">Weights</th><th>Mode</th><th>Rewards</th><th>Mean, 95% interval</th><th><span class="skip">Interval</span></th><th>Side by side</th></tr></thead><tbody>
