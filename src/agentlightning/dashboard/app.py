@@ -28,6 +28,7 @@ from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import (
     comparison,
+    prompt_search,
     resources,
     rollout,
     rollouts,
@@ -58,6 +59,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
+    "/runs/{run}/search": prompt_search.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,

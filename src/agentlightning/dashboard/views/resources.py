@@ -46,7 +46,9 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
         "create_time": update.create_time,
         "update_time": update.update_time,
         "resources": {name: _without_key(each) for name, each in resources.items()},
-        "changed": [] if before is None else _changed(before, update),
+        "changed": []
+        if before is None
+        else changed_prompts(prompts_in(before.resources), prompts_in(update.resources)),
         "before": None if before is None else before.resources_id,
     }
 
@@ -55,9 +57,8 @@ def _without_key(resource: Mapping[str, Any]) -> dict[str, Any]:
     return {name: HIDDEN if name == "api_key" and value else value for name, value in resource.items()}
 
 
-def _changed(before: ResourcesUpdate, after: ResourcesUpdate) -> list[dict[str, Any]]:
+def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[dict[str, Any]]:
     """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
-    old, new = prompts_in(before.resources), prompts_in(after.resources)
     return [
         {"name": name, "lines": diff_of(old[name], each)}
         for name, each in new.items()

@@ -63,8 +63,13 @@ def _show(source: Source, files: RunFiles) -> dict[str, Any]:
         "settings_error": files.config_error(),
         "changes": files.changes(),
         "checkpoints": _checkpoints(files, state),
-        **prompts_of(files.path, "checkpoint" if files.status() == "finished" else state.checkpoint),
+        **prompts_now(files),
     }
+
+
+def prompts_now(files: RunFiles) -> dict[str, Any]:
+    """The prompts that would be the result if the run ended now, and what has changed in them."""
+    return prompts_of(files.path, "checkpoint" if files.status() == "finished" else files.state().checkpoint)
 
 
 def summary(source: Source) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tasks that measure a run, those held out and those of validation: which tasks were won and lost, and by which rollouts.
+"""The tasks that measure a run, held out or of validation: which were won and lost, and by which rollouts.
 
 All is read from the rewards of the measuring rollouts, as far as the store still has them.
 """

@@ -7,7 +7,7 @@ import { Link, navigate, runPath, withQuery } from "../router.js";
 
 const SIGN = { same: " ", added: "+", removed: "-" };
 
-function Diff({ change }) {
+export function Diff({ change }) {
   return html`<div><h3>${change.name}</h3><div class="diff">${change.lines.map((line, place) => html`<pre key=${place} class=${line.kind}>${SIGN[line.kind]} ${line.text}</pre>`)}</div></div>`;
 }
 

@@ -5,6 +5,7 @@ import { bytes, duration, interval, number, signed } from "../format.js";
 import { html, useMemo, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, breakable, scrolls } from "../parts.js";
 import { navigate, runPath } from "../router.js";
+import { Search, spendingOf } from "./search.js";
 
 function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
@@ -79,6 +80,8 @@ export function RunPage({ parts: [run], path }) {
   if (!data) return html`<${Loading} view=${view} />`;
   if (data.store) return html`<${Store} run=${run} data=${data} path=${path} />`;
   const { summary, report } = data;
+  const spent = spendingOf(data.curves);
+  const isSearch = summary.algorithm === "apo" || "evaluations" in spent;
   if (summary.error) return html`<div class="notice bad">${summary.error}</div>`;
   return html`<${Stale} view=${view} />
     <div class="head"><h1>${run}</h1><${Pill} kind=${summary.state} /><div class="right">
@@ -97,6 +100,7 @@ export function RunPage({ parts: [run], path }) {
     </dl></div>
     <${Warnings} warnings=${warnings} onPick=${(step) => navigate(runPath(run, "steps", step))} />
     ${(report?.warnings || []).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
+    ${isSearch && html`<${Search} address=${`${path}/search`} spent=${spent} settings=${data.settings} live=${summary.state === "running"} />`}
     <p class="muted small">Click a point to see the step behind it${data.curves.thinned ? `; ${data.curves.thinned} steps between the points are not drawn` : ""}.</p>
     <h2 class="skip">Curves</h2><${Charts} run=${run} curves=${data.curves} warnings=${warnings} />
     ${data.changes.length > 0 && html`<details class="panel"><summary>Changed on resume (${data.changes.length})</summary><pre>${JSON.stringify(data.changes, null, 2)}</pre></details>`}
