@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.viewing.status import record_of
+from agentlightning.dashboard.data.status import record_of
 from agentlightning.dashboard.views.runs import window
 from agentlightning.training.health.examination import examine
 from agentlightning.training.persistence.run_dir import RunDir, RunState

@@ -59,6 +59,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
+    "/runs/{run}/status": runs.show_status,
     "/runs/{run}/search": prompt_search.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
