@@ -44,7 +44,6 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
         "resources_id": update.resources_id,
         "version": update.version,
         "create_time": update.create_time,
-        "update_time": update.update_time,
         "resources": {name: _without_key(each) for name, each in resources.items()},
         "changed": []
         if before is None
@@ -89,9 +88,6 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
         "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
-        "promoted_step": state.kept.get("promoted", {}).get("step"),
-        "checkpoint_step": state.step,
-        "resumes": state.resumes,
         "has_audit": bool(records),
     }
 
@@ -103,12 +99,10 @@ def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> dict[str, 
         "step": record.step,
         "version": version,
         "parent": version - 1 if version else None,
-        "algorithm": record.algorithm,
         "time": record.time,
         "rollouts": len(record.rollouts),
         "scores": record.scores,
         "reason": record.reason,
-        "resources_id": record.resources_id,
         "returned_to": record.returned_to,
         "has_checkpoint": f"step-{record.step:06d}" in kept,
     }

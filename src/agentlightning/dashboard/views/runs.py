@@ -89,7 +89,6 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "run",
-        "run_id": state.run_id,
         "directory": str(files.path),
         "state": status,
         "algorithm": algorithm,
