@@ -162,7 +162,7 @@ export function RolloutPage({ parts: [run, rollout], query, path }) {
   const [title, output] = outputOf(data);
   const find = (text) => navigate(withQuery(path, { ...query, find: text }), { replace: true });
   const counted = (value) => (data.summary.spans_read ? value : html`<span class="muted">counting …</span>`);
-  return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Copy} text=${rollout} what="id" /><${Pill} kind=${data.rollout.status} /><div class="right"><${Neighbours} run=${run} rollout=${rollout} query=${query} />
+  return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Pill} kind=${data.rollout.status} /><${Copy} text=${rollout} what="id" /><div class="right"><${Neighbours} run=${run} rollout=${rollout} query=${query} />
       <${Link} class="button" to=${runPath(run, "rollouts", rollout, "tokens")}>Tokens<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${address} name="rollout.json" /></div></div>
     <div class="panel searched"><dl class="facts"><${Fact} name="Reward"><span class="gain">${counted(reward(data.summary.reward))}</span><//></dl>
       <div class="cols"><${Text} title="Task" text=${data.rollout.task} /><${Text} title=${title} text=${output} failed=${title === "Error"} /></div></div>
