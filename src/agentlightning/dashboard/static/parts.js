@@ -85,7 +85,7 @@ export function Sparkline({ values }) {
 
 export function Progress({ done, total }) {
   const share = total ? Math.min(1, done / total) : 0;
-  return html`<div>${number(done)}${total ? ` / ${number(total)}` : ""}<div class="bar"><svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * share} height="6" /></svg></div></div>`;
+  return html`<div>${number(done)}${total ? ` / ${number(total)}` : ""}${total && html`<div class="bar"><svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * share} height="6" /></svg></div>`}</div>`;
 }
 
 // A long name may be broken after its parts.

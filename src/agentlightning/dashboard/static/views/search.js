@@ -18,8 +18,10 @@ export function spendingOf(curves) {
 function Spending({ spent, settings }) {
   const { evaluations, model_calls: calls, tokens: _, money, ...counts } = spent;
   const became = Object.entries(counts).filter(([, count]) => count).map(([name, count]) => `${number(count)} ${words(name)}`).join(", ");
+  const known = settings["algorithm.type"] === "apo"; // an algorithm object has settings of its own
+  const limitOf = (name) => (known ? settings[`algorithm.budget.${name}`] : null);
   return html`<div class="panel"><h2>Spending</h2><dl class="facts">
-    ${LIMITED.map(([name, title, limit]) => html`<${Fact} key=${name} name=${title} note=${settings[`algorithm.budget.${limit}`] ? "of the budget" : "without a limit"}><${Progress} done=${spent[name] ?? 0} total=${settings[`algorithm.budget.${limit}`]} /><//>`)}
+    ${LIMITED.map(([name, title, limit]) => html`<${Fact} key=${name} name=${title} note=${limitOf(limit) ? "of the budget" : known ? "without a limit" : ""}><${Progress} done=${spent[name] ?? 0} total=${limitOf(limit)} /><//>`)}
     <${Fact} name="Calls of critic and editor">${number(calls ?? 0)}<//></dl>${became && html`<p class="muted">Proposals: ${became}.</p>`}</div>`;
 }
 
