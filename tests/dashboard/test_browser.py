@@ -141,7 +141,9 @@ def test_task_output_and_reward_stand_on_top_of_a_rollout_and_the_next_of_the_ta
 def test_a_rollout_is_searched_and_its_texts_are_copied(browser, served):
     window = Window(browser, served)
     window.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = window.open(f"/runs/{GRPO}/rollouts/{a_group(window)}", ".message")
+    page = window.open(f"/runs/{GRPO}/rollouts?tools=failed&mode=train", "tbody a.mono")
+    page.locator("tbody a.mono").first.click()
+    page.wait_for_selector(".message")
     page.get_by_role("button", name="Copy the task").click()
     page.get_by_text("Copied", exact=True).wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == page.get_by_role("group", name="Task").inner_text()
