@@ -89,14 +89,14 @@ export function RunPage({ parts: [run], path }) {
     <${RunTabs} run=${run} here="" />
     <${HeldOut} found=${data.held_out} />
     <div class="panel"><dl class="facts">
-      <${Fact} name="Algorithm" note=${summary.model}>${summary.algorithm}<//>
+      <${Fact} name="Algorithm" note=${isSearch ? "" : summary.model}>${summary.algorithm}<//>
       <${Fact} name="Agent">${breakable(summary.agent)}<//>
-      <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)} of ${number(summary.steps)}<//>
-      <${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
-      <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>
+      <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)}${summary.steps ? ` of ${number(summary.steps)}` : ""}<//>
+      ${summary.reward_now && html`<${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
+      <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>`}
       <${Fact} name="Training rollouts" note=${`${number(summary.failed_rollouts)} failed`}>${number(summary.rollouts)}<//>
-      <${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>
-      <${Fact} name="Best step">${report?.best_step ?? "–"}<//>
+      ${summary.tokens_per_second > 0 && html`<${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>`}
+      ${report?.best_step && html`<${Fact} name="Best step">${report.best_step}<//>`}
     </dl></div>
     <${Warnings} warnings=${warnings} onPick=${(step) => navigate(runPath(run, "steps", step))} />
     ${(report?.warnings || []).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}

@@ -58,7 +58,7 @@ export function Search({ address, spent, settings, live }) {
   };
   return html`<${Spending} spent=${spent} settings=${settings} />
     ${!candidates.length && html`<p class="empty">The store has no evaluations of this search.</p>`}
-    ${candidates.length > 0 && html`<${Chart} tall title="Reward of the candidates" axis="evaluation" steps=${candidates.map((each) => each.at)} series=${series} onPick=${open} theme=${theme} note="bars: 95% interval" />
+    ${candidates.length > 0 && html`<${Chart} tall title="Reward of the candidates" axis="evaluation" steps=${candidates.map((each) => each.at)} series=${series} onPick=${open} theme=${theme} note=${candidates.some((each) => each.validation) ? "bars: 95% interval" : ""} />
     <p class="muted small">A candidate stands at its first evaluation. Candidates are tried on different tasks, first on those that failed before, so that means of a few rollouts say little; the held-out gain is what was won.</p>
     <h2>Candidates (${candidates.length})</h2><div class="panel">${asTree(candidates).map((each) => html`<${Candidate} key=${each.number} each=${each} />`)}
       <p class="muted small">Each stands below the earlier candidate that it differs least from.</p></div>`}`;
