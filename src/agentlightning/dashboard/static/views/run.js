@@ -96,7 +96,7 @@ export function RunPage({ parts: [run], path }) {
       <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>`}
       <${Fact} name="Training rollouts" note=${`${number(summary.failed_rollouts)} failed`}>${number(summary.rollouts)}<//>
       ${summary.tokens_per_second > 0 && html`<${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>`}
-      ${report?.best_step && html`<${Fact} name="Best step">${report.best_step}<//>`}
+      ${report?.best_step > 0 && html`<${Fact} name="Best step">${report.best_step}<//>`}
     </dl></div>
     <${Warnings} warnings=${warnings} onPick=${(step) => navigate(runPath(run, "steps", step))} />
     ${(report?.warnings || []).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
