@@ -64,7 +64,7 @@ def test_on_a_narrow_screen_every_row_of_a_table_with_many_columns_is_a_card(bro
     window = Window(browser, served, width=400)
     page = window.open("/runs/store/server", "tbody tr")
     rows = page.locator("table:has(th:nth-child(5)) tbody tr")
-    assert rows.count() == 1, "the running rollout"
+    assert rows.count() == 2, "the running rollout, and its worker"
     for place in range(rows.count()):
         assert rows.nth(place).evaluate("(row) => getComputedStyle(row).display") == "grid"
         assert rows.nth(place).evaluate("(row) => row.scrollWidth <= innerWidth")
