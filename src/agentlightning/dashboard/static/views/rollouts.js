@@ -7,15 +7,15 @@ import { useAsTable } from "../neighbours.js";
 import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
+// [name, title, values to choose from, whether it is narrow]
 const FILTERS = [
-  ["task", "Task contains"], ["agent", "Agent"], ["group", "Group"], ["id", "Id contains"], ["failure", "Failure"], ["label", "Label"],
-];
-const NARROW = [["step", "Step"], ["version", "Weights"], ["reward_min", "Reward from"], ["reward_max", "to"]];
-const CHOICES = [
   ["state", "State", ["succeeded", "failed", "running", "preparing", "queuing", "requeuing", "cancelled"]],
   ["mode", "Mode", ["train", "val", "test"]],
-  ["reward", "Reward", ["missing"]],
-  ["tools", "Tools", ["failed"]],
+  ["task", "Task contains"], ["reward_min", "Reward from", null, true], ["reward_max", "to", null, true],
+];
+const MORE = [
+  ["reward", "Reward", ["missing"]], ["tools", "Tools", ["failed"]], ["agent", "Agent"], ["group", "Group"], ["id", "Id contains"],
+  ["failure", "Failure"], ["label", "Label"], ["step", "Step", null, true], ["version", "Weights", null, true],
 ];
 
 function Filters({ query, apply }) {
@@ -24,11 +24,12 @@ function Filters({ query, apply }) {
     event.preventDefault();
     apply({ ...query, ...Object.fromEntries(new FormData(form.current)), after: "" });
   };
+  const field = ([name, title, values, narrow]) => html`<label key=${name}>${title}${values
+    ? html`<select name=${name} value=${query[name] || ""}><option value="">any</option>${values.map((value) => html`<option key=${value} value=${value} selected=${query[name] === value}>${value}</option>`)}</select>`
+    : html`<input class=${narrow ? "narrow" : ""} name=${name} inputmode=${narrow ? "decimal" : undefined} value=${query[name] || ""} />`}</label>`;
   return html`<form class="filters" ref=${form} onSubmit=${submit} onChange=${(event) => event.target.tagName === "SELECT" && submit(event)}>
-    ${CHOICES.map(([name, title, values]) => html`<label key=${name}>${title}<select name=${name} value=${query[name] || ""}><option value="">any</option>${values.map((value) => html`<option key=${value} value=${value} selected=${query[name] === value}>${value}</option>`)}</select></label>`)}
-    ${FILTERS.map(([name, title]) => html`<label key=${name}>${title}<input name=${name} value=${query[name] || ""} /></label>`)}
-    ${NARROW.map(([name, title]) => html`<label key=${name}>${title}<input class="narrow" name=${name} inputmode="decimal" value=${query[name] || ""} /></label>`)}
-    <button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button></form>`;
+    ${FILTERS.map(field)}<button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button>
+    <details open=${MORE.some(([name]) => query[name])}><summary>More filters</summary><div class="fields">${MORE.map(field)}</div></details></form>`;
 }
 
 function Heading({ name, title, query, apply, end, sorts }) {
