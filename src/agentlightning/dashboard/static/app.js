@@ -43,9 +43,10 @@ function applyTheme(theme) {
   dispatchEvent(new Event("agl-theme"));
 }
 
-function Crumbs({ path }) {
+function Crumbs({ path, of }) {
   const names = path.split("/").filter(Boolean).map(decodeURIComponent);
-  if (names[0] !== "runs" || names.length < 2) return html`<span class="crumbs">${names[0] === "compare" ? "Compare" : ""}</span>`;
+  if (names[0] === "compare") return html`<nav class="crumbs" aria-label="Where you are">${of && html`<${Link} to=${runPath(of)}>${of}<//><span aria-hidden="true">/</span>`}<span>compare</span></nav>`;
+  if (names[0] !== "runs" || names.length < 2) return html`<span class="crumbs"></span>`;
   const [, run, ...rest] = names;
   return html`<nav class="crumbs" aria-label="Where you are"><${Link} to=${runPath(run)}>${run}<//>
     ${rest.map((name, place) => {
@@ -130,7 +131,7 @@ function App() {
     <a class="skip" href="#main">To the content</a>
     <header class="top">
       <${Link} to="/" class="brand"><img src="/dashboard/static/icon.svg" alt="" />Agent Lightning<//>
-      <${Crumbs} path=${place.path} />
+      <${Crumbs} path=${place.path} of=${place.query.of} />
       <div class="right">
         <button type="button" onClick=${() => setHelp(!help)} aria-label="Keyboard help">?</button>
         <button type="button" onClick=${toggleTheme}>${theme === "dark" ? "Light" : "Dark"}</button>

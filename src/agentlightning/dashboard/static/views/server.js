@@ -29,8 +29,9 @@ export function ServerPage({ parts: [run], path }) {
   const { calls, statistics, running, queues, workers, now } = view.data;
   return html`<div class="head"><h1>Server</h1><div class="right"><${Json} path=${path} name="server.json" /></div></div><${RunTabs} run=${run} here="server" /><${Stale} view=${view} />
     <div class="panel"><dl class="facts">${Object.entries(statistics).map(([name, value]) => html`<${Fact} key=${name} name=${name.replace("rollouts.", "")}>${name === "bytes" ? bytes(value) : number(value)}<//>`)}</dl></div>
-    <h2>Running</h2><${Running} run=${run} rows=${running} now=${now} /><h2>Newest calls</h2><${Calls} run=${run} calls=${calls} now=${now} />
-    <h2>Queues</h2><div class="panel tight" ...${scrolls}><${Queues} queues=${queues} /></div><h2>Workers</h2><${Workers} run=${run} workers=${workers} now=${now} />`;
+    <h2>Running</h2><${Running} run=${run} rows=${running} now=${now} />
+    <h2>Queues</h2><div class="panel tight" ...${scrolls}><${Queues} queues=${queues} /></div><h2>Workers</h2><${Workers} run=${run} workers=${workers} now=${now} />
+    <h2>Newest calls</h2><${Calls} run=${run} calls=${calls} now=${now} />`;
 }
 
 export function FailuresPage({ parts: [run], path }) {
