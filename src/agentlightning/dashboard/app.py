@@ -123,6 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def error_json(error: AgentLightningError, status: int | None = None) -> Response:
+    """An error as a response, with the status of its kind unless another is given."""
     headers = {**HEADERS, "cache-control": "no-store"}
     return Response(encode(error_response(error)), status or status_of(error), headers, media_type="application/json")
 

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning.dashboard.data.run_data import DashboardData
@@ -32,7 +32,7 @@ class Candidate:
     at: int
     """The evaluation of the search that was its first."""
     prompts: dict[str, PromptTemplate]
-    rows: dict[str, list[RolloutSummary]] = field(default_factory=lambda: {"train": [], "validation": []})
+    rows: dict[str, list[RolloutSummary]]
     parent: Candidate | None = None
     led: bool = False
     """Whether it is the result, or came before it."""
@@ -72,7 +72,7 @@ def _candidates(
     for at, row in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
         if named is not None and own is not None:
-            candidate = found.setdefault(named[1], Candidate(len(found), at, own))
+            candidate = found.setdefault(named[1], Candidate(len(found), at, own, {"train": [], "validation": []}))
             candidate.rows[named[2]].append(row)
     every = list(found.values())
     for place, each in enumerate(every[1:], 1):
