@@ -135,7 +135,7 @@ async def fill(path: Path, size: int) -> float:
 def dashboard(path: Path) -> Iterator[str]:
     """The link of a dashboard of a database, or of the runs of a directory."""
     program = "from agentlightning.cli import main; main()"
-    command = [sys.executable, "-c", program, "dashboard", str(path), "--no-browser", "--json"]
+    command = [sys.executable, "-c", program, "dashboard", str(path), "--port", "0", "--no-browser", "--json"]
     with running(command, said=True) as (_, line):
         yield json.loads(line)["link"]
 

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.dashboard.data.catalog import Catalog
+from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.query import Query
+from agentlightning.dashboard.views.prompt_search import show_search
 from agentlightning.dashboard.views.runs import cost_of
 from agentlightning.testing.prompt_server import PromptWorldServer
 from agentlightning.testing.prompt_world import START, PromptWorld, report_tasks
@@ -132,6 +136,30 @@ def test_eval_measures_the_prompt_of_the_run_without_torch(run: Path, server: Pr
     done = agl_program(run.parent, "eval", "--run", "run", "--json", OPENAI_BASE_URL=server.url)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["reward"] > report["held_out"]["sampled"]["before"]
+
+
+async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:
+    data = DashboardData(Catalog(directories=[run]))
+    found = (await show_search(data, Query({"run": "run"})))["candidates"]
+    await data.close()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    report = json.loads((run / "report.json").read_text())
+    assert found[0]["texts"] == {"prompt": START}
+    tried = sum(each[split]["tasks"] for each in found for split in ("train", "validation") if each[split])
+    assert tried == lines[-1]["apo_evaluations"]
+    assert [each["texts"] for each in found if each["result"]] == [report["prompts"]]
+    for each in found[1:]:
+        (change,) = each["changed"]
+        before = [line["text"] for line in change["lines"] if line["kind"] != "added"]
+        after = [line["text"] for line in change["lines"] if line["kind"] != "removed"]
+        assert "\n".join(before) == found[each["parent"]]["texts"]["prompt"]
+        assert "\n".join(after) == each["texts"]["prompt"]
+    led, number = [], next(each["number"] for each in found if each["result"])
+    while number is not None:
+        led.append(number)
+        number = found[number]["parent"]
+    assert sorted(led) == [each["number"] for each in found if each["led"]]
+    assert len(led) > 2
 
 
 def test_export_gives_the_rollouts_of_the_search_and_says_where_the_prompts_are(run: Path) -> None:

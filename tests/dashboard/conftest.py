@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,17 @@ class Asked(Counter[str]):
         pass
 
 
+def in_thread(work: Coroutine[Any, Any, object]) -> None:
+    """Wait for it beside the loop that a browser has in this thread."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
+
+
 @pytest.fixture(scope="session")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with both runs. Read it; copy it to change something."""
     root = tmp_path_factory.mktemp("made-up")
-    asyncio.run(write_runs(root))
+    in_thread(write_runs(root))
     return root
 
 
@@ -96,7 +103,7 @@ def browser() -> Iterator[Any]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with the runs of the demo. Read it."""
     root = tmp_path_factory.mktemp("demo")
-    asyncio.run(write_demo(root))
+    in_thread(write_demo(root))
     return root
 
 

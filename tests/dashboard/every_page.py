@@ -16,7 +16,7 @@ from tests.dashboard.browsing import CHROMIUM, FLAGS, Window
 
 from agentlightning.dashboard.app import VIEWS
 
-ONLY_JSON: Final = {"/runs/{run}/changes"}
+ONLY_JSON: Final = {"/runs/{run}/changes", "/runs/{run}/search", "/runs/{run}/status"}
 """What a page asks for beside its own view."""
 PAGES: Final = {path: re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in VIEWS if path not in ONLY_JSON}
 TABS: Final = ("tab", "set", "by")

@@ -48,9 +48,10 @@ def rollout_id(number: int) -> str:
 
 
 def records() -> list[RolloutRecord]:
-    """A rollout for each payload, in whose own fields it is; the first ones also have calls, with all payloads."""
+    """A rollout for each payload, in whose own fields it is; the first ones also have calls, with all payloads. And two
+    of a search for prompts."""
     measured = [_measured(number, payload) for number, payload in enumerate(PAYLOADS[:CALLS])]
-    return [*measured, *(_record(number, payload) for number, payload in enumerate(PAYLOADS))]
+    return [*map(_tried, range(2)), *measured, *(_record(number, payload) for number, payload in enumerate(PAYLOADS))]
 
 
 def _measured(number: int, payload: str) -> RolloutRecord:
@@ -59,6 +60,18 @@ def _measured(number: int, payload: str) -> RolloutRecord:
     reward = Span(own, attempt_id, names.REWARD, 1.5, 1.5, 1, span_id=f"m{number}", attributes={names.SCORE_VALUE: 1.0})
     rollout = Rollout(own, {"question": payload}, float(number), "succeeded", "test", end_time=2.0)
     return RolloutRecord(rollout, (Attempt(own, attempt_id, 1, 1.0, "succeeded", 2.0, payload),), (reward,))
+
+
+def _tried(number: int) -> RolloutRecord:
+    """A rollout with a candidate of a search."""
+    own, attempt_id = f"hostile-trial-000001-{number:016x}-train00000-0", f"t-{number}"
+    rollout = Rollout(own, "task", float(number), "succeeded", "train", end_time=2.0, resources_id=trial_id(number))
+    return RolloutRecord(rollout, (Attempt(own, attempt_id, 1, 1.0, "succeeded", 2.0, "worker"),), ())
+
+
+def trial_id(number: int) -> str:
+    """The resources of a candidate."""
+    return f"hostile-trial-000001-{number}"
 
 
 def _record(number: int, payload: str) -> RolloutRecord:
@@ -128,6 +141,9 @@ async def write_run(run: Path) -> None:
     """A run directory whose store, metrics, warnings and state hold the payloads."""
     store = LightningStore(run / "store.db")
     await store.add_records(records())
+    for number in range(2):
+        prompt = PromptTemplate(template="\n".join(PAYLOADS[number:]), engine="plain")
+        await store.update_resources(trial_id(number), {PAYLOADS[0]: prompt})
     for number in range(10):
         lines = "\n".join(PAYLOADS[number :: len(BREAKOUTS)])
         resources = {PAYLOADS[number]: PromptTemplate(template=f"{lines}\n{number}", engine="plain")}
@@ -141,7 +157,7 @@ async def write_run(run: Path) -> None:
     (run / "state.json").write_bytes(
         orjson.dumps({"run_id": "hostile", "warnings": warnings, "evaluations": {"before-greedy": [1.0] * CALLS}})
     )
-    metrics: dict[str, Any] = {"step": 1, "reward": 1.0}
+    metrics: dict[str, Any] = {"step": 1, "reward": 1.0, "apo_evaluations": 2}
     for payload in PAYLOADS[:20]:
         metrics |= {payload: 1.0, f"reward_of_{payload}": 0.5, f"validation_{payload}": 0.5}
     (run / "metrics.jsonl").write_bytes(orjson.dumps(metrics) + b"\n")

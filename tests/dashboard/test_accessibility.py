@@ -65,7 +65,7 @@ def test_axe_finds_nothing_on_the_pages_of_a_long_attempt_that_runs(browser, hub
     with Served(store=store) as served:
         window = Window(browser, served, width=width, theme=theme)
         own = f"/runs/store/rollouts/{long_attempt}"
-        for path in (own, f"{own}?tab=spans", f"{own}/tokens?call=100", f"{own}/group", "/runs/store/live"):
+        for path in (own, f"{own}?tab=spans", f"{own}/tokens?call=100", f"{own}/group", "/runs/store/server"):
             page = window.open(path)
             page.evaluate(axe)
             found += [(path, *each) for each in page.evaluate(RUN_AXE)]

@@ -97,6 +97,86 @@ def test_the_pictures_of_the_guide_are_those_of_the_demo(
     assert window.problems == []
 
 
+def test_the_pages_of_a_run_are_four_and_its_server_and_old_addresses_lead_to_them(browser, served):
+    window = Window(browser, served)
+    page = window.open(f"/runs/{GRPO}", "nav.tabs")
+    assert page.locator("nav.tabs a").all_inner_texts() == ["Overview", "Rollouts", "Tasks", "Compare", "Server"]
+    for old, new in (("validation", "tasks"), ("live", "server"), ("workers", "server"), ("queues", "server")):
+        page = window.open(f"/runs/{GRPO}/{old}", "nav.tabs a[aria-current]")
+        assert page.url.endswith(f"/runs/{GRPO}/{new}")
+    assert page.locator("nav.tabs").nth(1).locator("a").all_inner_texts() == [
+        "Now", "Failures", "Prompts and models", "Weights"
+    ]  # fmt: skip
+    page.get_by_role("link", name="Compare", exact=True).click()
+    page.get_by_label("calculator-rloo").check()
+    page.locator(".u-over").first.wait_for()
+    assert "Held-out reward" in page.locator("thead").first.inner_text()
+    assert window.problems == []
+
+
+def test_task_output_and_reward_stand_on_top_of_a_rollout_and_the_next_of_the_table_is_one_click_away(browser, served):
+    window = Window(browser, served)
+    page = window.open(f"/runs/{GRPO}/rollouts?mode=train&step=9&sort=reward_number&order=desc", "tbody a.mono")
+    ids = [each.get_attribute("title") for each in page.locator("tbody a.mono").all()]
+    page.locator("tbody a.mono").first.click()
+    page.locator("h1.mono", has_text=ids[0]).wait_for()
+    task = page.get_by_role("group", name="Task")
+    output = page.get_by_role("group", name="Output").or_(page.get_by_role("group", name="Last answer"))
+    assert "question" in task.inner_text() or task.inner_text()
+    assert output.inner_text()
+    assert page.locator("dt", has_text="Reward").first.locator("+ dd").inner_text() == "1"
+    assert output.bounding_box()["y"] < 500, "above what happened"
+    for number in (1, 2):
+        page.get_by_role("link", name="Next").click()
+        page.locator("h1.mono", has_text=ids[number]).wait_for()
+    page.keyboard.press("p")
+    page.locator("h1.mono", has_text=ids[1]).wait_for()
+    assert page.get_by_text(f"2 of {len(ids)}").count() == 1
+    alone = Window(browser, served)
+    page = alone.open(f"/runs/{GRPO}/rollouts/{ids[1]}", "a[rel=next]")
+    assert page.locator("a[rel=prev]").count() == 1, "without a table, those created before and after it"
+    assert window.problems == alone.problems == []
+
+
+def test_a_rollout_is_searched_and_its_texts_are_copied(browser, served):
+    window = Window(browser, served)
+    window.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = window.open(f"/runs/{GRPO}/rollouts?tools=failed&mode=train", "tbody a.mono")
+    page.locator("tbody a.mono").first.click()
+    page.wait_for_selector(".message")
+    page.get_by_role("button", name="Copy the task").click()
+    page.get_by_text("Copied", exact=True).wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.get_by_role("group", name="Task").inner_text()
+    page.get_by_role("searchbox", name="Search in this rollout").fill("INVALID SYNTAX")
+    status = page.get_by_role("search").get_by_role("status")
+    page.wait_for_timeout(200)
+    found = int(status.inner_text().split()[0])
+    assert found > 0
+    page.keyboard.press("Enter")
+    assert status.inner_text() == f"1 of {found}"
+    assert page.evaluate("[CSS.highlights.get('found').size, CSS.highlights.get('here').size]") == [found, 1]
+    page.get_by_role("searchbox").fill("nothing has this")
+    page.get_by_text("not found").wait_for()
+    assert window.problems == []
+
+
+def test_the_gain_is_read_at_400_px_without_scrolling_and_constant_charts_are_folded_by_name(browser, demo):
+    window = Window(browser, demo, width=400)
+    page = window.open("/runs/messages", "b.gain")
+    for gain in page.locator("td:has(b.gain)").all():
+        box = gain.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 400
+        assert gain.evaluate("(cell) => cell.scrollWidth <= cell.clientWidth")
+    folded = page.locator("summary", has_text="The same at every step")
+    assert "(" in folded.inner_text(), "each with its value"
+    drawn = page.locator(".u-over").count()
+    folded.click()
+    page.wait_for_timeout(300)
+    assert page.locator(".u-over").count() > drawn
+    assert window.problems == []
+
+
 def test_a_step_is_reached_by_keyboard(browser, served):
     window = Window(browser, served)
     page = window.open(f"/runs/{GRPO}", ".u-over")

@@ -59,7 +59,7 @@ async def test_both_runs_have_finished_and_the_longer_one_comes_first(client):
 
 async def test_the_result_is_that_of_the_rollouts_in_the_store(client):
     held_out = (await get(client, RUN))["held_out"]
-    tasks = await get(client, f"{RUN}/validation?set=held_out&mode=greedy")
+    tasks = await get(client, f"{RUN}/tasks?set=held_out&mode=greedy")
     assert [each["label"] for each in tasks["measurements"]] == ["before", "after"]
     assert tasks["result"]["gain"] == pytest.approx(held_out["greedy"]["gain"]["gain"])
     for each in tasks["measurements"]:

@@ -28,7 +28,7 @@ class Link:
 @contextmanager
 def dashboard(*arguments: str | Path) -> Iterator[Link]:
     """`agl dashboard` in a process of its own."""
-    command = [AGL, "dashboard", *map(str, arguments), "--no-browser", "--json"]
+    command = [AGL, "dashboard", *map(str, arguments), "--port", "0", "--no-browser", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield Link(orjson.loads(process.stdout.readline())["link"])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.viewing.status import record_of
+from agentlightning.dashboard.data.status import record_of
+from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.dashboard.views.runs import window
 from agentlightning.training.health.examination import examine
 from agentlightning.training.persistence.run_dir import RunDir, RunState
@@ -41,3 +42,19 @@ def test_the_steps_of_an_algorithm_object_are_not_those_of_the_settings(
     assert found["steps"] == steps
     assert (found["seconds_left"] is None) == (steps is None)
     assert json.dumps(found)
+
+
+def test_a_chart_that_is_the_same_at_every_step_is_marked() -> None:
+    found = charts_of(
+        [
+            {"step": 1, "reward": 0.5, "clip_fraction": 0.0, "lr": 1e-4, "loss": 0.2},
+            {"step": 2, "reward": 0.75, "clip_fraction": 0.0, "lr": 1e-4},
+        ]
+    )
+    assert {chart["name"]: chart["constant"] for chart in found["charts"]} == {
+        "reward": False,
+        "clip": True,
+        "lr": True,
+        "loss": False,  # one value is no constant
+    }
+    assert found["others"] == []

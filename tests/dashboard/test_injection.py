@@ -91,8 +91,8 @@ def test_each_payload_in_the_fields_of_a_call_is_shown_as_the_text_that_it_is(wi
 @pytest.mark.timeout(300)
 def test_payloads_in_names_of_metrics_warnings_prompts_and_in_what_workers_report_are_text(window: Watched):
     for path, least in (
-        ("", 0), (RUN, 40), (f"{RUN}/steps/1", 20), (f"{RUN}/resources", 200), (f"{RUN}/workers", 20),
-        (f"{RUN}/queues", 0), (f"{RUN}/live", 20), (f"{RUN}/weights", 0), (f"{RUN}/validation", 25),
+        ("", 0), (RUN, 200), (f"{RUN}/steps/1", 20), (f"{RUN}/resources", 200), (f"{RUN}/server", 20),
+        (f"{RUN}/weights", 0), (f"{RUN}/tasks", 25),
         (f"{RUN}/failures", 200),
     ):  # fmt: skip
         assert window.look(path) >= least, path

@@ -1,4 +1,4 @@
-"""What the Live page reads: the newest calls, once for all who look, whatever runs."""
+"""What the page of a server reads: the newest calls, once for all who look, whatever runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPANS = {"newest_spans", "query_spans", "iter_spans", "read_records"}
 
 
 class Watched:
-    """The Live view of a store with one running rollout."""
+    """The server of a store with one running rollout."""
 
     def __init__(self) -> None:
         self.asked = Asked()

@@ -72,7 +72,7 @@ def test_every_page_follows_a_run_that_trains(browser, running: Running):
     wait_until(page, lambda: step_of(page) > first)
     for path, shown in (
         ("", ".pill.running"), ("/runs/run/steps/1", "tbody a"), ("/runs/run/rollouts", "tbody a"),
-        ("/runs/run/live", "tbody a"), ("/runs/run/workers", "tbody tr"), ("/runs/run/queues", "tbody tr"),
+        ("/runs/run/server", "tbody a"),
         ("/runs/run/resources", ".panel tbody tr"), ("/runs/run/weights", "tbody tr"),
     ):  # fmt: skip
         window.open(path, shown)

@@ -62,9 +62,9 @@ def served(hub: Hub, tmp_path: Path) -> Iterator[Served]:
 
 def test_on_a_narrow_screen_every_row_of_a_table_with_many_columns_is_a_card(browser, served: Served):
     window = Window(browser, served, width=400)
-    page = window.open("/runs/store/live", "tbody tr")
+    page = window.open("/runs/store/server", "tbody tr")
     rows = page.locator("table:has(th:nth-child(5)) tbody tr")
-    assert rows.count() == 2, "the running rollout, and the same as the newest"
+    assert rows.count() == 2, "the running rollout, and its worker"
     for place in range(rows.count()):
         assert rows.nth(place).evaluate("(row) => getComputedStyle(row).display") == "grid"
         assert rows.nth(place).evaluate("(row) => row.scrollWidth <= innerWidth")
@@ -128,17 +128,17 @@ def test_the_conversation_of_an_open_rollout_grows_and_what_is_opened_or_written
     hub.write(lambda store: store.add_many_spans(call(ids, 0)))
     window = Window(browser, served)
     page = window.open(f"/runs/store/rollouts/{ids[0]}", ".message")
-    page.locator("summary", has_text="Task").click()
+    page.locator("summary", has_text="Annotate").click()
     page.get_by_label("Label", exact=True).fill("half a lab")
     hub.write(lambda store: store.add_many_spans(call(ids, 1)))
-    page.get_by_text("answer 1").wait_for()
-    assert page.get_by_text("answer 0").count() == 1
-    assert page.locator("details[open] summary", has_text="Task").count() == 1
+    page.locator(".message", has_text="answer 1").wait_for()
+    assert page.locator(".message", has_text="answer 0").count() == 1
+    assert page.locator("details[open] summary", has_text="Annotate").count() == 1
     assert page.get_by_label("Label", exact=True).input_value() == "half a lab"
     again = hub.write(lambda store: store.start_attempt(ids[0]))
     page.get_by_text("2 (shown)").wait_for()
     hub.write(lambda store: store.add_many_spans(call((ids[0], again.attempt.attempt_id), 7)))
-    page.get_by_text("answer 7").wait_for()
+    page.locator(".message", has_text="answer 7").wait_for()
     assert page.get_by_text("answer 1").count() == 0, "the page shows the latest attempt"
     assert window.problems == []
 

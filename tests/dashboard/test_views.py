@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import statistics
 import tarfile
 from collections import Counter
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
+from agentlightning.cli.main import build
 from agentlightning.credit import training_samples
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
@@ -78,14 +82,14 @@ async def test_the_doctors_warnings_are_placed_on_steps(client):
 
 
 async def test_validation_has_an_interval_over_its_tasks(client):
-    modes = (await get(client, f"/runs/{GRPO}/validation"))["modes"]
+    modes = (await get(client, f"/runs/{GRPO}/tasks"))["modes"]
     assert [each["step"] for each in modes["greedy"]] == [6, 12, 18, 24]
     assert all(each["low"] < each["mean"] <= each["high"] and each["tasks"] == 8 for each in modes["greedy"])
 
 
 @pytest.mark.parametrize("chosen", ["held_out", "validation"])
 async def test_each_task_is_followed_through_its_measurements_and_the_last_compared_with_the_first(client, chosen):
-    found = await get(client, f"/runs/{GRPO}/validation?set={chosen}&mode=greedy")
+    found = await get(client, f"/runs/{GRPO}/tasks?set={chosen}&mode=greedy")
     labels = [each["label"] for each in found["measurements"]]
     assert labels == (["before", "after"] if chosen == "held_out" else ["6", "12", "18", "24"])
     changes = [each["change"] for each in found["tasks"] if each["change"] is not None]
@@ -120,7 +124,7 @@ async def test_held_out_tasks_are_followed_through_stages_and_without_reading_va
     asked, query = [], store.query_rollouts
     store.query_rollouts = lambda **given: asked.append(given) or query(**given)
     async with client_of(data) as client:
-        found = await get(client, f"/runs/{GRPO}/validation?set=held_out&mode=greedy")
+        found = await get(client, f"/runs/{GRPO}/tasks?set=held_out&mode=greedy")
     means = {each["label"]: each["reward"]["mean"] for each in found["measurements"]}
     assert list(means) == ["before", "after stage 1", "after"]
     assert means["before"] == means["after stage 1"] < means["after"]
@@ -377,16 +381,57 @@ async def test_runs_are_compared_by_settings_and_by_the_tasks_both_have_measured
     assert low < compared["result"]["gain"] < 0 < high
 
 
+async def test_runs_that_differ_in_the_seed_alone_are_one_line_with_the_figures_of_agl_compare(
+    tmp_path, made_up, client_of
+):
+    """Two seeds of one configuration, beside a run of another."""
+    for number, name in enumerate((GRPO, "again", RLOO)):
+        run = Path(shutil.copytree(made_up / (GRPO if name == "again" else name), tmp_path / name))
+        config = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(re.sub(r"^seed = \d+$", f"seed = {number}", config, flags=re.MULTILINE))
+        lines = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        moved = [{**line, "reward": line["reward"] + 0.1 * number} for line in lines]
+        (run / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in moved))
+    report = orjson.loads((tmp_path / "again/report.json").read_bytes())
+    report["held_out"]["greedy"]["after"] -= 0.125
+    (tmp_path / "again/report.json").write_bytes(orjson.dumps(report))
+    data = DashboardData(Catalog(roots=[tmp_path]))
+    async with client_of(data) as client:
+        found = await get(client, f"/compare?runs={GRPO},again,{RLOO}")
+        reward = next(each for each in found["curves"] if each["metric"] == "reward")["series"]
+        first = (await get(client, f"/runs/{GRPO}"))["curves"]["charts"][0]["series"][0]["values"]
+    await data.close()
+    assert (found["groups"], found["ungrouped"]) == ([[GRPO, "again"], [RLOO]], "")
+    runs = [str(tmp_path / name) for name in (GRPO, "again")]
+    said = orjson.loads(CliRunner().invoke(build(), ["compare", *runs, "--json"]).stdout)["configurations"]
+    assert [found["configurations"][0][name] for name in ("after", "gain")] == [said[0]["after"], said[0]["gain"]]
+    assert said[0]["after"]["greedy"]["interval"]
+    assert reward[0]["values"] == pytest.approx([value + 0.05 for value in first])
+    widths = [high - low for low, high in zip(reward[0]["low"], reward[0]["high"], strict=True)]
+    # 12.706 * sqrt(0.005 / 2) to both sides, Student's quantile for one degree of freedom
+    assert widths == pytest.approx([2 * 0.6353] * 24, abs=1e-3)
+    assert set(reward[1]["low"]) == {None}, "one run has no interval over seeds"
+
+
+async def test_runs_that_cannot_be_joined_by_seed_stand_alone_and_the_page_says_why(copied, client_of):
+    shutil.copytree(copied / GRPO, copied / "again")
+    data = DashboardData(Catalog(roots=[copied]))
+    async with client_of(data) as client:
+        found = await get(client, f"/compare?runs={GRPO},again")
+    await data.close()
+    assert found["groups"] == [[GRPO], ["again"]]
+    assert "one configuration with one seed" in found["ungrouped"]
+
+
 async def test_what_happens_now_has_workers_and_queues(client):
-    workers = (await get(client, f"/runs/{GRPO}/workers"))["workers"]
-    assert {each["worker_id"] for each in workers} >= {"worker-0", "worker-1", "worker-2"}
-    queues = {each["name"]: each for each in (await get(client, f"/runs/{GRPO}/queues"))["queues"]}
+    live = await get(client, f"/runs/{GRPO}/server")
+    assert {each["worker_id"] for each in live["workers"]} >= {"worker-0", "worker-1", "worker-2"}
+    queues = {each["name"]: each for each in live["queues"]}
     assert (queues["train"]["waiting"], queues["train"]["limit"]) == (2, 24)
-    live = await get(client, f"/runs/{GRPO}/live")
     assert live["statistics"]["rollouts.queuing"] == 2
     times = [call["end_time"] for call in live["calls"]]
     assert times == sorted(times, reverse=True)
-    newest = next(row for row in live["newest"] if row["calls"])
+    newest = next(row for row in await rows_of(client, "") if row["calls"])
     assert live["calls"][0]["rollout_id"] == newest["rollout_id"]
     assert (live["calls"][0]["agent"], live["calls"][0]["version"]) == ("solver", 24)
     assert live["calls"][0]["answer"].startswith("### ANSWER")
@@ -401,7 +446,7 @@ async def test_failures_are_counted_by_cause(client, monkeypatch):
     assert first["newest"] == failed[0]["rollout_id"]
     assert first["message"] == failed[0]["failure"]
     assert len(await rows_of(client, f"&state=failed&failure={first['cause']}")) == first["count"]
-    monkeypatch.setattr("agentlightning.dashboard.views.failures.MOST", 3)
+    monkeypatch.setattr("agentlightning.dashboard.views.server.MOST", 3)
     found = await get(client, f"/runs/{GRPO}/failures")
     assert (found["read"], found["all"]) == (3, False)
 

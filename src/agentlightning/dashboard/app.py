@@ -28,13 +28,13 @@ from agentlightning.dashboard.export import export
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import (
     comparison,
-    failures,
-    operations,
+    prompt_search,
     resources,
     rollout,
     rollouts,
     runs,
-    validation,
+    server,
+    tasks,
 )
 from agentlightning.errors import AgentLightningError, NotFoundError
 from agentlightning.store.http.encoding import encode
@@ -54,25 +54,26 @@ HEADERS: Final = {
 }
 TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
 STATIC_NAME: Final = re.compile(r"(vendor/|views/)?[a-z_-]+\.(js|css|svg)")
+Handler = Callable[[Request], Awaitable[Response]]
 View = Callable[[DashboardData, Query], Awaitable[dict[str, Any]]]
 VIEWS: Final[Mapping[str, View]] = {
     "/runs": runs.list_runs,
     "/compare": comparison.compare,
     "/runs/{run}": runs.show_run,
-    "/runs/{run}/validation": validation.show_validation,
-    "/runs/{run}/failures": failures.list_failures,
+    "/runs/{run}/status": runs.show_status,
+    "/runs/{run}/search": prompt_search.show_search,
     "/runs/{run}/steps/{step}": rollouts.show_step,
     "/runs/{run}/rollouts": rollouts.list_rollouts,
     "/runs/{run}/changes": rollouts.show_changes,
     "/runs/{run}/rollouts/{rollout}": rollout.show_rollout,
     "/runs/{run}/rollouts/{rollout}/tokens": rollout.show_tokens,
     "/runs/{run}/rollouts/{rollout}/group": rollout.show_group,
+    "/runs/{run}/tasks": tasks.list_tasks,
     "/runs/{run}/tasks/{task}": rollouts.show_task,
+    "/runs/{run}/server": server.show_server,
+    "/runs/{run}/failures": server.list_failures,
     "/runs/{run}/resources": resources.list_resources,
     "/runs/{run}/weights": resources.list_weights,
-    "/runs/{run}/workers": operations.list_workers,
-    "/runs/{run}/queues": operations.list_queues,
-    "/runs/{run}/live": operations.show_live,
 }
 """The JSON of each view, by its path below /dashboard/api. The page of a view has the same path below /dashboard."""
 
@@ -81,12 +82,12 @@ EXPORT: Final = "/runs/{run}/export"
 
 def dashboard_routes(data: DashboardData, token: str | None) -> list[Route]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
-    api = [Route(f"{PATH}/api{path}", _view(data, view, token), methods=["GET"]) for path, view in VIEWS.items()]
+    api = f"{PATH}/api"
     return [
-        *api,
-        Route(f"{PATH}/api/runs/{{run}}/actions/{{action}}", _action(data, token), methods=["POST"]),
-        Route(f"{PATH}/api{EXPORT}", _export(data, token), methods=["POST"]),
-        Route(f"{PATH}/api/{{path:path}}", unknown(token), methods=["GET", "POST"]),
+        *(Route(f"{api}{path}", authorized(token, _view(data, view)), methods=["GET"]) for path, view in VIEWS.items()),
+        Route(f"{api}/runs/{{run}}/actions/{{action}}", authorized(token, _action(data)), methods=["POST"]),
+        Route(f"{api}{EXPORT}", authorized(token, _export(data)), methods=["POST"]),
+        Route(f"{api}/{{path:path}}", authorized(token, unknown), methods=["GET", "POST"]),
         *page_routes(),
     ]
 
@@ -121,45 +122,52 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _error(request: Request, error: AgentLightningError) -> Response:
+def error_json(error: AgentLightningError, status: int | None = None) -> Response:
+    """An error as a response, with the status of its kind unless another is given."""
     headers = {**HEADERS, "cache-control": "no-store"}
-    return Response(encode(error_response(error)), status_of(error), headers, media_type="application/json")
+    return Response(encode(error_response(error)), status or status_of(error), headers, media_type="application/json")
 
 
-def _view(data: DashboardData, view: View, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+def authorized(token: str | None, handler: Handler) -> Handler:
+    """A handler for those with the token, whose errors are JSON."""
+
     async def respond(request: Request) -> Response:
         try:
             authorize(dict(request.headers), token)
-            query = Query(dict(request.path_params), dict(request.query_params))
-            return json_response(request, await view(data, query))
+            return await handler(request)
         except AgentLightningError as error:
-            return _error(request, error)
+            return error_json(error)
 
     return respond
 
 
-def _action(data: DashboardData, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+def _view(data: DashboardData, view: View) -> Handler:
     async def respond(request: Request) -> Response:
-        try:
-            authorize(dict(request.headers), token)
-            parts = request.path_params
-            return json_response(request, await act(data, parts["run"], parts["action"], await _body(request)))
-        except AgentLightningError as error:
-            return _error(request, error)
+        query = Query(dict(request.path_params), dict(request.query_params))
+        return json_response(request, await view(data, query))
 
     return respond
 
 
-def _export(data: DashboardData, token: str | None) -> Callable[[Request], Awaitable[Response]]:
+def _action(data: DashboardData) -> Handler:
     async def respond(request: Request) -> Response:
-        try:
-            authorize(dict(request.headers), token)
-            lines, counts = await export(data, request.path_params["run"], await _body(request))
-        except AgentLightningError as error:
-            return _error(request, error)
+        parts = request.path_params
+        return json_response(request, await act(data, parts["run"], parts["action"], await _body(request)))
+
+    return respond
+
+
+def _export(data: DashboardData) -> Handler:
+    async def respond(request: Request) -> Response:
+        lines, counts = await export(data, request.path_params["run"], await _body(request))
         return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")
 
     return respond
+
+
+async def unknown(request: Request) -> Response:
+    """Answers what is no view."""
+    raise NotFoundError(f"there is no view at {request.url.path!r}; the views are: {', '.join(VIEWS)}")
 
 
 async def _body(request: Request) -> Any:
@@ -177,19 +185,6 @@ async def _body(request: Request) -> Any:
         return orjson.loads(b"".join(parts))
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request is not JSON ({error})") from None
-
-
-def unknown(token: str | None) -> Callable[[Request], Awaitable[Response]]:
-    """Answers what is no view."""
-
-    async def respond(request: Request) -> Response:
-        try:
-            authorize(dict(request.headers), token)
-            raise NotFoundError(f"there is no view at {request.url.path!r}; the views are: {', '.join(VIEWS)}")
-        except AgentLightningError as error:
-            return _error(request, error)
-
-    return respond
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A server without a dashboard, of an earlier version, is shown by its store alone
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import quote
@@ -18,20 +18,27 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning.dashboard.actions import ONLY_READS
-from agentlightning.dashboard.app import EXPORT, HEADERS, PATH, VIEWS, dashboard_routes, page_routes, unknown
+from agentlightning.dashboard.app import (
+    EXPORT,
+    HEADERS,
+    PATH,
+    VIEWS,
+    Handler,
+    authorized,
+    dashboard_routes,
+    error_json,
+    page_routes,
+    unknown,
+)
 from agentlightning.dashboard.data.catalog import Catalog
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.export import RECORDS_HEADER, SKIPPED_HEADER
-from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
+from agentlightning.errors import ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.store.http.client import LightningStoreClient
-from agentlightning.store.http.encoding import encode
-from agentlightning.store.http.endpoint import authorize
-from agentlightning.store.http.errors import error_response, status_of
 
 TIMEOUT: Final = 60.0
 PASSED: Final = ("etag", "content-type", RECORDS_HEADER, SKIPPED_HEADER)
 """Headers of a response that are passed on."""
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @asynccontextmanager
@@ -42,11 +49,12 @@ async def remote_routes(server: str, server_token: str | None, token: str | None
     async with httpx.AsyncClient(base_url=server.rstrip("/"), headers=headers, timeout=TIMEOUT) as client:
         if await _has_dashboard(client, server):
             api = f"{PATH}/api"
+            views = {view: authorized(token, _reached(_forward(client, view))) for view in VIEWS}
             yield [
-                *(Route(f"{api}{view}", _authorized(_forward(client, view), token), methods=["GET"]) for view in VIEWS),
-                Route(f"{api}{EXPORT}", _authorized(_export(client), token), methods=["POST"]),
-                Route(f"{api}/{{path:path}}", _authorized(_refuse, token), methods=["POST"]),
-                Route(f"{api}/{{path:path}}", unknown(token), methods=["GET"]),
+                *(Route(f"{api}{view}", handler, methods=["GET"]) for view, handler in views.items()),
+                Route(f"{api}{EXPORT}", authorized(token, _reached(_export(client))), methods=["POST"]),
+                Route(f"{api}/{{path:path}}", authorized(token, _refuse), methods=["POST"]),
+                Route(f"{api}/{{path:path}}", authorized(token, unknown), methods=["GET"]),
                 *page_routes(),
             ]
             return
@@ -71,16 +79,12 @@ async def _has_dashboard(client: httpx.AsyncClient, server: str) -> bool:
     return response.status_code == 200
 
 
-def _authorized(handler: Handler, token: str | None) -> Handler:
+def _reached(handler: Handler) -> Handler:
     async def respond(request: Request) -> Response:
         try:
-            authorize(dict(request.headers), token)
             return await handler(request)
         except httpx.HTTPError as error:
-            problem = ServerError(f"the server cannot be reached: {error or type(error).__name__}")
-            return Response(encode(error_response(problem)), 502, HEADERS, media_type="application/json")
-        except AgentLightningError as error:
-            return Response(encode(error_response(error)), status_of(error), HEADERS, media_type="application/json")
+            return error_json(ServerError(f"the server cannot be reached: {error or type(error).__name__}"), 502)
 
     return respond
 

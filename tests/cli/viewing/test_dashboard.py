@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tests.support.made_up_runs import write_runs
 
+from agentlightning.server.app import listen
 from agentlightning.store import LightningStore
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,10 @@ def names(url: str, headers: dict[str, str]) -> list[str]:
 
 
 def test_it_opens_one_run_or_several_and_shows_nothing_without_the_token_of_its_link(start, runs):
-    one, several = start("dashboard", str(runs / "calculator-grpo"), "--json"), start("dashboard", str(runs), "--json")
+    one, several = (
+        start("dashboard", "--port", "0", str(runs / "calculator-grpo"), "--json"),
+        start("dashboard", "--port", "0", str(runs), "--json"),
+    )
     url, headers = opened(one)
     assert names(url, headers) == ["calculator-grpo"]
     assert httpx.get(f"{url}/runs").status_code == 401
@@ -54,7 +58,7 @@ def test_it_opens_a_database(start, tmp_path):
         await store.close()
 
     asyncio.run(fill())
-    url, headers = opened(start("dashboard", "some.db", "--json"))
+    url, headers = opened(start("dashboard", "--port", "0", "some.db", "--json"))
     assert names(url, headers) == ["store"]
     rows = httpx.get(f"{url}/runs/store/rollouts", headers=headers).json()["rows"]
     assert [row["rollout_id"] for row in rows] == ["mine"]
@@ -64,7 +68,7 @@ def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
     server = start("serve", "--port", "0", "--store", "s.db", "--runs", str(runs), "--json", AGL_TOKEN="theirs").line(
         60
     )
-    url, headers = opened(start("dashboard", server["url"], "--json", AGL_TOKEN="theirs"))
+    url, headers = opened(start("dashboard", "--port", "0", server["url"], "--json", AGL_TOKEN="theirs"))
     assert names(url, headers)[-1] == "store"
     assert {"calculator-grpo", "calculator-rloo"} < set(names(url, headers))
     run = httpx.get(f"{url}/runs/calculator-grpo", headers=headers).json()
@@ -82,14 +86,14 @@ def test_it_opens_a_server_elsewhere_with_the_runs_it_was_given(start, runs):
     assert "none of: rollouts, sft, dpo" in badly.json()["error"]["message"]
     own = {"authorization": "Bearer theirs"}
     assert httpx.get(f"{server['url']}/dashboard/api/runs", headers=own).json()["writable"]
-    wrong = start("dashboard", server["url"], "--json", AGL_TOKEN="wrong").line(60)
+    wrong = start("dashboard", "--port", "0", server["url"], "--json", AGL_TOKEN="wrong").line(60)
     assert "does not accept this access token" in wrong["error"]["message"]
-    none = start("dashboard", server["url"], "--json").line(60)
+    none = start("dashboard", "--port", "0", server["url"], "--json").line(60)
     assert "requires its access token" in none["error"]["message"]
 
 
 def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs, invoke):
-    link = start("dashboard", str(runs), "--json").line(60)["link"]
+    link = start("dashboard", "--port", "0", str(runs), "--json").line(60)["link"]
     found = json.loads(invoke("status", link, "--run", "calculator-rloo", "--json").stdout)
     local = json.loads(invoke("status", str(runs / "calculator-rloo"), "--json").stdout)
     for name in ("status", "step", "steps", "reward", "first_reward", "best_reward", "validation", "validated_at"):
@@ -102,7 +106,7 @@ def test_status_reads_a_run_of_a_server_by_the_link_of_its_dashboard(start, runs
 
 
 def test_status_of_a_server_names_what_is_missing(start, runs, invoke):
-    link = start("dashboard", str(runs), "--json").line(60)["link"]
+    link = start("dashboard", "--port", "0", str(runs), "--json").line(60)["link"]
     wrong = invoke("status", link.partition("#")[0])
     assert wrong.exit_code == 1
     assert "requires its access token" in wrong.stderr
@@ -117,7 +121,7 @@ def test_status_of_a_server_names_what_is_missing(start, runs, invoke):
 def test_recorded_runs_need_no_run_and_leave_nothing_behind(start, tmp_path, number):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    program = start("dashboard", "--demo", "--json", TMPDIR=str(temporary))
+    program = start("dashboard", "--port", "0", "--demo", "--json", TMPDIR=str(temporary))
     assert set(names(*opened(program))) == {"messages", "messages-rloo"}
     assert any(temporary.iterdir())
     assert program.stop(number) == 0
@@ -129,6 +133,17 @@ def test_recorded_runs_need_no_run_and_leave_nothing_behind(start, tmp_path, num
 )
 def test_what_is_not_there_is_named_with_the_way_out(invoke, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
-    done = invoke("dashboard", *arguments)
+    done = invoke("dashboard", "--port", "0", *arguments)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_a_port_that_is_taken_is_named_with_the_page_that_may_be_there_and_the_way_beside_it(invoke):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        done = invoke("dashboard", "--demo", "--port", str(port))
+    assert done.exit_code == 1
+    said = " ".join(done.output.split())
+    assert f"http://127.0.0.1:{port}/dashboard" in said
+    assert "agl dashboard --port 0" in said
+    assert "unpacking" not in said

@@ -35,7 +35,7 @@ def dashboard(
     target: Target = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show two recorded runs; nothing is trained.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 4749,
     token: Token = None,
     browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
     as_json: Json = False,
@@ -48,7 +48,7 @@ def dashboard(
     \b
     Examples:
       agl dashboard --demo
-      agl dashboard runs/first --port 8000
+      agl dashboard runs/first --port 0
     """
     with open_output(as_json) as output:
         asyncio.run(_until_stopped(_serve(target, demo, host, port, token, browser, output)))
@@ -67,17 +67,22 @@ async def _serve(
 ) -> None:
     from agentlightning.dashboard.app import PATH
     from agentlightning.dashboard.serve import dashboard_app, serve_dashboard
-    from agentlightning.errors import ConfigError
+    from agentlightning.errors import ConfigError, ServerError
     from agentlightning.server.app import listen, url_of
 
     if demo and target is not None:
         raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
-    token = secrets.token_urlsafe(24)
-    async with _routes(target, demo, server_token, token, output) as routes:
+    try:
         listener = listen(host, port)
-        link = f"{url_of(host, listener.getsockname()[1])}{PATH}#token={token}"
-        _announce(link, browser, output)
-        await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
+    except ServerError as error:
+        open_there = f"another `agl dashboard` may be open there: {url_of(host, port)}{PATH}"
+        raise ServerError(f"{error}. {open_there}; for one beside it: agl dashboard --port 0") from error
+    token = secrets.token_urlsafe(24)
+    with listener:
+        async with _routes(target, demo, server_token, token, output) as routes:
+            link = f"{url_of(host, listener.getsockname()[1])}{PATH}#token={token}"
+            _announce(link, browser, output)
+            await serve_dashboard(dashboard_app(routes, host, has_token=True), listener)
 
 
 def _announce(link: str, browser: bool, output: Output) -> None:

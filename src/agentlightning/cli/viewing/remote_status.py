@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -12,8 +11,6 @@ import httpx
 from agentlightning.errors import NotFoundError, ServerError, StoreAuthError
 
 TIMEOUT: Final = 30.0
-MOST_FAILURES: Final = 200
-"""Failed rollouts that are counted by cause, the newest ones."""
 
 
 def is_url(target: str) -> bool:
@@ -21,7 +18,7 @@ def is_url(target: str) -> bool:
 
 
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
-    """The state of a run as `status.record_of` gives it, and its rewards by step. `link`: the address of a server, or
+    """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: the newest one.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
@@ -31,12 +28,8 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
     base = f"{parts.scheme}://{parts.netloc}"
     with httpx.Client(base_url=f"{base}/dashboard/api", headers=headers, timeout=TIMEOUT) as client:
         summary = _chosen(_get(client, "/runs", base)["runs"], name, base)
-        path = f"/runs/{quote(summary['name'], safe='')}"
-        found = _get(client, path, base)
-        query = f"{path}/rollouts?state=failed&limit={MOST_FAILURES}"
-        failed = _get(client, query, base)["rows"] if summary["failed_rollouts"] else []
-    series = _series(found["curves"])
-    return _record(base, found, series, failed), series.get("reward", [])
+        found = _get(client, f"/runs/{quote(summary['name'], safe='')}/status", base)
+    return {**found["status"], "run_dir": f"{base} {summary['name']}"}, found["rewards"]
 
 
 def _get(client: httpx.Client, path: str, server: str) -> dict[str, Any]:
@@ -64,64 +57,3 @@ def _chosen(runs: Sequence[dict[str, Any]], name: str | None, server: str) -> di
         if each["name"] == name:
             return each
     raise NotFoundError(f"the server {server} has no run {name!r}; it has: {', '.join(each['name'] for each in known)}")
-
-
-def _series(curves: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The values of each metric by step; `step` are the steps."""
-    every = [*(each for chart in curves["charts"] for each in chart["series"]), *curves["others"]]
-    return {"step": curves["steps"], **{each["metric"]: each["values"] for each in every}}
-
-
-def _record(
-    server: str, found: Mapping[str, Any], series: Mapping[str, list[float | None]], failed: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    summary: Mapping[str, Any] = found["summary"]
-    validation, at = _last_validation(series)
-    before = {mode: each["before"]["mean"] for mode, each in found["held_out"].items() if each["before"]}
-    report: Mapping[str, Any] = found["report"] or {}
-    return {
-        "run_dir": f"{server} {summary['name']}",
-        "status": summary["state"],
-        "step": summary["step"],
-        "steps": summary["steps"],
-        "seconds": round(summary["seconds"], 1),
-        "seconds_left": None if summary["time_left"] is None else round(summary["time_left"], 1),
-        **reward_figures(series.get("reward", [])),
-        "start": before,
-        "validation": validation,
-        "validated_at": at,
-        "tokens_per_second": summary["tokens_per_second"],
-        "rollouts": summary["rollouts"],
-        "failed_rollouts": summary["failed_rollouts"],
-        "rejected_rollouts": report.get("rejected_rollouts") or _rejected(series),
-        "failures": _failures(failed),
-        "warnings": {each["name"]: each["what"] for each in found["warnings"]},
-        "prompts": found["prompts"],
-        "prompt_diff": found["prompt_diff"],
-    }
-
-
-def reward_figures(rewards: Sequence[float | None]) -> dict[str, float | None]:
-    """The last, the first and the best reward of the steps that have one."""
-    known = [each for each in rewards if each is not None] or [None]
-    return {"reward": known[-1], "first_reward": known[0], "best_reward": max(known, key=lambda each: each or 0.0)}
-
-
-def _last_validation(series: Mapping[str, list[float | None]]) -> tuple[dict[str, float], int | None]:
-    modes = {name.removeprefix("validation_"): own for name, own in series.items() if name.startswith("validation_")}
-    for place in range(len(series["step"]) - 1, -1, -1):
-        known = {mode: value for mode, own in modes.items() if (value := own[place]) is not None}
-        if known:
-            return known, int(series["step"][place] or 0)
-    return {}, None
-
-
-def _rejected(series: Mapping[str, list[float | None]]) -> dict[str, int]:
-    sums = {name: sum(int(each or 0) for each in own) for name, own in series.items() if name.startswith("rejected_")}
-    return {name.removeprefix("rejected_"): count for name, count in sums.items() if count}
-
-
-def _failures(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    counts = Counter(str(row["failure_kind"]) for row in rows)
-    examples = {str(row["failure_kind"]): f"{row['rollout_id']}: {row['failure'] or ''}" for row in rows}
-    return [{"cause": cause, "count": n, "example": examples[cause]} for cause, n in counts.most_common()]

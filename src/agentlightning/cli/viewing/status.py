@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -13,15 +11,10 @@ from rich.console import Console
 from agentlightning.cli.opening import run_or_newest
 from agentlightning.cli.options import Json, Token
 from agentlightning.cli.output import agl, open_output
-from agentlightning.cli.viewing.remote_status import is_url, remote_status, reward_figures
+from agentlightning.cli.viewing.remote_status import is_url, remote_status
 from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration
 from agentlightning.util.sparkline import sparkline
-
-if TYPE_CHECKING:
-    from agentlightning.training.health.examination import Examination
-    from agentlightning.training.health.step_record import StepRecord
-
 
 LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
 """The verb that leads on from a run, by its status."""
@@ -64,61 +57,12 @@ def status(
 
 
 def _local_status(run: Path, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
+    from agentlightning.dashboard.data.status import status_record
     from agentlightning.errors import ConfigError
-    from agentlightning.training.health.examination import examine, read_records
 
     if name is not None:
         raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
-    found = examine(run)
-    records, _ = read_records(run / "metrics.jsonl")
-    return record_of(found, records), [each.reward for each in records]
-
-
-def record_of(found: Examination, records: list[StepRecord]) -> dict[str, Any]:
-    """The state of a run as JSON values."""
-    from agentlightning.training.persistence.checkpoints import prompts_of
-
-    state = found.state
-    validated = next((each for each in reversed(records) if each.validation), None)
-    # The settings say nothing of the steps of an algorithm object, nor of one of `Trainer.train`.
-    total = None if state.algorithm or state.recorded else _total_steps(found.run_dir)
-    per_step = state.seconds / state.step if state.step else None
-    left = per_step * (total - state.step) if per_step and total and found.status != "finished" else None
-    means = {
-        name.removeprefix("before-"): sum(known) / len(known)
-        for name, each in state.evaluations.items()
-        if name.startswith("before-") and (known := [value for value in each if value is not None])
-    }
-    return {
-        "run_dir": str(found.run_dir),
-        "status": found.status,
-        "step": state.step,
-        "steps": total,
-        "seconds": round(state.seconds, 1),
-        "seconds_left": None if left is None else round(left, 1),
-        **reward_figures([each.reward for each in records]),
-        "start": means,
-        "validation": dict(validated.validation) if validated else {},
-        "validated_at": validated.step if validated else None,
-        "tokens_per_second": records[-1].tokens_per_second if records else None,
-        "sessions": None if state.recorded is None else state.recorded.sessions,
-        "rollouts": state.rollouts,
-        "failed_rollouts": state.failed_rollouts,
-        "rejected_rollouts": dict(state.rejected),
-        "failures": [asdict(each) for each in found.failures],
-        "warnings": dict(state.warnings),
-        **prompts_of(found.run_dir, "checkpoint" if found.status == "finished" else state.checkpoint),
-    }
-
-
-def _total_steps(run_dir: Path) -> int | None:
-    """The steps of the whole run; None where its settings do not say."""
-    try:
-        settings = tomllib.loads((run_dir / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    steps = settings.get("algorithm", {}).get("steps")
-    return steps if isinstance(steps, int) else None
+    return status_record(run)
 
 
 def _print(record: dict[str, Any], rewards: list[float | None], console: Console) -> None:

@@ -23,7 +23,8 @@ from agentlightning.training.watch import running_rollouts
 SECONDS: Final = 1.0
 """How long an answer is given to all who ask."""
 NEWEST: Final = 30
-"""Calls, running and new rollouts that are shown."""
+"""Calls and running rollouts that are shown."""
+MOST_WORKERS: Final = 1000
 SPANS: Final = 100
 SPANS_OF_SHARED: Final = 1000
 """Spans that are read to find the newest calls; more where the store also has rollouts of others."""
@@ -51,14 +52,13 @@ class Live:
         store, summaries = self._store, self._summaries
         statistics = await store.statistics()
         running = await running_rollouts(store, rollout_id_contains=run_id, most=NEWEST)
-        newest = await store.query_rollouts(rollout_id_contains=run_id, newest_first=True, limit=NEWEST)
         return {
             "now": time.time(),
             "statistics": statistics,
             "calls": await self._newest_calls(run_id, statistics),
             "running": await summaries.of(running, open_spans=False),
-            "newest": await summaries.of(newest, open_spans=False),
             "queues": await store.query_queues(),
+            "workers": await store.query_workers(limit=MOST_WORKERS),
         }
 
     async def _newest_calls(self, run_id: str | None, statistics: Mapping[str, int]) -> list[dict[str, Any]]:

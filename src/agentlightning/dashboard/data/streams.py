@@ -78,17 +78,13 @@ def call_json(turn: Turn) -> dict[str, Any]:
     failed = span.status_code == "ERROR" or names.ERROR_TYPE in attributes
     return {
         "span_id": span.span_id,
-        "sequence_id": span.sequence_id,
         "name": span.name,
         "agent": attributes.get(names.AGENT_NAME),
         "model": attributes.get(names.RESPONSE_MODEL) or attributes.get(names.REQUEST_MODEL),
-        "start_time": span.start_time,
         "seconds": None if span.end_time is None else span.end_time - span.start_time,
-        "temperature": attributes.get(names.REQUEST_TEMPERATURE),
         "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
         "error": _error(span) if failed else None,
         "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
-        "thread": turn.thread,
         "starts": turn.starts,
         "messages": [message_json(each) for each in turn.new],
         "answer": [message_json(each) for each in turn.answer],

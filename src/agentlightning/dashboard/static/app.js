@@ -3,17 +3,16 @@ import { setToken, takeTokenFromAddress } from "./api.js";
 import { html, render, useEffect, useRef, useState } from "./lib.js";
 import { Link, navigate, runPath, useLocation } from "./router.js";
 import { ComparePage } from "./views/compare.js";
-import { FailuresPage } from "./views/failures.js";
 import { GroupPage } from "./views/group.js";
-import { LivePage, QueuesPage, WorkersPage } from "./views/operations.js";
 import { ResourcesPage, WeightsPage } from "./views/resources.js";
 import { RolloutPage } from "./views/rollout.js";
 import { RolloutsPage, TaskPage } from "./views/rollouts.js";
 import { RunPage } from "./views/run.js";
 import { RunsPage } from "./views/runs.js";
+import { FailuresPage, ServerPage } from "./views/server.js";
 import { StepPage } from "./views/step.js";
+import { TasksPage } from "./views/tasks.js";
 import { TokensPage } from "./views/tokens.js";
-import { ValidationPage } from "./views/validation.js";
 
 const RUN = "/runs/([^/]+)";
 const ROUTES = [
@@ -22,7 +21,7 @@ const ROUTES = [
   [new RegExp(`^${RUN}$`), RunPage],
   [new RegExp(`^${RUN}/failures$`), FailuresPage],
   [new RegExp(`^${RUN}/steps/(\\d+)$`), StepPage],
-  [new RegExp(`^${RUN}/validation$`), ValidationPage],
+  [new RegExp(`^${RUN}/tasks$`), TasksPage],
   [new RegExp(`^${RUN}/rollouts$`), RolloutsPage],
   [new RegExp(`^${RUN}/rollouts/([^/]+)$`), RolloutPage],
   [new RegExp(`^${RUN}/rollouts/([^/]+)/tokens$`), TokensPage],
@@ -30,9 +29,7 @@ const ROUTES = [
   [new RegExp(`^${RUN}/tasks/([^/]+)$`), TaskPage],
   [new RegExp(`^${RUN}/resources$`), ResourcesPage],
   [new RegExp(`^${RUN}/weights$`), WeightsPage],
-  [new RegExp(`^${RUN}/workers$`), WorkersPage],
-  [new RegExp(`^${RUN}/queues$`), QueuesPage],
-  [new RegExp(`^${RUN}/live$`), LivePage],
+  [new RegExp(`^${RUN}/server$`), ServerPage],
 ];
 const THEME = "agl-theme";
 
@@ -46,13 +43,14 @@ function applyTheme(theme) {
   dispatchEvent(new Event("agl-theme"));
 }
 
-function Crumbs({ path }) {
+function Crumbs({ path, of }) {
   const names = path.split("/").filter(Boolean).map(decodeURIComponent);
-  if (names[0] !== "runs" || names.length < 2) return html`<span class="crumbs">${names[0] === "compare" ? "Compare" : ""}</span>`;
+  if (names[0] === "compare") return html`<nav class="crumbs" aria-label="Where you are">${of && html`<${Link} to=${runPath(of)}>${of}<//><span aria-hidden="true">/</span>`}<span>compare</span></nav>`;
+  if (names[0] !== "runs" || names.length < 2) return html`<span class="crumbs"></span>`;
   const [, run, ...rest] = names;
   return html`<nav class="crumbs" aria-label="Where you are"><${Link} to=${runPath(run)}>${run}<//>
     ${rest.map((name, place) => {
-      const isPage = place === 0 && (name === "steps" || name === "tasks");
+      const isPage = place === 0 && name === "steps";
       const to = runPath(run, ...rest.slice(0, place + 1));
       return html`<span aria-hidden="true">/</span>${isPage ? html`<span>${name}</span>` : html`<${Link} to=${to} title=${name}>${name}<//>`}`;
     })}
@@ -74,7 +72,7 @@ function Login({ onDone }) {
 
 function Help({ onClose }) {
   return html`<div class="notice" role="dialog" aria-label="Keyboard"><b>Keyboard</b>
-    <p><code>g</code> <code>r</code> runs · <code>/</code> first filter · <code>t</code> dark or light · <code>u</code> one level up · <code>j</code> <code>k</code> next and previous row · <code>?</code> this help</p>
+    <p><code>g</code> <code>r</code> runs · <code>/</code> filter or search · <code>t</code> dark or light · <code>u</code> one level up · <code>j</code> <code>k</code> next and previous row · <code>n</code> <code>p</code> next and previous rollout · <code>?</code> this help</p>
     <p>In a chart: arrow keys move, Enter opens the step. In tokens: arrow keys move from token to token.</p>
     <button type="button" onClick=${onClose}>Close</button></div>`;
 }
@@ -91,8 +89,10 @@ function useKeys({ toggleTheme, toggleHelp }) {
     const press = (event) => {
       if (event.metaKey || event.ctrlKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
       const keys = { t: toggleTheme, "?": toggleHelp, j: () => moveRow(1), k: () => moveRow(-1) };
-      keys.u = () => navigate(location.pathname.replace(/^\/dashboard/, "").replace(/\/(steps\/|tasks\/)?[^/]+$/, "").replace(/^\/runs$/, "") || "/");
-      keys["/"] = () => document.querySelector("form.filters input")?.focus();
+      keys.u = () => navigate(location.pathname.replace(/^\/dashboard/, "").replace(/\/(steps\/)?[^/]+$/, "").replace(/^\/runs$/, "") || "/");
+      keys["/"] = () => document.querySelector("form.filters input, form.find input")?.focus();
+      keys.n = () => document.querySelector("a[rel=next]")?.click();
+      keys.p = () => document.querySelector("a[rel=prev]")?.click();
       if (before.current === "g" && event.key === "r") navigate("/");
       else if (keys[event.key]) {
         event.preventDefault();
@@ -131,7 +131,7 @@ function App() {
     <a class="skip" href="#main">To the content</a>
     <header class="top">
       <${Link} to="/" class="brand"><img src="/dashboard/static/icon.svg" alt="" />Agent Lightning<//>
-      <${Crumbs} path=${place.path} />
+      <${Crumbs} path=${place.path} of=${place.query.of} />
       <div class="right">
         <button type="button" onClick=${() => setHelp(!help)} aria-label="Keyboard help">?</button>
         <button type="button" onClick=${toggleTheme}>${theme === "dark" ? "Light" : "Dark"}</button>

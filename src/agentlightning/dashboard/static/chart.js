@@ -56,10 +56,16 @@ function drawIntervals(u, series) {
   u.ctx.restore();
 }
 
-function bounds(series, band, log) {
+// The bands of a chart: its own, and those of its series.
+function bandsOf({ series, band }) {
+  const own = series.map((each, index) => ({ ...each, color: each.color ?? index })).filter((each) => each.low?.some((value) => value !== null));
+  return [...(band ? [{ ...band, color: 0 }] : []), ...own];
+}
+
+function bounds(series, bands, log) {
   const values = [
     ...series.flatMap((each) => [...each.values, ...(each.intervals || []).flatMap((found) => [found.low, found.high])]),
-    ...(band ? [...band.low, ...band.high] : []),
+    ...bands.flatMap((each) => [...each.low, ...each.high]),
   ].filter((value) => value !== null && value !== undefined && (!log || value > 0));
   if (!values.length) return log ? [0.1, 1] : [0, 1];
   const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -69,18 +75,20 @@ function bounds(series, band, log) {
 }
 
 function options(given, size, onCursor) {
-  const { series, band, warnings, log } = given;
+  const { series, warnings, log } = given;
+  const bands = bandsOf(given);
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
-  const [low, high] = bounds(series, band, log);
+  const [low, high] = bounds(series, bands, log);
   const lines = series.map((each, index) => ({
     label: each.label,
     stroke: color(each.color ?? index),
+    ...(each.apart ? { paths: () => null } : {}),
     width: 1.8,
     spanGaps: true,
-    points: { show: each.values.filter((value) => value !== null).length < 60, size: 5 },
+    points: { show: each.apart || each.values.filter((value) => value !== null).length < 60, size: 5 },
     scale: "y",
   }));
-  const edges = band ? [{ label: "high", stroke: "transparent", points: { show: false } }, { label: "low", stroke: "transparent", points: { show: false } }] : [];
+  const edges = bands.flatMap(() => ["high", "low"].map((label) => ({ label, stroke: "transparent", points: { show: false } })));
   return {
     ...size,
     legend: { show: false },
@@ -88,7 +96,7 @@ function options(given, size, onCursor) {
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: [low, high] } },
     axes: [{ ...axis, size: 28, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (log ? logTickText : tickText)(tick))) }],
     series: [{}, ...lines, ...edges],
-    bands: band ? [{ series: [lines.length + 1, lines.length + 2], fill: faded(color(0), 0.16) }] : [],
+    bands: bands.map((each, place) => ({ series: [lines.length + 2 * place + 1, lines.length + 2 * place + 2], fill: faded(color(each.color), 0.16) })),
     hooks: {
       setCursor: [(u) => onCursor(u.cursor.idx)],
       draw: [(u) => drawWarnings(u, warnings || []), (u) => drawIntervals(u, series)],
@@ -97,7 +105,7 @@ function options(given, size, onCursor) {
 }
 
 export function Chart(given) {
-  const { title, unit, steps, series, band, onPick, tall, note, theme } = given;
+  const { title, unit, steps, series, band, onPick, tall, note, theme, axis = "step" } = given;
   const holder = useRef(null);
   const plot = useRef(null);
   const place = useRef(null);
@@ -105,7 +113,7 @@ export function Chart(given) {
   useLayoutEffect(() => {
     const element = holder.current;
     const size = () => ({ width: Math.max(200, element.clientWidth), height: element.clientHeight || 190 });
-    const data = [steps, ...series.map((each) => each.values), ...(band ? [band.high, band.low] : [])];
+    const data = [steps, ...series.map((each) => each.values), ...bandsOf(given).flatMap((each) => [each.high, each.low])];
     const cursor = (index) => {
       place.current = index;
       setShown(index ?? null);
@@ -135,12 +143,12 @@ export function Chart(given) {
   return html`<figure class=${`chart panel ${tall ? "tall" : ""}`} style=${{ margin: 0 }}>
     <h3>${title} ${unit && html`<span class="muted small">${unit}</span>`}</h3>
     <div class="legend" aria-live="off">
-      <span>step ${steps[at] ?? "–"}</span>
+      <span>${axis} ${steps[at] ?? "–"}</span>
       ${series.map((each, index) => html`<span class="key" key=${each.label}><span class="swatch" style=${{ background: `var(--c${(each.color ?? index) % COLORS})` }}></span>${each.label} ${number(valueOf(each))}</span>`)}
       ${band && html`<span class="muted">${band.label}</span>`}${note && html`<span class="muted">${note}</span>`}
     </div>
     <div class="plot" ref=${holder} tabindex="0" role="img" onKeyDown=${move}
-      aria-label=${`${title}: ${series.map((each) => `${each.label} ${number(each.values.find((v) => v !== null))} at first, ${number(each.values.findLast((v) => v !== null))} at last`).join("; ")}. Arrow keys move, Enter opens the step.`}></div>
+      aria-label=${`${title}: ${series.map((each) => `${each.label} ${number(each.values.find((v) => v !== null))} at first, ${number(each.values.findLast((v) => v !== null))} at last`).join("; ")}. Arrow keys move, Enter opens the ${axis}.`}></div>
   </figure>`;
 }
 

@@ -2,7 +2,7 @@
 import { download } from "./api.js";
 import { interval, number, reward as rewardText } from "./format.js";
 import { html, useState } from "./lib.js";
-import { Link, runPath } from "./router.js";
+import { Link, runPath, withQuery } from "./router.js";
 
 // A table that may be wider than the window scrolls by itself, with the keyboard, too.
 export const scrolls = { tabindex: 0, role: "group", "aria-label": "Table" };
@@ -23,14 +23,37 @@ export function Stale({ view }) {
   return view.error && view.data ? html`<div class="notice warn" role="status">Not up to date: ${view.error.message}</div>` : null;
 }
 
-const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["validation", "Validation"], ["failures", "Failures"], ["resources", "Resources"], ["weights", "Weights"], ["workers", "Workers"], ["queues", "Queues"], ["live", "Live"]];
-const ONLY_RUNS = new Set(["weights", "validation"]);
+const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["tasks", "Tasks"], ["compare", "Compare"], ["server", "Server"]];
+const SERVER = [["server", "Now"], ["failures", "Failures"], ["resources", "Prompts and models"], ["weights", "Weights"]];
+const ONLY_RUNS = new Set(["tasks", "compare", "weights"]);
+
+function Tabs({ run, tabs, here, label, isStore }) {
+  const to = (name) => (name === "compare" ? withQuery("/compare", { of: run, runs: run }) : name ? runPath(run, name) : runPath(run));
+  return html`<nav class="tabs" aria-label=${label}>${tabs.filter(([name]) => !isStore || !ONLY_RUNS.has(name)).map(([name, title]) => html`<${Link} key=${name} to=${to(name)} aria-current=${name === here ? "page" : undefined}>${title}<//>`)}</nav>`;
+}
 
 export function RunTabs({ run, here, isStore = run === "store" }) {
-  const shown = TABS.filter(([name]) => !isStore || !ONLY_RUNS.has(name));
-  return html`<nav class="tabs" aria-label="Pages of this run">
-    ${shown.map(([name, title]) => html`<${Link} key=${name} to=${name ? runPath(run, name) : runPath(run)} aria-current=${name === here ? "page" : undefined}>${title}<//>`)}
-  </nav>`;
+  const isServer = SERVER.some(([name]) => name === here);
+  return html`<${Tabs} run=${run} tabs=${TABS} here=${isServer ? "server" : here} label="Pages of this run" isStore=${isStore} />
+    ${isServer && html`<${Tabs} run=${run} tabs=${SERVER} here=${here} label="Pages of its server" isStore=${isStore} />`}`;
+}
+
+// Puts a text on the clipboard, which browsers offer to pages of this machine and of https alone; elsewhere through a selection.
+async function toClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = document.createElement("textarea");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  if (!done) throw new Error("the browser does not allow it");
+}
+
+export function Copy({ text, what }) {
+  const [said, say] = useState("Copy");
+  const copy = () => toClipboard(text).then(() => say("Copied"), (error) => say(`Not copied: ${error.message}`));
+  return html`<button type="button" class="quiet" aria-label=${`Copy the ${what}`} onClick=${copy}>${said}</button><span class="skip" role="status">${said === "Copy" ? "" : `${what}: ${said}`}</span>`;
 }
 
 export function Json({ path, name = "view.json" }) {
@@ -62,7 +85,7 @@ export function Sparkline({ values }) {
 
 export function Progress({ done, total }) {
   const share = total ? Math.min(1, done / total) : 0;
-  return html`<div>${number(done)}${total ? ` / ${number(total)}` : ""}<div class="bar"><svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * share} height="6" /></svg></div></div>`;
+  return html`<div>${number(done)}${total ? ` / ${number(total)}` : ""}${total && html`<div class="bar"><svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * share} height="6" /></svg></div>`}</div>`;
 }
 
 // A long name may be broken after its parts.

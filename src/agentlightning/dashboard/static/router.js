@@ -22,7 +22,16 @@ export function navigate(path, { replace = false } = {}) {
   dispatchEvent(new Event(CHANGED));
 }
 
-const current = () => ({ path: location.pathname.slice(BASE.length).replace(/\/$/, "") || "/", search: location.search });
+// Pages that had another address before.
+const MOVED = { validation: "tasks", workers: "server", queues: "server", live: "server" };
+const OLD = /^(\/runs\/[^/]+\/)(validation|workers|queues|live)$/;
+
+function current() {
+  const given = location.pathname.slice(BASE.length).replace(/\/$/, "") || "/";
+  const path = given.replace(OLD, (_, run, name) => run + MOVED[name]);
+  if (path !== given) history.replaceState(null, "", BASE + path + location.search);
+  return { path, search: location.search };
+}
 
 export function useLocation() {
   const [place, setPlace] = useState(current());

@@ -1,46 +1,96 @@
-"""Several runs side by side: curves, settings that differ, tasks won and lost."""
+"""Several runs side by side, by configuration: curves, settings that differ, tasks won and lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from agentlightning.dashboard.data.configurations import configurations, record_of
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
 from agentlightning.dashboard.data.text import shortened
 from agentlightning.dashboard.query import Query
-from agentlightning.dashboard.views.curves import charts_of
+from agentlightning.dashboard.views.curves import number_of, thinned
 from agentlightning.dashboard.views.runs import summary
 from agentlightning.errors import AgentLightningError, ConfigError, RewardError
-from agentlightning.evaluation.comparison import compare_tasks
+from agentlightning.evaluation.comparison import compare_tasks, mean_of_seeds
 from agentlightning.task import task_key
 
-MOST_RUNS: Final = 8
+MOST_RUNS: Final = 24
 MOST_TASKS: Final = 100
 """Tasks that are listed as won, and as lost."""
+METRICS: Final = (
+    "reward",
+    "validation_greedy",
+    "validation_sampled",
+    "entropy",
+    "grad_norm",
+    "approx_kl",
+    "clip_fraction",
+    "response_tokens",
+    "groups_without_spread",
+    "tokens_per_second",
+)
+"""Those whose curves are shown."""
+Groups = Sequence[Sequence[str]]
+"""Names of runs by configuration."""
 
 
 async def compare(data: DashboardData, query: Query) -> dict[str, Any]:
-    """`runs=A,B,...`: each is compared with the first."""
+    """`runs=A,B,...`: the runs by configuration, each compared with that of the first."""
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
     sources = [data.catalog.source(name) for name in names]
-    files = [each.run() for each in sources]
-    return await asyncio.to_thread(_compare, names, files) | {
+    files = {each.name: each.run() for each in sources}
+    return await asyncio.to_thread(_compare, files) | {
         "summaries": [await asyncio.to_thread(summary, each) for each in sources]
     }
 
 
-def _compare(names: Sequence[str], files: Sequence[RunFiles]) -> dict[str, Any]:
+def _compare(files: Mapping[str, RunFiles]) -> dict[str, Any]:
+    groups: Groups = [[name] for name in files]
+    rows: list[dict[str, Any]] = []
+    ungrouped = ""
+    try:
+        found = configurations([each.path for each in files.values()])
+        names = {each.path: name for name, each in files.items()}
+        groups = [[names[run] for run in each.runs.values()] for each in found]
+        rows = record_of(found)
+    except AgentLightningError as error:
+        ungrouped = str(error)
+    heads = [group[0] for group in groups]
+    first = heads[0]
     return {
-        "runs": list(names),
-        "curves": {name: charts_of(each.metrics()) for name, each in zip(names, files, strict=True)},
-        "settings": _differences(names, files),
-        "tasks": [_tasks(names[0], files[0], name, each) for name, each in zip(names[1:], files[1:], strict=True)],
+        "groups": groups,
+        "configurations": rows,
+        "ungrouped": ungrouped,
+        "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
+        "settings": _differences(heads, [files[name] for name in heads]),
+        "tasks": [_tasks(first, files[first], name, files[name]) for name in heads[1:]],
     }
+
+
+def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+    """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        lines = [{row["step"]: number_of(row.get(metric)) for row in files[name].metrics()} for name in group]
+        known = [{step: value for step, value in line.items() if value is not None} for line in lines]
+        steps = thinned(sorted(set.intersection(*map(set, known))))
+        means = [mean_of_seeds({seed: line[step] for seed, line in enumerate(known)}) for step in steps]
+        edges = [each.interval or (None, None) for each in means]
+        found.append(
+            {
+                "steps": steps,
+                "values": [each.mean for each in means],
+                "low": [low for low, _ in edges],
+                "high": [high for _, high in edges],
+            }
+        )
+    return found
 
 
 def _differences(names: Sequence[str], files: Sequence[RunFiles]) -> list[dict[str, Any]]:

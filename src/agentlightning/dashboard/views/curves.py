@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+T = TypeVar("T")
 MOST_POINTS: Final = 2000
 """Steps that are sent; of more, the last of each interval."""
 
@@ -74,18 +75,20 @@ HIDDEN: Final = frozenset({"step", "revision"})
 
 
 def charts_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The charts that have a number other than 0, and the metrics that are in none of them."""
-    rows = _thinned(metrics)
-    names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if _number(value) is not None))
+    """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
+    rows = thinned(metrics)
+    names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
     used: set[str] = set(HIDDEN)
     found: list[dict[str, Any]] = []
     for chart in CHARTS:
         series = [_series(rows, name, label) for name, label in _metrics_of(chart, names).items()]
-        if any(value for each in series for value in each["values"]):
+        known = [[value for value in each["values"] if value is not None] for each in series]
+        if any(known):
             used.update(each["metric"] for each in series)
             if chart.band is not None:
                 used.add(chart.band[1])
-            found.append(_chart(chart, series, rows))
+            constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
+            found.append({**_chart(chart, series, rows), "constant": constant})
     others = [name for name in names if name not in used]
     return {
         "steps": [row.get("step") for row in rows],
@@ -99,7 +102,7 @@ def _chart(chart: Chart, series: list[dict[str, Any]], rows: Sequence[Mapping[st
     band = None
     if chart.band is not None:
         metric, spread = chart.band
-        pairs = [(_number(row.get(metric)), _number(row.get(spread))) for row in rows]
+        pairs = [(number_of(row.get(metric)), number_of(row.get(spread))) for row in rows]
         if any(width is not None for _, width in pairs):
             band = {
                 "metric": metric,
@@ -130,15 +133,16 @@ def _metrics_of(chart: Chart, names: Iterable[str]) -> dict[str, str]:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str, Any]:
-    return {"metric": name, "label": label, "values": [_number(row.get(name)) for row in rows]}
+    return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """A value as a number; None for what is none."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if usable else None
 
 
-def _thinned(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """At most MOST_POINTS steps, the last one included."""
-    stride = max(1, math.ceil(len(metrics) / MOST_POINTS))
-    return [*metrics[len(metrics) - 1 :: -stride]][::-1]
+def thinned(steps: Sequence[T]) -> list[T]:
+    """At most MOST_POINTS of them, the last one included."""
+    stride = max(1, math.ceil(len(steps) / MOST_POINTS))
+    return [*steps[len(steps) - 1 :: -stride]][::-1]

@@ -44,9 +44,10 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
         "resources_id": update.resources_id,
         "version": update.version,
         "create_time": update.create_time,
-        "update_time": update.update_time,
         "resources": {name: _without_key(each) for name, each in resources.items()},
-        "changed": [] if before is None else _changed(before, update),
+        "changed": []
+        if before is None
+        else changed_prompts(prompts_in(before.resources), prompts_in(update.resources)),
         "before": None if before is None else before.resources_id,
     }
 
@@ -55,9 +56,8 @@ def _without_key(resource: Mapping[str, Any]) -> dict[str, Any]:
     return {name: HIDDEN if name == "api_key" and value else value for name, value in resource.items()}
 
 
-def _changed(before: ResourcesUpdate, after: ResourcesUpdate) -> list[dict[str, Any]]:
+def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[dict[str, Any]]:
     """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
-    old, new = prompts_in(before.resources), prompts_in(after.resources)
     return [
         {"name": name, "lines": diff_of(old[name], each)}
         for name, each in new.items()
@@ -88,9 +88,6 @@ def _weights(files: RunFiles, limit: int, offset: int) -> dict[str, Any]:
         "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
-        "promoted_step": state.kept.get("promoted", {}).get("step"),
-        "checkpoint_step": state.step,
-        "resumes": state.resumes,
         "has_audit": bool(records),
     }
 
@@ -102,12 +99,10 @@ def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> dict[str, 
         "step": record.step,
         "version": version,
         "parent": version - 1 if version else None,
-        "algorithm": record.algorithm,
         "time": record.time,
         "rollouts": len(record.rollouts),
         "scores": record.scores,
         "reason": record.reason,
-        "resources_id": record.resources_id,
         "returned_to": record.returned_to,
         "has_checkpoint": f"step-{record.step:06d}" in kept,
     }

@@ -73,7 +73,6 @@ async def show_rollout(data: DashboardData, query: Query) -> dict[str, Any]:
         "attempts": [attempt_json(each) for each in attempts],
         "attempt": None if attempt is None else attempt.attempt_id,
         "spans": [span_json(span) for span in page.spans],
-        "start": start,
         "spans_total": count,
         "next": last if last < count else None,
         "calls_total": None if index is None else len(index.calls),

@@ -69,7 +69,7 @@ async def show_changes(data: DashboardData, query: Query) -> dict[str, Any]:
 async def show_step(data: DashboardData, query: Query) -> dict[str, Any]:
     """A step: its metrics, the warnings of it, and its groups, those with the largest spread of rewards first."""
     run = await data.run(query.part("run"))
-    step = query.integer("step", 0) if query.text("step") else _step(query)
+    step = _step(query)
     files = run.source.run()
     metrics = files.metrics()
     line = next((row for row in metrics if row.get("step") == step), None)
@@ -120,7 +120,7 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> dict[str, Any]:
         "group": name,
         "task": members[0].task,
         "rollouts": len(members),
-        "rewards": [each.reward_number for each in members],
+        "rewards": rewards,
         "reward": measured(rewards),
         "spread": statistics.pstdev(map(_number, known)) if len(known) > 1 else None,
         "best": known[-1].rollout_id if known else None,

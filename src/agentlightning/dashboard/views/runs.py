@@ -12,6 +12,7 @@ from typing import Any, Final
 from agentlightning.dashboard.data.catalog import Source
 from agentlightning.dashboard.data.run_data import DashboardData
 from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.data.status import status_record
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.curves import charts_of
 from agentlightning.errors import AgentLightningError
@@ -22,16 +23,6 @@ from agentlightning.training.report.result import cost_of_steps
 
 WINDOW: Final = 5
 """Steps that the reward at the start and the reward now are means of."""
-IN_REPORT: Final = (
-    "steps",
-    "best_step",
-    "seconds",
-    "rollouts",
-    "failed_rollouts",
-    "rejected_rollouts",
-    "warnings",
-    "checkpoint",
-)
 LAST_STEPS: Final = 20
 """Steps that the time of a step is the mean of."""
 
@@ -41,6 +32,13 @@ async def list_runs(data: DashboardData, query: Query) -> dict[str, Any]:
     sources = data.catalog.sources()
     found = [await asyncio.to_thread(summary, each) for each in sources]
     return {"runs": found, "writable": data.writable}
+
+
+async def show_status(data: DashboardData, query: Query) -> dict[str, Any]:
+    """One run as `agl status` prints it."""
+    run = await data.run(query.part("run"))
+    record, rewards = await asyncio.to_thread(status_record, run.source.run().path)
+    return {"status": record, "rewards": rewards}
 
 
 async def show_run(data: DashboardData, query: Query) -> dict[str, Any]:
@@ -63,8 +61,12 @@ def _show(source: Source, files: RunFiles) -> dict[str, Any]:
         "settings_error": files.config_error(),
         "changes": files.changes(),
         "checkpoints": _checkpoints(files, state),
-        **prompts_of(files.path, "checkpoint" if files.status() == "finished" else state.checkpoint),
     }
+
+
+def prompts_now(files: RunFiles) -> dict[str, Any]:
+    """The prompts that would be the result if the run ended now, and what has changed in them."""
+    return prompts_of(files.path, "checkpoint" if files.status() == "finished" else files.state().checkpoint)
 
 
 def summary(source: Source) -> dict[str, Any]:
@@ -87,7 +89,6 @@ def _summary(name: str, files: RunFiles) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "run",
-        "run_id": state.run_id,
         "directory": str(files.path),
         "state": status,
         "algorithm": algorithm,
@@ -194,12 +195,12 @@ def _step_of(text: str) -> int | None:
 
 
 def _report(files: RunFiles, state: RunState) -> dict[str, Any] | None:
-    """The result; of its warnings those that `warnings_of` has not."""
+    """Of the result the best step, and the warnings that `warnings_of` has not."""
     report = files.report()
     if report is None:
         return None
     warnings = [text for text in report.get("warnings") or () if text not in state.warnings.values()]
-    return {name: report.get(name) for name in IN_REPORT} | {"warnings": warnings}
+    return {"best_step": report.get("best_step"), "warnings": warnings}
 
 
 def _checkpoints(files: RunFiles, state: RunState) -> list[dict[str, Any]]:

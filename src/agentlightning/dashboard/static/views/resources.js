@@ -7,7 +7,7 @@ import { Link, navigate, runPath, withQuery } from "../router.js";
 
 const SIGN = { same: " ", added: "+", removed: "-" };
 
-function Diff({ change }) {
+export function Diff({ change }) {
   return html`<div><h3>${change.name}</h3><div class="diff">${change.lines.map((line, place) => html`<pre key=${place} class=${line.kind}>${SIGN[line.kind]} ${line.text}</pre>`)}</div></div>`;
 }
 
@@ -33,7 +33,7 @@ export function ResourcesPage({ parts: [run], query, path }) {
   const address = withQuery(path, query);
   const view = useView(address);
   if (!view.data) return html`<${RunTabs} run=${run} here="resources" /><${Loading} view=${view} />`;
-  return html`<div class="head"><h1>Resources</h1><div class="right"><${Json} path=${address} name="resources.json" /></div></div><${RunTabs} run=${run} here="resources" />
+  return html`<div class="head"><h1>Prompts and models</h1><div class="right"><${Json} path=${address} name="resources.json" /></div></div><${RunTabs} run=${run} here="resources" />
     ${view.data.versions.length > 0 && (view.data.versions.some((each) => promptsOf(each).length) ? view.data.versions.map((each) => html`<${Version} key=${each.resources_id} each=${each} />`) : html`<${Models} versions=${view.data.versions} />`)}
     ${!view.data.versions.length && html`<p class="empty">No resources were published.</p>`}
     ${view.data.next && html`<button type="button" onClick=${() => navigate(withQuery(path, { ...query, after: view.data.next }))}>Older versions →</button>`}`;

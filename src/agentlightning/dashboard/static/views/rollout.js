@@ -1,9 +1,11 @@
-// One rollout: attempts, conversation, spans as a timeline and a tree, rewards, raw JSON.
+// One rollout: task, output and reward, then its conversation, spans as a timeline and a tree, raw JSON.
 import { post } from "../api.js";
+import { Find } from "../find.js";
 import { useRollout } from "../follow.js";
 import { duration, number, reward, time } from "../format.js";
 import { html, useState } from "../lib.js";
-import { Fact, Json, Loading, Pill, RewardChip, Stale, scrolls } from "../parts.js";
+import { Neighbours } from "../neighbours.js";
+import { Copy, Fact, Json, Loading, Pill, RewardChip, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 import { CallHead } from "./tokens.js";
 
@@ -18,8 +20,10 @@ function Part({ part }) {
 
 const ROLES = new Set(["assistant", "user", "system", "tool"]);
 
+const textOf = (messages) => messages.flatMap((message) => message.parts.map((part) => part.text)).filter(Boolean).join("\n");
+
 function Message({ message, note }) {
-  return html`<div class=${`message ${ROLES.has(message.role) ? message.role : ""}`}><div class="who"><b>${message.role}</b>${note}</div><div class="body">${message.parts.map((part, place) => html`<${Part} key=${place} part=${part} />`)}${!message.parts.length && html`<span class="muted">empty</span>`}</div></div>`;
+  return html`<div class=${`message ${ROLES.has(message.role) ? message.role : ""}`}><div class="who"><b>${message.role}</b>${note}<${Copy} text=${textOf([message])} what="message" /></div><div class="body">${message.parts.map((part, place) => html`<${Part} key=${place} part=${part} />`)}${!message.parts.length && html`<span class="muted">empty</span>`}</div></div>`;
 }
 
 function Conversation({ run, rollout, stream, summary, partial }) {
@@ -94,11 +98,23 @@ function Spans({ data }) {
 }
 
 function Attempts({ attempts, chosen, path, query }) {
-  return html`<div class="panel"><h2>Attempts</h2><div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
+  const shown = attempts.find((each) => each.attempt_id === chosen);
+  return html`<details class="panel" open=${attempts.length > 1 || Boolean(shown?.error)}><summary>Attempts (${attempts.length})</summary><div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Attempt</th><th>State</th><th>Started</th><th class="num">Time</th><th>Worker</th></tr></thead><tbody>
     ${attempts.map((each) => html`<tr key=${each.attempt_id}><td data-label="Attempt"><${Link} to=${withQuery(path, { ...query, attempt: each.attempt_id })} aria-current=${each.attempt_id === chosen ? "true" : undefined}>${each.sequence_id}${each.attempt_id === chosen ? " (shown)" : ""}<//></td><td data-label="State"><${Pill} kind=${each.status} /></td><td class="nowrap" data-label="Started">${time(each.start_time)}</td><td class="num" data-label="Time">${each.end_time ? duration(each.end_time - each.start_time) : "–"}</td><td data-label="Worker">${each.worker_id || "–"}</td></tr>`)}</tbody></table></div>
-    ${attempts.filter((each) => each.attempt_id === chosen && each.error).map((each) => html`<details key="e" open><summary class="error-text">${each.error.type}: ${each.error.message}</summary><pre class="error-text">${each.error.traceback}</pre></details>`)}
-    ${attempts.filter((each) => each.attempt_id === chosen && each.output).map((each) => html`<details key="o"><summary>Output</summary><pre>${each.output}</pre></details>`)}</div>`;
+    ${shown?.error && html`<pre class="error-text">${shown.error.traceback || `${shown.error.type}: ${shown.error.message}`}</pre>`}</details>`;
 }
+
+// What an attempt gave: its output, why it failed, else the last answer of its model.
+function outputOf(data) {
+  const attempt = data.attempts.find((each) => each.attempt_id === data.attempt);
+  if (attempt?.error) return ["Error", `${attempt.error.type}: ${attempt.error.message}`];
+  if (attempt?.output) return ["Output", attempt.output];
+  const last = data.next === null ? textOf(data.stream.at(-1)?.answer || []) : "";
+  return last ? ["Last answer", last] : ["Output", ""];
+}
+
+const Text = ({ title, text, failed }) => html`<section><div class="head"><h2>${title}</h2>${text && html`<${Copy} text=${text} what=${title.toLowerCase()} />`}</div>
+  ${text ? html`<pre class=${`boxed ${failed ? "error-text" : ""}`} tabindex="0" role="group" aria-label=${title}>${text}</pre>` : html`<p class="muted">None is recorded.</p>`}</section>`;
 
 function Annotate({ run, rollout, done }) {
   const [values, setValues] = useState({ score: "", label: "", comment: "" });
@@ -118,9 +134,9 @@ function Annotate({ run, rollout, done }) {
     event.preventDefault();
     act("annotate", { label: values.label, comment: values.comment, ...(values.score === "" ? {} : { score: Number(values.score) }) });
   };
-  return html`<div class="panel"><h2>Annotate</h2><form class="filters" onSubmit=${submit}><label>Score<input class="narrow" value=${values.score} onInput=${set("score")} inputmode="decimal" /></label><label>Label<input value=${values.label} onInput=${set("label")} /></label><label>Comment<input value=${values.comment} onInput=${set("comment")} /></label><button type="submit">Save</button>
+  return html`<details class="panel"><summary>Annotate, cancel, retry</summary><form class="filters" onSubmit=${submit}><label>Score<input class="narrow" value=${values.score} onInput=${set("score")} inputmode="decimal" /></label><label>Label<input value=${values.label} onInput=${set("label")} /></label><label>Comment<input value=${values.comment} onInput=${set("comment")} /></label><button type="submit">Save</button>
     <button type="button" onClick=${() => act("cancel")}>Cancel rollout</button><button type="button" onClick=${() => act("requeue")}>Requeue</button><button type="button" onClick=${() => act("retry")}>Retry as new</button><span role="status">${said}</span></form>
-    <p class="muted small">Kept as a span: a score becomes the final reward, a label can be filtered by.</p></div>`;
+    <p class="muted small">Kept as a span: a score becomes the final reward, a label can be filtered by.</p></details>`;
 }
 
 // Says what of an attempt is not shown yet, and reads on.
@@ -143,16 +159,20 @@ export function RolloutPage({ parts: [run, rollout], query, path }) {
   const { data } = view;
   const tab = query.tab || "chat";
   const tabs = [["chat", "Conversation"], ["spans", `Spans (${number(data.spans_total)})`], ["raw", "Raw JSON"]];
+  const [title, output] = outputOf(data);
+  const find = (text) => navigate(withQuery(path, { ...query, find: text }), { replace: true });
   const counted = (value) => (data.summary.spans_read ? value : html`<span class="muted">counting …</span>`);
-  return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Pill} kind=${data.rollout.status} /><div class="right">
+  return html`<${Stale} view=${view} /><div class="head"><h1 class="mono">${rollout}</h1><${Pill} kind=${data.rollout.status} /><${Copy} text=${rollout} what="id" /><div class="right"><${Neighbours} run=${run} rollout=${rollout} query=${query} />
       <${Link} class="button" to=${runPath(run, "rollouts", rollout, "tokens")}>Tokens<//><${Link} class="button" to=${runPath(run, "rollouts", rollout, "group")}>Group<//><${Json} path=${address} name="rollout.json" /></div></div>
-    <div class="panel"><dl class="facts"><${Fact} name="Reward">${counted(reward(data.summary.reward))}<//><${Fact} name="Mode, queue">${data.rollout.mode || "–"}, ${data.rollout.queue}<//><${Fact} name="Started">${time(data.rollout.start_time)}<//><${Fact} name="Calls" note=${data.summary.spans_read && `${number(data.summary.tool_errors)} of ${number(data.summary.tool_calls)} tool calls failed`}>${counted(number(data.summary.calls))}<//>
+    <div class="panel searched"><dl class="facts"><${Fact} name="Reward"><span class="gain">${counted(reward(data.summary.reward))}</span><//></dl>
+      <div class="cols"><${Text} title="Task" text=${data.rollout.task} /><${Text} title=${title} text=${output} failed=${title === "Error"} /></div></div>
+    <div class="panel"><dl class="facts"><${Fact} name="Mode, queue">${data.rollout.mode || "–"}, ${data.rollout.queue}<//><${Fact} name="Started">${time(data.rollout.start_time)}<//><${Fact} name="Calls" note=${data.summary.spans_read && `${number(data.summary.tool_errors)} of ${number(data.summary.tool_calls)} tool calls failed`}>${counted(number(data.summary.calls))}<//>
       <${Fact} name="Tokens" note=${data.summary.spans_read && `${number(data.summary.prompt_tokens)} in prompts`}>${counted(`${number(data.summary.sampled_tokens)} sampled`)}<//><${Fact} name="Learned from in">${data.step === null ? "no step" : html`<${Link} to=${runPath(run, "steps", data.step)}>step ${data.step}<//>`}<//>
-      <${Fact} name="Labels">${counted(data.summary.labels.join(", ") || "–")}<//></dl>
-      <details><summary>Task</summary><pre>${data.rollout.task}</pre></details></div>
+      <${Fact} name="Labels">${counted(data.summary.labels.join(", ") || "–")}<//></dl></div>
     <${Attempts} attempts=${data.attempts} chosen=${data.attempt} path=${path} query=${query} />
     ${data.writable && html`<${Annotate} run=${run} rollout=${rollout} done=${view.reload} />`}
+    <${Find} text=${query.find || ""} change=${find} note=${data.next === null ? "" : "in the spans shown"} />
     <nav class="tabs" aria-label="Views of this rollout">${tabs.map(([name, title]) => html`<${Link} key=${name} to=${withQuery(path, { ...query, tab: name })} aria-current=${tab === name ? "page" : undefined}>${title}<//>`)}</nav>
-    <div class="panel">${tab === "chat" ? html`<${Conversation} run=${run} rollout=${rollout} stream=${data.stream} summary=${data.summary} partial=${data.next !== null} />` : tab === "spans" ? html`<${Spans} data=${data} />` : html`<pre>${JSON.stringify({ rollout: data.rollout, attempts: data.attempts, spans: data.spans }, null, 2)}</pre>`}
+    <div class="panel searched">${tab === "chat" ? html`<${Conversation} run=${run} rollout=${rollout} stream=${data.stream} summary=${data.summary} partial=${data.next !== null} />` : tab === "spans" ? html`<${Spans} data=${data} />` : html`<pre>${JSON.stringify({ rollout: data.rollout, attempts: data.attempts, spans: data.spans }, null, 2)}</pre>`}
       <${More} data=${data} more=${view.more} /></div>`;
 }

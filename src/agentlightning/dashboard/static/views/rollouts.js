@@ -3,18 +3,19 @@ import { download, post, useView } from "../api.js";
 import { ago, duration, interval, number, reward, shortId } from "../format.js";
 import { useNews } from "../follow.js";
 import { html, useEffect, useRef, useState } from "../lib.js";
+import { useAsTable } from "../neighbours.js";
 import { Json, Loading, Pill, Range, Rewards, RunTabs, Stale, scrolls } from "../parts.js";
 import { Link, navigate, runPath, withQuery } from "../router.js";
 
+// [name, title, values to choose from, whether it is narrow]
 const FILTERS = [
-  ["task", "Task contains"], ["agent", "Agent"], ["group", "Group"], ["id", "Id contains"], ["failure", "Failure"], ["label", "Label"],
-];
-const NARROW = [["step", "Step"], ["version", "Weights"], ["reward_min", "Reward from"], ["reward_max", "to"]];
-const CHOICES = [
   ["state", "State", ["succeeded", "failed", "running", "preparing", "queuing", "requeuing", "cancelled"]],
   ["mode", "Mode", ["train", "val", "test"]],
-  ["reward", "Reward", ["missing"]],
-  ["tools", "Tools", ["failed"]],
+  ["task", "Task contains"], ["reward_min", "Reward from", null, true], ["reward_max", "to", null, true],
+];
+const MORE = [
+  ["reward", "Reward", ["missing"]], ["tools", "Tools", ["failed"]], ["agent", "Agent"], ["group", "Group"], ["id", "Id contains"],
+  ["failure", "Failure"], ["label", "Label"], ["step", "Step", null, true], ["version", "Weights", null, true],
 ];
 
 function Filters({ query, apply }) {
@@ -23,11 +24,12 @@ function Filters({ query, apply }) {
     event.preventDefault();
     apply({ ...query, ...Object.fromEntries(new FormData(form.current)), after: "" });
   };
+  const field = ([name, title, values, narrow]) => html`<label key=${name}>${title}${values
+    ? html`<select name=${name} value=${query[name] || ""}><option value="">any</option>${values.map((value) => html`<option key=${value} value=${value} selected=${query[name] === value}>${value}</option>`)}</select>`
+    : html`<input class=${narrow ? "narrow" : ""} name=${name} inputmode=${narrow ? "decimal" : undefined} value=${query[name] || ""} />`}</label>`;
   return html`<form class="filters" ref=${form} onSubmit=${submit} onChange=${(event) => event.target.tagName === "SELECT" && submit(event)}>
-    ${CHOICES.map(([name, title, values]) => html`<label key=${name}>${title}<select name=${name} value=${query[name] || ""}><option value="">any</option>${values.map((value) => html`<option key=${value} value=${value} selected=${query[name] === value}>${value}</option>`)}</select></label>`)}
-    ${FILTERS.map(([name, title]) => html`<label key=${name}>${title}<input name=${name} value=${query[name] || ""} /></label>`)}
-    ${NARROW.map(([name, title]) => html`<label key=${name}>${title}<input class="narrow" name=${name} inputmode="decimal" value=${query[name] || ""} /></label>`)}
-    <button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button></form>`;
+    ${FILTERS.map(field)}<button type="submit">Filter</button><button type="button" onClick=${() => { form.current.reset(); apply({}); }}>Clear</button>
+    <details open=${MORE.some(([name]) => query[name])}><summary>More filters</summary><div class="fields">${MORE.map(field)}</div></details></form>`;
 }
 
 function Heading({ name, title, query, apply, end, sorts }) {
@@ -100,6 +102,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
   useEffect(() => setChosen([]), [address]);
   const apply = (values) => navigate(withQuery(path, values));
   const { data } = view;
+  useAsTable(run, data ? data.rows.map((row) => row.rollout_id) : []);
   const news = useNews(runPath(run, "changes"), query, data);
   useEffect(() => {
     if (news.newer && !data.rows.length) view.reload();
@@ -108,7 +111,7 @@ export function RolloutsPage({ parts: [run], query, path }) {
   const every = data && chosen.length === data.rows.length && chosen.length > 0;
   const head = { query, apply, sorts: data ? data.sorts : [] };
   return html`<div class="head"><h1>Rollouts</h1>${data && data.total !== null && html`<span class="muted">${number(data.total)} match</span>`}<button type="button" class=${news.newer ? "newer" : "newer unseen"} onClick=${view.reload}>${number(news.newer)}${news.more ? "+" : ""} newer: show</button>
-      <div class="right"><${Json} path=${address} name="rollouts.json" /></div></div>
+      <div class="right"><${Link} class="button" to=${runPath(run, "failures")}>Failures by cause<//><${Json} path=${address} name="rollouts.json" /></div></div>
     <${RunTabs} run=${run} here="rollouts" />
     <details class="panel" open=${!matchMedia("(max-width: 760px)").matches || Object.keys(query).length > 0}><summary>Filters</summary><${Filters} key=${address} query=${query} apply=${apply} /></details><${Stale} view=${news.error ? { ...view, error: news.error } : view} />
     ${!data ? html`<${Loading} view=${view} />` : html`<div class="panel tight" ...${scrolls}><${Actions} run=${run} ids=${chosen} query=${query} writable=${data.writable} done=${view.reload} />
@@ -124,8 +127,9 @@ export function RolloutsPage({ parts: [run], query, path }) {
 
 export function TaskPage({ parts: [run], path }) {
   const view = useView(path);
-  if (!view.data) return html`<${Loading} view=${view} />`;
   const { data } = view;
+  useAsTable(run, data ? data.rollouts.map((row) => row.rollout_id) : []);
+  if (!data) return html`<${Loading} view=${view} />`;
   return html`<div class="head"><h1>One task across versions of the weights</h1><div class="right"><${Json} path=${path} name="task.json" /></div></div>
     <div class="panel"><pre>${data.task}</pre></div>
     <div class="panel tight" ...${scrolls}><table><thead><tr><th class="num">Weights</th><th>Mode</th><th>Rewards</th><th>Mean, 95% interval</th><th><span class="skip">Interval</span></th><th>Side by side</th></tr></thead><tbody>

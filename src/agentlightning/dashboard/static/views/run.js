@@ -5,13 +5,15 @@ import { bytes, duration, interval, number, signed } from "../format.js";
 import { html, useMemo, useState } from "../lib.js";
 import { Fact, Json, Loading, Pill, Range, RunTabs, Stale, Warnings, breakable, scrolls } from "../parts.js";
 import { navigate, runPath } from "../router.js";
+import { Search, spendingOf } from "./search.js";
 
 function HeldOut({ found }) {
   const modes = Object.entries(found).filter(([, each]) => each.before || each.after);
   if (!modes.length) return null;
-  return html`<div class="panel"><h2>Held-out reward</h2><div class="panel tight" ...${scrolls}><table><thead><tr><th>Decoding</th><th>Before</th><th><span class="skip">Interval before</span></th><th>After</th><th><span class="skip">Interval after</span></th><th>Gain, 95% interval</th><th class="num">Tasks</th></tr></thead><tbody>
-    ${modes.map(([mode, each]) => html`<tr key=${mode}><td>${mode}</td><td class="nowrap">${interval(each.before)}</td><td><${Range} found=${each.before} /></td><td class="nowrap">${interval(each.after)}</td><td><${Range} found=${each.after} /></td>
-      <td class="nowrap">${each.gain ? html`<b>${signed(each.gain.gain)}</b> (${signed(each.gain.interval[0])} to ${signed(each.gain.interval[1])})` : html`<span class="muted">not measured yet</span>`}</td><td class="num">${each.before?.tasks ?? each.after?.tasks}</td></tr>`)}
+  return html`<div class="panel"><h2>Held-out reward</h2><div class="panel tight" ...${scrolls}><table class="stack"><thead><tr><th>Decoding</th><th>Gain, 95% interval</th><th>Before</th><th>After</th><th class="num">Tasks</th></tr></thead><tbody>
+    ${modes.map(([mode, each]) => html`<tr key=${mode}><td data-label="Decoding">${mode}</td>
+      <td class="whole" data-label="Gain, 95% interval">${each.gain ? html`<b class="gain">${signed(each.gain.gain)}</b> <span class="nowrap">(${signed(each.gain.interval[0])} to ${signed(each.gain.interval[1])})</span>` : html`<span class="muted">not measured yet</span>`}</td>
+      <td class="whole" data-label="Before">${interval(each.before)} <${Range} found=${each.before} /></td><td class="whole" data-label="After">${interval(each.after)} <${Range} found=${each.after} /></td><td class="num" data-label="Tasks">${each.before?.tasks ?? each.after?.tasks}</td></tr>`)}
   </tbody></table></div></div>`;
 }
 
@@ -46,17 +48,23 @@ function withIntervals(chart, validation, steps) {
   });
 }
 
+const valuesOf = (chart) => chart.series.map((each) => `${chart.series.length > 1 ? `${each.label} ` : ""}${number(each.values.find((value) => value !== null))}`).join(", ");
+
 function Charts({ run, curves, warnings }) {
-  const validation = useView(runPath(run, "validation"));
+  const validation = useView(runPath(run, "tasks"));
   const theme = useTheme();
+  const [isOpen, open] = useState(false);
   const onPick = (step) => navigate(runPath(run, "steps", step));
-  return html`<div class="grid">${curves.charts.map((chart) => {
+  const draw = (constant) => curves.charts.filter((chart) => chart.constant === constant).map((chart) => {
       const isValidation = chart.name === "validation";
       const series = isValidation ? withIntervals(chart, validation.data?.modes, curves.steps) : chart.series;
       return html`<${Chart} key=${chart.name} title=${chart.title} unit=${chart.unit} steps=${curves.steps} series=${series} band=${chart.band} log=${chart.log}
         warnings=${warnings} onPick=${onPick} theme=${theme} note=${isValidation && validation.data ? "bars: 95% interval over tasks" : ""} />`;
-    })}
-    <${Others} steps=${curves.steps} others=${curves.others} onPick=${onPick} theme=${theme} /></div>`;
+    });
+  const same = curves.charts.filter((chart) => chart.constant);
+  return html`<div class="grid">${draw(false)}
+    <${Others} steps=${curves.steps} others=${curves.others} onPick=${onPick} theme=${theme} /></div>
+    ${same.length > 0 && html`<details class="panel" onToggle=${(event) => open(event.target.open)}><summary>The same at every step: ${same.map((chart) => `${chart.title} (${valuesOf(chart)})`).join("; ")}</summary>${isOpen && html`<div class="grid">${draw(true)}</div>`}</details>`}`;
 }
 
 function Store({ run, data, path }) {
@@ -72,24 +80,27 @@ export function RunPage({ parts: [run], path }) {
   if (!data) return html`<${Loading} view=${view} />`;
   if (data.store) return html`<${Store} run=${run} data=${data} path=${path} />`;
   const { summary, report } = data;
+  const spent = spendingOf(data.curves);
+  const isSearch = summary.algorithm === "apo" || "evaluations" in spent;
   if (summary.error) return html`<div class="notice bad">${summary.error}</div>`;
   return html`<${Stale} view=${view} />
     <div class="head"><h1>${run}</h1><${Pill} kind=${summary.state} /><div class="right">
       <${Json} path=${path} name=${`${run}.json`} /></div></div>
     <${RunTabs} run=${run} here="" />
+    <${HeldOut} found=${data.held_out} />
     <div class="panel"><dl class="facts">
-      <${Fact} name="Algorithm" note=${summary.model}>${summary.algorithm}<//>
+      <${Fact} name="Algorithm" note=${isSearch ? "" : summary.model}>${summary.algorithm}<//>
       <${Fact} name="Agent">${breakable(summary.agent)}<//>
-      <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)} of ${number(summary.steps)}<//>
-      <${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
-      <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>
+      <${Fact} name="Step" note=${summary.time_left !== null ? `${duration(summary.time_left)} left` : `${duration(summary.seconds)} in all`}>${number(summary.step)}${summary.steps ? ` of ${number(summary.steps)}` : ""}<//>
+      ${summary.reward_now && html`<${Fact} name="Training reward, first 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_start)}<//>
+      <${Fact} name="Training reward, last 5 steps" note="mean, 95% interval over steps">${interval(summary.reward_now)}<//>`}
       <${Fact} name="Training rollouts" note=${`${number(summary.failed_rollouts)} failed`}>${number(summary.rollouts)}<//>
-      <${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>
-      <${Fact} name="Best step">${report?.best_step ?? "–"}<//>
+      ${summary.tokens_per_second > 0 && html`<${Fact} name="Tokens a second">${number(summary.tokens_per_second)}<//>`}
+      ${report?.best_step > 0 && html`<${Fact} name="Best step">${report.best_step}<//>`}
     </dl></div>
     <${Warnings} warnings=${warnings} onPick=${(step) => navigate(runPath(run, "steps", step))} />
     ${(report?.warnings || []).map((text) => html`<div class="notice warn" key=${text}>${text}</div>`)}
-    <${HeldOut} found=${data.held_out} />
+    ${isSearch && html`<${Search} address=${`${path}/search`} spent=${spent} settings=${data.settings} live=${summary.state === "running"} />`}
     <p class="muted small">Click a point to see the step behind it${data.curves.thinned ? `; ${data.curves.thinned} steps between the points are not drawn` : ""}.</p>
     <h2 class="skip">Curves</h2><${Charts} run=${run} curves=${data.curves} warnings=${warnings} />
     ${data.changes.length > 0 && html`<details class="panel"><summary>Changed on resume (${data.changes.length})</summary><pre>${JSON.stringify(data.changes, null, 2)}</pre></details>`}

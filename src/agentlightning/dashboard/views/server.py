@@ -1,4 +1,4 @@
-"""The failed rollouts of a run or store by their cause."""
+"""What the server of a run or store does now, and what went wrong: failed rollouts by their cause."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from agentlightning.dashboard.query import Query
 
 MOST: Final = 1000
 """Failed rollouts that are read, the newest."""
+
+
+async def show_server(data: DashboardData, query: Query) -> dict[str, Any]:
+    """Counts of the store, what is running, queues, workers, and the calls that ended last."""
+    run = await data.run(query.part("run"))
+    return await run.live.shown(run.source.run_id if run.shares_store else None)
 
 
 async def list_failures(data: DashboardData, query: Query) -> dict[str, Any]:

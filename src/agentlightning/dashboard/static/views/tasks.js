@@ -1,4 +1,4 @@
-// Validation and held-out tasks of a run: each task through its measurements, won and lost, with its rollouts.
+// The held-out and validation tasks of a run: each through its measurements, won and lost, with its rollouts.
 import { useView } from "../api.js";
 import { interval, number, signed } from "../format.js";
 import { html } from "../lib.js";
@@ -20,15 +20,15 @@ function Result({ data }) {
     ${" "}<b>${result.better}</b> tasks won, <b>${result.worse}</b> lost, ${result.tasks - result.better - result.worse} equal, of ${result.tasks}. ${result.left_out > 0 && `${result.left_out} without both rewards are left out.`}</p>`;
 }
 
-export function ValidationPage({ parts: [run], query, path }) {
+export function TasksPage({ parts: [run], query, path }) {
   const wanted = { set: "held_out", ...query };
   const address = withQuery(path, wanted);
   const view = useView(address);
   const { data } = view;
   const choose = (values) => navigate(withQuery(path, { ...wanted, ...values }));
   if (!data) return html`<${Loading} view=${view} />`;
-  return html`<div class="head"><h1>Validation</h1><div class="right"><${Json} path=${address} name="validation.json" /></div></div>
-    <${RunTabs} run=${run} here="validation" /><${Stale} view=${view} />
+  return html`<div class="head"><h1>Tasks</h1><div class="right"><${Json} path=${address} name="tasks.json" /></div></div>
+    <${RunTabs} run=${run} here="tasks" /><${Stale} view=${view} />
     <div class="legend-row" role="group" aria-label="Tasks and decoding">
       ${SETS.map(([name, text]) => html`<button key=${name} type="button" aria-pressed=${data.set === name ? "true" : "false"} onClick=${() => choose({ set: name })}>${text}</button>`)}
       ${data.names.map((name) => html`<button key=${name} type="button" aria-pressed=${data.mode === name ? "true" : "false"} onClick=${() => choose({ mode: name })}>${name}</button>`)}</div>

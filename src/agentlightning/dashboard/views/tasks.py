@@ -1,4 +1,4 @@
-"""Validations and held-out measurements of a run, task by task: which tasks were won and lost, and by which rollouts.
+"""The tasks that measure a run, held out or of validation: which were won and lost, and by which rollouts.
 
 All is read from the rewards of the measuring rollouts, as far as the store still has them.
 """
@@ -29,7 +29,7 @@ Names = Mapping[str, str]
 what rewards mean have other names."""
 
 
-async def show_validation(data: DashboardData, query: Query) -> dict[str, Any]:
+async def list_tasks(data: DashboardData, query: Query) -> dict[str, Any]:
     """The validations by mode and step, each with the 95% interval of its mean over tasks; with `set` and `mode`
     instead one set of tasks through its measurements."""
     run = await data.run(query.part("run"))
