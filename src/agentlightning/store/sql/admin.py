@@ -74,6 +74,7 @@ def _publish(tx: Tx, name: str, body: str) -> Any:
 def limit_queue(tx: Tx, name: str, limit: int | None) -> None:
     change = "ON CONFLICT (name) DO UPDATE SET max_open = excluded.max_open"
     tx.run(f"{insert_sql('queues', ('name', 'max_open'))} {change}", name, limit)
+    tx.limits.clear()
     tx.queued = True
 
 

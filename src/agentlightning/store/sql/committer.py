@@ -463,6 +463,7 @@ class Committer(DatabaseThread):
         """Drop everything in memory, which may differ from what was committed."""
         self.tx.rolled_back()
         self.spans.clear()
+        self._claims.clear()
 
     def _failures(self, batch: list[Command], results: list[Result], error: Exception) -> list[Result]:
         """The results of a transaction that was rolled back for good."""
@@ -500,6 +501,8 @@ class Committer(DatabaseThread):
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
         next_deadline = attempts.expire(tx) if due or changed_elsewhere else self._next_deadline
+        self._claims.begin(outdated=self._database.shared or changed_elsewhere)
+        tx.queued |= bool(tx.waiting)
         notification = tx.queued, list(tx.finished)
         self._apply_notifications(changed_elsewhere)
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
@@ -588,7 +591,7 @@ class Committer(DatabaseThread):
         claims = [*waiting, *new]
         if not claims:
             return
-        self._claims.begin(sum([command.limit for command in claims]))
+        self._claims.prepare(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
             names = command.queues
@@ -630,6 +633,7 @@ class Committer(DatabaseThread):
             if tx.written:
                 raise _CannotUndoError(command) from error
             tx.undo()
+            self._claims.clear()
             command.done = True
             results.append((command, None, error))
             return True

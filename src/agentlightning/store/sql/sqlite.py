@@ -22,8 +22,8 @@ import orjson
 from agentlightning.errors import ConfigError, StoreError, StoreFullError, StoreLostError
 from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
-from agentlightning.store.sql.rollouts import NEXT_WAITING
-from agentlightning.store.sql.schema import ddl, migrate
+from agentlightning.store.sql.rollouts import ENTRY, NEXT_WAITING
+from agentlightning.store.sql.schema import ddl, migrate, select
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Database
 
 BUSY_SECONDS: Final = 30.0
@@ -62,7 +62,7 @@ class SqliteDatabase(Database):
     shared = False
     position = "r.key"
     next_waiting = (
-        f"SELECT r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
+        f"SELECT {select('r', ENTRY)} FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
         "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"
     )
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)

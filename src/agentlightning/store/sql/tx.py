@@ -134,7 +134,7 @@ class Database(Protocol):
     position: str
     """The SQL of the place of a rollout in order of creation."""
     next_waiting: str
-    """See `rollouts.take`."""
+    """See `rollouts.Claims`."""
     errors: ClassVar[tuple[type[Exception], ...]]
     """The exceptions of the driver."""
 
@@ -273,8 +273,10 @@ class Tx:
         that the rows in memory are dropped."""
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
         self.number += 1
+        self.waiting: list[RolloutRow] = []
+        """Rollouts that wait now."""
         self.queued = False
-        """A rollout may have become claimable."""
+        """Other rollouts may have become claimable."""
         self.finished: set[str] = set()
         """Ids of rollouts that have finished."""
         self.deadline: float | None = None
@@ -287,6 +289,9 @@ class Tx:
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
             self.workers: dict[str, WorkerRow] = {}
+        if outdated:
+            self.limits: dict[str, int | None] = {}
+            """Of every queue; empty before they are read."""
         self._changed: dict[Row, None] = {}
         self._more_changed: set[Row] = set()
         """Those of which other columns than the usual ones have changed."""

@@ -28,7 +28,7 @@ from agentlightning.store.sql.postgres.server import (
     is_lost,
     payloads,
 )
-from agentlightning.store.sql.rollouts import NEXT_WAITING
+from agentlightning.store.sql.rollouts import ENTRY, NEXT_WAITING
 from agentlightning.store.sql.schema import migrate
 from agentlightning.store.sql.tx import LAST_SIGN_OF_LIFE, Connection, Wake
 
@@ -514,8 +514,8 @@ class PostgresDatabase(PostgresServer):
 
     position = "coalesce(r.position, r.key)"
     next_waiting = (
-        f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
-        "WHERE q.name = ANY (?)"
+        f"SELECT r.* FROM queues q CROSS JOIN LATERAL "
+        f"{NEXT_WAITING.format(schema.select('w', ENTRY), ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
     )
 
     def prepare(self) -> None:
