@@ -122,8 +122,9 @@ def _translated(sql: str) -> str:
 @cache
 def _for_rows(sql: str, rows: int) -> str:
     """A statement for one row, for several."""
+    sql = _translated(sql)
     update = _UPDATE.fullmatch(sql)
-    if update is not None:
+    if update is not None and rows > 1:
         table, changes = update.groups()
         names = [part.removesuffix(" = ?") for part in changes.split(", ")]
         changes = ", ".join([f"{name} = new.{name}" for name in names])
@@ -196,7 +197,8 @@ class SqliteConnection(Connection):
         start = 0
         while left := len(rows) - start:
             size = next((size for size in CHUNK_SIZES if size <= left), left)
-            self._cursor.execute(_for_rows(sql, size), [value for row in rows[start : start + size] for value in row])
+            values = [_adapt(value) for row in rows[start : start + size] for value in row]
+            self._cursor.execute(_for_rows(sql, size), values)
             start += size
 
     def new_key(self, table: str, expected: int) -> int:
