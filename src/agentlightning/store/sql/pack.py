@@ -22,11 +22,11 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from operator import attrgetter
 from struct import Struct as Layout
 from typing import Any, Final, cast
 
 from msgspec import Struct
-from msgspec.structs import astuple
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import (
@@ -92,37 +92,20 @@ def pack(spans: Sequence[Span]) -> SpanPack:
     """Encode the spans of one attempt, in order. Raises ConfigError, which names the value, for what could not be read
     back as it is: no JSON, NaN or infinity, text that is not Unicode, a NUL in an id or a name, a negative
     sequence_id."""
-    rows: list[tuple[Any, ...]] = []
-    requested_ids: list[str] = []
-    sequence_ids: list[int] = []
-    texts: list[str] = []
+    rows = [tuple([False if value is None else value for value in _row(span)]) for span in spans]
+    if not _EXPECTED.issuperset([tuple(map(type, row)) for row in rows]):
+        for span in spans:
+            _check_fields(span)
     numbers: list[bytes] = []
     prompts: list[tuple[int, bytes]] = []
     before: dict[str, Any] | None = None
-    for span in spans:
-        fields = astuple(span)
-        _, _, name, start, end, sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource = (
-            fields
-        )
-        requested_ids.append(span_id)
-        sequence_ids.append(sequence_id)
-        texts += (name, trace_id, parent or "")
-        row = (
-            name,
-            start,
-            False if end is None else end,
-            trace_id,
-            False if parent is None else parent,
-            code,
-            False if message is None else message,
-            attributes,
-        )
-        if not _has_expected_types(row):
-            _check_fields(span)
-        if events or resource or not _TOKENS.isdisjoint(attributes):
-            row = _long_row(row, span, before, numbers, prompts, len(rows))
-        before = resource
-        rows.append(row)
+    for index, span in enumerate(spans):
+        if span.events or span.resource or not _TOKENS.isdisjoint(span.attributes):
+            rows[index] = _long_row(rows[index], span, before, numbers, prompts, index)
+        before = span.resource
+    requested_ids = [span.span_id for span in spans]
+    sequence_ids = [span.sequence_id for span in spans]
+    texts = [text for row in rows for text in (row[0], row[3], row[4] or "")]
     generated = b"" if any(requested_ids) else b"\0" + random_bytes(8 * len(requested_ids))
     span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     _check_text(spans, span_ids, texts)
@@ -398,6 +381,9 @@ MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
 MAX_ID_CHARACTERS: Final = 512
 
+_row: Final = attrgetter(
+    *("name", "start_time", "end_time", "trace_id", "parent_id", "status_code", "status_message", "attributes")
+)
 _EXPECTED: Final = frozenset(
     (str, start, end, str, parent, str, message, dict)
     for start in (float, int)
@@ -406,11 +392,6 @@ _EXPECTED: Final = frozenset(
     for message in (str, bool)
 )
 """The types of the fields in a row of a pack, where None is False."""
-
-
-def _has_expected_types(row: tuple[Any, ...]) -> bool:
-    """Whether the fields of a span have exactly the expected types; if not, `_check_fields` decides."""
-    return tuple(map(type, row)) in _EXPECTED
 
 
 def _check_fields(span: Span) -> None:

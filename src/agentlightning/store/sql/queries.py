@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.resources import ResourcesUpdate
@@ -235,8 +235,19 @@ def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
 
 # -- attempts --------------------------------------------------------------------------------------------------------
 
+
+class AttemptKey(NamedTuple):
+    key: int
+    attempt_id: str
+    spans: int
+
+
 _ATTEMPTS: Final = (
     f"SELECT {select('a', ATTEMPT)}, r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
+)
+_KEYS: Final = (
+    f"SELECT {select('a', AttemptKey._fields)} FROM rollouts r JOIN attempts a ON a.rollout_key = r.key "
+    "WHERE r.rollout_id = ? ORDER BY a.sequence_id"
 )
 _LATEST: Final = "AND a.sequence_id = r.attempt_count"
 
@@ -257,10 +268,9 @@ def attempts(
     return found if order.natural else order.page(found, limit, offset)
 
 
-def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptColumns]:
-    """The rows of all attempts of a rollout, of one, or of the "latest"."""
-    rows = connection.all(f"{_ATTEMPTS}WHERE r.rollout_id = ? ORDER BY a.sequence_id", rollout_id)
-    found = [AttemptColumns(*row[:-1]) for row in rows]
+def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptKey]:
+    """All attempts of a rollout, one, or the "latest"."""
+    found = [AttemptKey(*row) for row in connection.all(_KEYS, rollout_id)]
     if not found:
         _position_of(connection, "r.key", rollout_id)
     if attempt_id is None:

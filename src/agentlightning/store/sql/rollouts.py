@@ -478,7 +478,8 @@ class Claims:
         self._read([name for name in queues if name not in self._heads])
         limited = [name for name in queues if limits[name] is not None and name not in self._open]
         if limited:
-            self._open.update({**dict.fromkeys(limited, 0), **dict(self._tx.all(_COUNT_OPEN, limited))})
+            found = dict(self._tx.all(_COUNT_OPEN, limited))
+            self._open.update({name: found.get(name, 0) + self._tx.counted(name, OPEN) for name in limited})
         row = min([row for row in map(self._first, queues) if row is not None], key=_entry, default=None)
         if row is not None and row.queue in self._open:
             self._open[row.queue] += 1
@@ -526,7 +527,8 @@ def _entry(row: RolloutRow) -> Entry:
 
 
 _COUNT_OPEN: Final = (
-    "SELECT queue, count(*) FROM rollouts WHERE queue = ANY (?) AND status IN ('preparing', 'running') GROUP BY queue"
+    "SELECT queue, CAST(sum(number) AS BIGINT) FROM counts WHERE queue = ANY (?) "
+    "AND name IN ('preparing', 'running') GROUP BY queue"
 )
 NEXT_WAITING: Final = (
     "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') "

@@ -171,7 +171,6 @@ CLUSTERED: Final = frozenset({"span_places", "counts"})
 """Tables that SQLite keeps in the order of their primary key."""
 INDEXES: Final = (
     f"INDEX rollouts_waiting ON rollouts (queue, priority DESC, key) WHERE {IS_WAITING}",
-    f"INDEX rollouts_open ON rollouts (queue) WHERE {IS_OPEN}",
     "INDEX rollouts_finished ON rollouts (end_time, status) WHERE end_time IS NOT NULL",
     "UNIQUE INDEX attempts_of_rollout ON attempts (rollout_key, sequence_id)",
     "INDEX attempts_timeout ON attempts (timeout_at) WHERE timeout_at IS NOT NULL",

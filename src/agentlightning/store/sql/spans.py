@@ -18,8 +18,8 @@ from agentlightning.store import validation
 from agentlightning.store.sql import attempts, mapping, pack
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
-from agentlightning.store.sql.queries import NATURAL, Order, attempts_of
-from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptColumns, AttemptRow, select
+from agentlightning.store.sql.queries import NATURAL, AttemptKey, Order, attempts_of
+from agentlightning.store.sql.schema import MAX_PACK, PACK, AttemptRow, select
 from agentlightning.store.sql.tx import Connection, Tx
 from agentlightning.store.sql.waiting import check_known
 
@@ -454,7 +454,7 @@ Position = tuple[int, int, int]
 """Position of a span within its attempt: (sequence_id, key of its pack, index in the pack)."""
 
 
-def _find(connection: Connection, rows: Sequence[AttemptColumns], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
+def _find(connection: Connection, rows: Sequence[AttemptKey], query: SpanQuery) -> tuple[int, tuple[Position, int]]:
     """Where the span `after` is: (index of the attempt, (position, sequence number from which to read packs))."""
     keys = [row.key for row in rows]
     places = {row[1]: row for row in connection.all(_PLACE_OF, keys, query.after)}
@@ -469,7 +469,7 @@ def _find(connection: Connection, rows: Sequence[AttemptColumns], query: SpanQue
 
 
 def _stream(
-    connection: Connection, query: SpanQuery, attempt: AttemptColumns, after: tuple[Position, int] | None
+    connection: Connection, query: SpanQuery, attempt: AttemptKey, after: tuple[Position, int] | None
 ) -> Iterator[Span]:
     """The spans of an attempt that follow a position, by sequence number. Packs whose numbers interleave are merged."""
     ahead: list[tuple[Position, Span]] = []
@@ -493,7 +493,7 @@ def _stream(
 
 
 def _packs(
-    connection: Connection, query: SpanQuery, attempt: AttemptColumns, start: int
+    connection: Connection, query: SpanQuery, attempt: AttemptKey, start: int
 ) -> Iterator[tuple[int, int, list[Span]]]:
     """(key, first sequence number, spans)"""
     skip, batch = 0, FIRST_BATCH

@@ -65,6 +65,7 @@ T = TypeVar("T")
 
 ITER_BATCH: Final = 32
 """Rollouts whose spans `iter_spans` reads at once."""
+_SIZED: Final = (str, list)
 _LARGE: Final = 256 * 1024
 """Characters and tokens of spans that are packed in a thread."""
 
@@ -446,7 +447,7 @@ class SqlStore(LightningStoreBase):
     async def _add_spans(self, name: str, added: Sequence[Span], alone: bool = False) -> Any:
         if not added:
             return []
-        size = sum(len(each) for span in added for each in span.attributes.values() if isinstance(each, str | list))
+        size = sum([len(each) for span in added for each in span.attributes.values() if type(each) in _SIZED])
         # Packing a long conversation takes a while, in which the event loop serves others.
         groups = await asyncio.to_thread(group_by_attempt, added) if size > _LARGE else group_by_attempt(added)
 

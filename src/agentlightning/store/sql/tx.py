@@ -470,6 +470,10 @@ class Tx:
         """Add to a counter; not reverted by `undo`."""
         self._counts[name, queue] += number
 
+    def counted(self, queue: str, names: Iterable[str]) -> int:
+        """What this transaction has added so far to counters of a queue, of what is written."""
+        return sum([self._counts.get((name, queue), 0) for name in names])
+
     def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
         """After a change of who runs an attempt, or of whether it is open: tell the workers that are loaded."""
         if worker_before is not None and worker_before != row.worker_id and worker_before in self.workers:
@@ -536,7 +540,7 @@ class Tx:
             columns, one, same = _update(table, names)
             values = [columns(row) for row in some]
             first = values[0][:-1]
-            if all([each[:-1] == first for each in values]):
+            if all(each[:-1] == first for each in values):
                 self.connection.write(same, [(*first, [each[-1] for each in values])])
             else:
                 self.connection.write(one, values)
