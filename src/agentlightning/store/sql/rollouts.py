@@ -78,8 +78,6 @@ def _set_status(tx: Tx, attempt: AttemptRow, status: str, keep_timeout: bool) ->
     keep_timeout = keep_timeout and (is_open or status == "unresponsive")
     timeout_at, end_time = attempt.timeout_at if keep_timeout else None, None if is_open else tx.wall
     tx.set(attempt, status=status, silent_at=silent_at, timeout_at=timeout_at, end_time=end_time)
-    if attempt.worker_id is not None:
-        tx.track(attempt)
 
 
 def _rollout_status(attempt: AttemptRow, status: str) -> str:
@@ -110,7 +108,6 @@ def _fence(tx: Tx, rollout: RolloutRow) -> None:
     latest = rollout.latest
     if latest is not None and not latest.superseded:
         tx.set(latest, superseded=1, timeout_at=None, silent_at=None)
-        tx.track(latest)
 
 
 # -- status of rollouts ----------------------------------------------------------------------------------------------

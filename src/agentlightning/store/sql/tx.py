@@ -361,8 +361,6 @@ class Tx:
         for name in missing:
             if name not in self.workers:
                 self.workers[name] = WorkerRow(name, stored=False)
-        for worker_id, rollout_id, attempt_id in self.connection.all(OPEN_ATTEMPTS, missing):
-            self.workers[worker_id].open_attempts[attempt_id] = rollout_id
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         if rollout_id not in self.rollouts:
@@ -404,6 +402,13 @@ class Tx:
             self.load_workers([worker_id])
         return self.workers[worker_id]
 
+    def open_attempts(self, worker_ids: list[str]) -> list[AttemptRow]:
+        """Those that some workers run, the newest last."""
+        found = self.all(OPEN_ATTEMPTS, worker_ids)
+        self.load(rollout_id for _, rollout_id, _ in found)
+        attempts = [self.attempt(rollout_id, attempt_id) for _, rollout_id, attempt_id in found]
+        return [attempt for attempt in attempts if attempt.status in OPEN and not attempt.superseded]
+
     def check_resources(self, resources_id: str | None) -> None:
         """Raises NotFoundError for resources that were never published. None stands for the latest."""
         if resources_id is None or resources_id in self.known_resources:
@@ -440,7 +445,6 @@ class Tx:
         self._changed[row] = set()
         self._undo += [(row.rollout.attempts.pop, row.attempt_id), (self._changed.pop, row, None)]
         self._undo.append((self.owners.pop, row.attempt_id, None))
-        self.track(row)
         return row
 
     def remove_attempt(self, row: AttemptRow) -> None:
@@ -450,7 +454,6 @@ class Tx:
         self.count(ATTEMPTS, -1)
         del row.rollout.attempts[row.attempt_id]
         self.owners.pop(row.attempt_id, None)
-        self.track(row)
 
     def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]]) -> None:
         """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
@@ -473,22 +476,6 @@ class Tx:
     def counted(self, queue: str, names: Iterable[str]) -> int:
         """What this transaction has added so far to counters of a queue, of what is written."""
         return sum([self._counts.get((name, queue), 0) for name in names])
-
-    def track(self, row: AttemptRow, worker_before: str | None = None) -> None:
-        """After a change of who runs an attempt, or of whether it is open: tell the workers that are loaded."""
-        if worker_before is not None and worker_before != row.worker_id and worker_before in self.workers:
-            self._track(self.workers[worker_before], row, False)
-        worker = None if row.worker_id is None else self.workers.get(row.worker_id)
-        if worker is not None:
-            is_open = row.status in OPEN and not row.superseded and row.attempt_id in row.rollout.attempts
-            self._track(worker, row, is_open)
-
-    def _track(self, worker: WorkerRow, row: AttemptRow, is_open: bool) -> None:
-        before = worker.open_attempts
-        self._undo.append((setattr, worker, "open_attempts", before))
-        worker.open_attempts = {name: value for name, value in before.items() if is_open or name != row.attempt_id}
-        if is_open:
-            worker.open_attempts[row.attempt_id] = row.rollout.rollout_id
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
