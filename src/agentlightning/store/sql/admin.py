@@ -227,11 +227,8 @@ def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[Rol
     return records
 
 
-class PreparedPack(NamedTuple):
-    pack: SpanPack
-    body: bytes
-    superseded: bool
-    """Whether the attempt was superseded when it sent these spans."""
+PreparedPack = tuple[SpanPack, bool]
+"""With whether the attempt was superseded when it sent these spans."""
 
 
 class PreparedRecord(NamedTuple):
@@ -290,8 +287,7 @@ def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
             last = (superseded, list[Span]())
             groups.append(last)
         last[1].append(span)
-    packs = ((pack.pack(group), superseded) for superseded, group in groups)
-    return tuple(PreparedPack(each, each.body, superseded) for each, superseded in packs)
+    return tuple((pack.pack(group), superseded) for superseded, group in groups)
 
 
 def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs: Sequence[PreparedPack]) -> AttemptRow:
@@ -312,9 +308,9 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
     return AttemptRow(
         *(0, 0, attempt.sequence_id, attempt.attempt_id, status, attempt.start_time, end_time, attempt.worker_id),
         *(attempt.last_heartbeat_time, validation.dict_to_json(metadata, "metadata"), int(superseded)),
-        max((max(each.pack.sequence_ids) for each in packs), default=0),
-        sum(each.pack.count for each in packs),
-        sum(len(each.body) + 9 * each.pack.count for each in packs),
+        max((max(each.sequence_ids) for each, _ in packs), default=0),
+        sum(each.count for each, _ in packs),
+        sum(len(each.body) + 9 * each.count for each, _ in packs),
         *(None, None, None, 1),
         rollout=rollout,
         stored=False,
@@ -343,7 +339,7 @@ def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -
         for prepared, packs in record.attempts:
             attempt = tx.add_attempt(structs.replace(prepared, rollout=rollout))
             writer.forget(attempt)
-            for part, body, superseded in packs:
-                size = writer.add_pack(tx, attempt, part, body, part.sequence_ids[0], int(superseded))
+            for part, superseded in packs:
+                size = writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
                 tx.set(attempt, bytes=attempt.bytes + size)
     return len(new)

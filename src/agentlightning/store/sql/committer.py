@@ -628,8 +628,7 @@ class Committer(DatabaseThread):
         except self._database.errors:
             raise
         except Exception as error:
-            if self.spans.touched:
-                self.spans.clear()
+            self.spans.clear()
             if tx.written:
                 raise _CannotUndoError(command) from error
             tx.undo()
@@ -638,7 +637,6 @@ class Committer(DatabaseThread):
             results.append((command, None, error))
             return True
         tx.mark()
-        self.spans.touched = False
         if value is WAIT:
             command.wait(self._waiters)
             return False

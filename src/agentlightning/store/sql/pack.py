@@ -68,21 +68,14 @@ class SpanPack(Struct, frozen=True, gc=False):
     """`span_ids` as `join_ids` encodes them."""
     sequence_ids: tuple[int, ...]
     """As the caller gave them; 0: the store assigns the next one."""
-    json: bytes
-    numbers: bytes = b""
+    body: bytes
+    """The encoded spans, which `unpack` decodes."""
     prompts: tuple[tuple[int, bytes], ...] = ()
     """(index of the span, tokens of its prompt), for those that are kept apart."""
 
     @property
     def count(self) -> int:
         return len(self.span_ids)
-
-    @property
-    def body(self) -> bytes:
-        """The encoded spans, which `unpack` decodes."""
-        if not self.numbers and not self.prompts and self.json.startswith(b"["):
-            return self.json
-        return _header.pack(len(self.json)) + self.json + self.numbers
 
 
 # -- spans to bytes --------------------------------------------------------------------------------------------------
@@ -110,8 +103,10 @@ def pack(spans: Sequence[Span]) -> SpanPack:
     span_ids = split_ids(generated) if generated else tuple([span_id or new_span_id() for span_id in requested_ids])
     _check_text(spans, span_ids, texts)
     _check_sequence_ids(spans, sequence_ids)
-    ids = generated or join_ids(span_ids)
-    return SpanPack(span_ids, ids, tuple(sequence_ids), _dump(rows, spans), b"".join(numbers), tuple(prompts))
+    body = _dump(rows, spans)
+    if numbers or prompts:
+        body = b"".join([_header.pack(len(body)), body, *numbers])
+    return SpanPack(span_ids, generated or join_ids(span_ids), tuple(sequence_ids), body, tuple(prompts))
 
 
 def _long_row(

@@ -41,10 +41,9 @@ class AttemptSpans:
     """The spans of one call that belong to one attempt: packed in the caller's thread, then stored, then returned as
     stored."""
 
-    __slots__ = ("_positions", "_spans", "attempt_id", "body", "named", "pack", "rollout_id")
+    __slots__ = ("_positions", "_spans", "attempt_id", "named", "pack", "rollout_id")
 
     pack: SpanPack
-    body: bytes
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         validation.check_text(rollout_id, "rollout_id")
@@ -69,7 +68,6 @@ class AttemptSpans:
     def seal(self) -> None:
         """Validate and pack the spans."""
         self.pack = pack.pack(self._spans)
-        self.body = self.pack.body
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
@@ -170,12 +168,9 @@ class SpanWriter:
     def __init__(self, connection: Connection) -> None:
         self._ids = SpanIds()
         self._prompts = PromptCache(connection)
-        self.touched = False
-        """The command that is running has added something to what is remembered."""
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
-        self.touched = False
         self._ids.clear()
         self._prompts.clear()
 
@@ -189,20 +184,19 @@ class SpanWriter:
             self.forget(attempt)
         repeated = self._repeated(tx, group, attempt)
         existing: dict[int, Span] = {}
-        new, body = group.pack, group.body
+        new = group.pack
         if repeated:
             stored = _by_id(tx, attempt, set(repeated.values()))
             existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
-            body = new.body
         sequence_ids = _assign_sequence_ids(new.sequence_ids, attempt.last_span)
         superseded = attempt.superseded
         count = len(new.span_ids)
         if count:
-            size = len(body) + 9 * count
+            size = len(new.body) + 9 * count
             for start, end in _runs(sequence_ids):
                 part = new if end - start == count else pack.select(new, range(start, end))
-                size += self.add_pack(tx, attempt, part, body if part is new else part.body, sequence_ids[start])
+                size += self.add_pack(tx, attempt, part, sequence_ids[start])
             before = attempt.spans
             last_span = max(attempt.last_span, max(sequence_ids))
             size += attempt.bytes
@@ -232,19 +226,16 @@ class SpanWriter:
         """The attempt is new, though its key may not be."""
         self._prompts.forget(attempt.key)
 
-    def add_pack(
-        self, tx: Tx, attempt: AttemptRow, part: SpanPack, body: bytes, first: int, superseded: int | None = None
-    ) -> int:
+    def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
         """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
         attempt was, when it sent them; by default, whether it is now."""
-        self.touched = True
         key = tx.connection.new_key("span_packs", 0)
         prompts: list[tuple[Any, ...]] = []
         for index, ids in part.prompts:
             may_be_stored = attempt.stored and attempt.spans > 0
             prompts.append(self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored))
         mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
-        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, body), span_ids, prompts)
+        tx.add_pack((key, attempt.key, first, len(span_ids), mark, part.ids, part.body), span_ids, prompts)
         return sum([len(row[-1]) for row in prompts]) if prompts else 0
 
 
