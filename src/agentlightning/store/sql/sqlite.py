@@ -100,9 +100,15 @@ class SqliteDatabase(Database):
         return SqliteConnection(connection, self.path)
 
     def explain(self, error: Exception) -> StoreError:
-        if isinstance(error, sqlite3.Error):
-            return _explain(error, self.path)
-        return StoreError(f"{self.name}: {error!r}")
+        if not isinstance(error, sqlite3.Error):
+            return StoreError(f"{self.name}: {error!r}")
+        where, code = str(self.path or self.name), _code(error)
+        if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(self.path) < SCARCE_BYTES):
+            return StoreFullError(
+                f"the disk is full: {where} could not be written ({_free_bytes(self.path) / 1e6:.1f} MB free); nothing "
+                "of this call was stored; free some space and call again"
+            )
+        return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
 
     def is_fatal(self, error: BaseException) -> bool:
         """Whether the database may have rolled back the whole transaction, not only the statement."""
@@ -453,18 +459,6 @@ _ADVICE: Final = {
 def _code(error: sqlite3.Error) -> int:
     """The primary result code: the low byte of the extended one."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _explain(error: sqlite3.Error, path: Path | None) -> StoreError:
-    """The error to raise instead of `error`."""
-    where = str(path) if path is not None else "the in-memory store"
-    code = _code(error)
-    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < SCARCE_BYTES):
-        return StoreFullError(
-            f"the disk is full: {where} could not be written ({_free_bytes(path) / 1e6:.1f} MB free); nothing of this "
-            "call was stored; free some space and call again"
-        )
-    return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
 
 
 def _free_bytes(path: Path | None) -> float:
