@@ -311,7 +311,6 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
         max((max(each.sequence_ids) for each, _ in packs), default=0),
         sum(each.count for each, _ in packs),
         sum(len(each.body) + 9 * each.count for each, _ in packs),
-        *(None, None, None, 1),
         rollout=rollout,
         stored=False,
     )

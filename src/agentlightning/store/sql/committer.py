@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError, StoreError
 from agentlightning.rollouts import is_private_queue
@@ -57,6 +57,7 @@ class DatabaseThread:
     """A thread, its connection, and the queue of commands. Used as it is, it runs queries."""
 
     def __init__(self, name: str, database: Database, connection: Connection) -> None:
+        self.name = database.name
         self._database = database
         self._connection = connection
         self._queue: deque[Command] = deque()
@@ -69,27 +70,14 @@ class DatabaseThread:
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
-        self._crash: BaseException | None = None
+        self.crash: BaseException | None = None
         """The error that ended the thread."""
         self._running: list[Command] = []
         """The batch that is being run."""
         self._process_id = os.getpid()
         self.observe: CommandObserver | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def name(self) -> str:
-        return self._database.name
-
-    @property
-    def crashed(self) -> bool:
-        """Whether an error has ended the thread."""
-        return self._crash is not None
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
@@ -113,8 +101,8 @@ class DatabaseThread:
     def _closed_error(self) -> StoreClosedError:
         if self._process_id != os.getpid():
             return StoreClosedError(f"{self.name} was opened by a parent process; open it again in this one")
-        if self._crash is not None:
-            return StoreClosedError(f"{self.name}: its thread ended with {self._crash!r}; open it again")
+        if self.crash is not None:
+            return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
     def _notify(self) -> None:
@@ -164,9 +152,9 @@ class DatabaseThread:
         self._reject_all(f"{self.name} was closed while this call waited")
 
     def _on_crash(self, error: BaseException) -> None:
-        logger.critical("%s: the thread %s has ended: %r", self.name, self._thread.name, error, exc_info=error)
+        logger.critical("%s: the thread %s has ended: %r", self.name, self.thread.name, error, exc_info=error)
         with self._lock:
-            self._crash = error
+            self.crash = error
             self._closed = True
         running, self._running = self._running, []
         reason = f"{self.name}: its thread ended with {error!r} before it answered this call"
@@ -263,16 +251,6 @@ class DatabaseThread:
 
     def _reject(self, commands: Iterable[Command], reason: str) -> None:
         self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
-
-
-class _Committed(NamedTuple):
-    """What a committed transaction did."""
-
-    undone_results: int
-    """Results whose callers were gone."""
-    deadlines_checked: bool
-    next_deadline: float | None
-    """Without the deadlines set by this transaction."""
 
 
 class _CannotUndoError(Exception):
@@ -430,7 +408,7 @@ class Committer(DatabaseThread):
                     return [result for command in batch for result in self._try_batch([command])]
                 return self._failures(batch, results, error)
             try:
-                self._after_commit(committed)
+                self._after_commit(*committed)
             except Exception:  # what is durable must not run again
                 logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
                 self._reset()
@@ -480,8 +458,9 @@ class Committer(DatabaseThread):
             self._waiters.remove(command)
         return [(command, None, type(fault)(*fault.args)) for command in commands]
 
-    def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
-        """Run one transaction up to and including its commit."""
+    def _transact(self, batch: list[Command], results: list[Result]) -> tuple[int, bool, float | None]:
+        """Run one transaction up to and including its commit. Returns how many results were undone as their callers
+        were gone, whether deadlines were checked, and the next one of those that it has not set."""
         tx, connection = self.tx, self._connection
         self._accepted += [self._notifications.popleft() for _ in range(len(self._notifications))]
         due = self._is_due()
@@ -517,7 +496,7 @@ class Committer(DatabaseThread):
             self.commits += 1
         else:
             connection.rollback()
-        return _Committed(len(undelivered), due or changed_elsewhere, next_deadline)
+        return len(undelivered), due or changed_elsewhere, next_deadline
 
     def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
         """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
@@ -545,13 +524,13 @@ class Committer(DatabaseThread):
             connection.sync_clock(clock)
         return writes, changed
 
-    def _after_commit(self, committed: _Committed) -> None:
+    def _after_commit(self, undone: int, deadlines_checked: bool, next_deadline: float | None) -> None:
         self._accepted.clear()
-        for _ in range(committed.undone_results):
+        for _ in range(undone):
             self._undelivered.popleft()
-        if committed.deadlines_checked:
+        if deadlines_checked:
             self._last_tick = self._clock.steady()
-        deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
+        deadlines = [each for each in (next_deadline, self.tx.deadline) if each is not None]
         self._next_deadline = min(deadlines, default=None)
 
     def _reset(self) -> None:

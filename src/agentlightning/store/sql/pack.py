@@ -41,7 +41,7 @@ from agentlightning.span import (
     SpanEvent,
     new_span_id,
 )
-from agentlightning.store.validation import find_not_finite
+from agentlightning.store.validation import MAX_TEXT, check_text, to_json
 from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bytes
 
@@ -159,11 +159,11 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         json = dumps(rows)
     except TypeError as error:
         for span in spans:
-            _refuse_not_json(span)
+            _refuse(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
     if _has_null(json):
         for span in spans:
-            _refuse_not_finite(span)
+            _refuse(span)
     return json
 
 
@@ -374,7 +374,6 @@ def read_logprobs(data: bytes) -> list[float]:
 
 MAX_SEQUENCE_ID: Final = 2**53
 """Larger integers are rounded by JSON parsers of other languages."""
-MAX_ID_CHARACTERS: Final = 512
 
 _row: Final = attrgetter(
     *("name", "start_time", "end_time", "trace_id", "parent_id", "status_code", "status_message", "attributes")
@@ -411,26 +410,13 @@ def _check_text(spans: Sequence[Span], span_ids: Sequence[str], others: Sequence
     except TypeError as error:
         bad = next(value for value in span_ids if not isinstance(value, str))
         raise ConfigError(f"span_id={bad!r} is not a string") from error
-    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_ID_CHARACTERS:
+    if "\0" not in text and text.isascii() and max(map(len, parts), default=0) <= MAX_TEXT:
         return
     for span, span_id in zip(spans, span_ids, strict=True):
         ids = (("span_id", span_id), ("trace_id", span.trace_id), ("parent_id", span.parent_id or ""))
-        for field, value in (*ids, ("name", span.name)):
-            _check_one_text(field, value, span)
         for field, value in ids:
-            if len(value) > MAX_ID_CHARACTERS:
-                raise ConfigError(
-                    f"{field} of span {span.name!r} has {len(value)} characters; the store takes {MAX_ID_CHARACTERS}"
-                )
-
-
-def _check_one_text(field: str, value: str, span: Span) -> None:
-    if "\0" in value:
-        raise ConfigError(f"{field}={value!r} of span {span.name!r} contains a NUL character; leave it out")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{field}={value!r} of span {span.name!r} is not Unicode text: {error.reason}") from error
+            check_text(value, f"span {span.name!r}: {field}")
+        check_text(span.name, f"span {span.name!r}: name", most=len(span.name))
 
 
 def _check_sequence_ids(spans: Sequence[Span], sequence_ids: Sequence[int]) -> None:
@@ -457,31 +443,11 @@ def _parts(span: Span) -> list[tuple[str, Any]]:
     return parts
 
 
-def _refuse_not_json(span: Span) -> None:
-    """Refuse a value that orjson does not encode."""
+def _refuse(span: Span) -> None:
+    """Refuse a value that JSON cannot hold, or that orjson would write as null."""
     containers = [span.attributes, span.resource, *(event.attributes for event in span.events)]
     for name in (name for container in containers for name in container):
         if not isinstance(name, str):
             raise ConfigError(f"{name!r}, the name of an attribute of span {span.name!r}, is not a string")
     for name, value in _parts(span):
-        try:
-            dumps(value)
-        except TypeError as error:
-            raise ConfigError(
-                f"{name} of span {span.name!r} cannot be stored as JSON: {error}; "
-                "use str, int, float, bool, None, list, dict"
-            ) from error
-
-
-def _refuse_not_finite(span: Span) -> None:
-    """Refuse NaN and infinity, which orjson writes as null."""
-    events = [(event.timestamp, event.attributes) for event in span.events]
-    if find_not_finite((span.start_time, span.end_time, span.attributes, span.resource, events)) is None:
-        return
-    for name, value in _parts(span):
-        found = find_not_finite(value)
-        if found is not None:
-            raise ConfigError(
-                f"{name}{found[0]} is {found[1]} in span {span.name!r}, which JSON cannot hold; "
-                "leave it out or send it as text"
-            )
+        to_json(value, f"span {span.name!r}: {name}")

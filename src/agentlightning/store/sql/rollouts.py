@@ -238,8 +238,8 @@ def set_aside(tx: Tx, rollout: RolloutRow, error: StoreError) -> None:
         number = changes["attempt_count"]
         tx.add_attempt(
             AttemptRow(
-                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall, None, None, text),
-                *(0, 0, 0, 0, None, None, None, 1),
+                *(0, rollout.key, number, new_id("at"), "failed", tx.wall, tx.wall),
+                metadata=text,
                 rollout=rollout,
                 stored=False,
             )
@@ -311,8 +311,11 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
     _apply(tx, rollout, "preparing", attempt_count=number)
     attempt = tx.add_attempt(
         AttemptRow(
-            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall, None, worker_id, None, "{}"),
-            *(0, 0, 0, 0, timeout_at, silence, silent_at, 1),
+            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall),
+            worker_id=worker_id,
+            timeout_at=timeout_at,
+            silence=silence,
+            silent_at=silent_at,
             rollout=rollout,
             stored=False,
         )

@@ -127,7 +127,7 @@ class SqlStore(LightningStoreBase):
             # The last command: once its result has arrived, all results before it have.
             await self.write(Command("close", lambda db: None, reads=True))
         except StoreClosedError:
-            if not self.writer.crashed:
+            if self.writer.crash is None:
                 return
         except StoreError as error:  # nothing of a read is lost
             logger.warning("the store was closed while its database could not be reached: %s", error)
