@@ -25,7 +25,7 @@ from agentlightning.store import validation
 from agentlightning.store.sql import mapping, pack, queries, rollouts, spans
 from agentlightning.store.sql.pack import SpanPack
 from agentlightning.store.sql.schema import MAX_PACK, OPEN, RESOURCES, AttemptRow, RolloutRow
-from agentlightning.store.sql.spans import SpanQuery, SpanWriter
+from agentlightning.store.sql.spans import SpanWriter
 from agentlightning.store.sql.tx import ATTEMPTS, SPANS, Connection, Tx, insert_sql
 from agentlightning.store.types import Retention, RolloutRecord
 from agentlightning.util.json_values import loads
@@ -217,10 +217,11 @@ class Excess:
 
 
 def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
+    validation.check_texts(rollout_ids, "rollout_ids")
     records: list[RolloutRecord] = []
     for rollout_id in rollout_ids:
         attempts = queries.attempts(connection, rollout_id)
-        found = spans.query(connection, SpanQuery(rollout_id))
+        found = spans.query(connection, rollout_id)
         rollout = queries.rollout(connection, rollout_id)
         assert rollout is not None
         records.append(RolloutRecord(rollout, tuple(attempts), tuple(found)))

@@ -47,6 +47,8 @@ class Connection(Protocol):
 
     writer_id: str = ""
     """Whose counters it adds to: "" on a database with one writer, else a name of its own."""
+    position: str = "r.key"
+    """The SQL of the place of a rollout in order of creation."""
 
     def begin(self, write: bool, durable: bool = True) -> None:
         """Begin a transaction. On SQLite, one that writes takes the only write lock. A commit that is not durable
@@ -132,8 +134,6 @@ class Database(Protocol):
     """Several processes write at once, each locking the rows it works with. Otherwise there is one write lock."""
     single: bool
     """One connection serves everything (a database in memory)."""
-    position: str
-    """The SQL of the place of a rollout in order of creation."""
     next_waiting: str
     """See `rollouts.Claims`."""
     errors: ClassVar[tuple[type[Exception], ...]]

@@ -137,6 +137,8 @@ class _Call(NamedTuple):
 class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
+    position = "coalesce(r.position, r.key)"
+
     def __init__(self, server: PostgresServer, read_only: bool) -> None:
         self._server = server
         self.writer_id = server.id
@@ -512,7 +514,6 @@ class PostgresSchema:
 class PostgresDatabase(PostgresServer):
     """See tx.py for each method."""
 
-    position = "coalesce(r.position, r.key)"
     next_waiting = (
         f"SELECT r.* FROM queues q CROSS JOIN LATERAL "
         f"{NEXT_WAITING.format(schema.select('w', ENTRY), ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
