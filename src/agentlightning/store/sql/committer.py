@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError, StoreError
@@ -60,13 +61,10 @@ class DatabaseThread:
         self.name = database.name
         self._database = database
         self._connection = connection
-        self._queue: deque[Command] = deque()
+        self._queue: SimpleQueue[Command | None] = SimpleQueue()
+        """None wakes the thread."""
         self._lock = threading.Lock()
-        self._wake = threading.Lock()
-        """Released to wake the thread."""
-        self._wake.acquire()
-        self._asleep = False
-        self._notified = False
+        """No command is queued any more once the thread is closed."""
         self._closed = False
         self._reading = False
         """A read-only transaction is open."""
@@ -88,10 +86,7 @@ class DatabaseThread:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            self._queue.append(command)
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
+            self._queue.put(command)
 
     def check_open(self) -> None:
         """Raises StoreClosedError where `submit` would."""
@@ -105,28 +100,15 @@ class DatabaseThread:
             return StoreClosedError(f"{self.name}: its thread ended with {self.crash!r}; open it again")
         return StoreClosedError(f"{self.name} is closed; open it again with LightningStore(...)")
 
-    def _notify(self) -> None:
-        """Wake the thread."""
-        with self._lock:
-            self._notified = True
-            if self._asleep:
-                self._asleep = False
-                self._wake.release()
-
-    def _sleep(self, seconds: float | None) -> None:
-        """Sleep until there is something to do, `seconds` at most."""
-        with self._lock:
-            if self._queue or self._notified or self._closed:
-                self._notified = False
-                return
-            self._asleep = True
-        timeout = -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
-        if not self._wake.acquire(timeout=timeout):
-            with self._lock:
-                if not self._asleep:  # woken in the moment of the timeout
-                    self._wake.acquire()
-                self._asleep = False
-        self._notified = False
+    def _next_batch(self, seconds: float | None = None) -> list[Command]:
+        """What is queued, MAX_BATCH commands at most. Waits for that, at most so many seconds."""
+        timeout = None if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        try:
+            first = self._queue.get(timeout=timeout)
+        except Empty:
+            return []
+        batch = [first, *[self._queue.get() for _ in range(min(self._queue.qsize(), MAX_BATCH - 1))]]
+        return [command for command in batch if command is not None]
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for that."""
@@ -134,7 +116,7 @@ class DatabaseThread:
             return
         with self._lock:
             self._closed = True
-        self._notify()
+        self._queue.put(None)
 
     def _run(self) -> None:
         """The error boundary of the thread: whatever ends it, no caller waits forever."""
@@ -144,9 +126,8 @@ class DatabaseThread:
             self._on_crash(error)
 
     def _work(self) -> None:
-        while not self._closed or self._queue:
-            if not self._queue:
-                self._sleep(None)
+        while not self._closed or not self._queue.empty():
+            self._running = self._next_batch()
             self._run_queries()
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
@@ -166,23 +147,22 @@ class DatabaseThread:
     # -- queries -----------------------------------------------------------------------------------------------------
 
     def _run_queries(self) -> None:
-        """Run the queued queries in one transaction. It begins after they were submitted, so each sees what its caller
-        may expect."""
+        """Run the queued queries in few transactions. Each begins after they were submitted, so that they see what
+        their callers may expect."""
         results: list[Result] = []
         deadline = time.monotonic() + READ_BATCH_SECONDS
-        for _ in range(len(self._queue)):
-            command = self._queue.popleft()
+        for command in self._running:
             if not command.future.cancelled():
-                self._running.append(command)
                 started = time.perf_counter()
                 results.append(self._run_query(command))
                 if self.observe is not None:
                     self._notify_observer(command, started, time.perf_counter() - started, 1)
             if time.monotonic() > deadline:
-                break
+                self._end_reading()
+                self._deliver(results)
+                results, deadline = [], time.monotonic() + READ_BATCH_SECONDS
         self._end_reading()
-        if results:
-            self._deliver(results)
+        self._deliver(results)
         self._running = []
 
     def _run_query(self, command: Command) -> Result:
@@ -245,9 +225,8 @@ class DatabaseThread:
 
     def _reject_all(self, reason: str) -> None:
         """Fail everything that is queued: the thread ends."""
-        commands = list(self._queue)
-        self._queue.clear()
-        self._reject(commands, reason)
+        while not self._queue.empty():
+            self._reject(self._next_batch(), reason)
 
     def _reject(self, commands: Iterable[Command], reason: str) -> None:
         self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
@@ -277,8 +256,6 @@ class Committer(DatabaseThread):
         self._changed_elsewhere = False
         """Another process has written: any rollout may have changed."""
         self._waiters = Waiters()
-        self._cancelled: deque[Command] = deque()
-        """Waiting commands whose callers are gone."""
         self._undelivered: deque[tuple[Command, Any]] = deque()
         """Committed results that no caller took, to be undone."""
         self._notifications: deque[Notification] = deque()
@@ -301,8 +278,7 @@ class Committer(DatabaseThread):
 
     def cancel_waiter(self, command: Command) -> None:
         """Remove a waiting command whose caller was cancelled."""
-        self._cancelled.append(command)
-        self._notify()
+        self._queue.put(command)
 
     def return_result(self, command: Command) -> None:
         """Undo a result that arrived while its caller was being cancelled."""
@@ -311,11 +287,11 @@ class Committer(DatabaseThread):
 
     def _on_undelivered(self, command: Command, value: Any) -> None:
         self._undelivered.append((command, value))
-        self._notify()
+        self._queue.put(None)
 
     def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
         self._notifications.append((queued, finished))
-        self._notify()
+        self._queue.put(None)
 
     def stop(self) -> None:
         if self._process_id == os.getpid() and self._listener is not None:
@@ -323,25 +299,16 @@ class Committer(DatabaseThread):
         super().stop()
 
     def _work(self) -> None:
-        while not self._closed or self._queue or self._undelivered:
-            if not (self._queue or self._cancelled or self._notifications):
-                self._sleep(self._idle_seconds())
-            self._next_batch()
+        while not self._closed or not self._queue.empty() or self._undelivered:
+            self._running = self._next_batch(self._idle_seconds() if self._queue.empty() else 0)
             self._process(self._running)
             self._running = []
-            if not self._queue or self._deliver_at_once:
+            if self._queue.empty() or self._deliver_at_once:
                 self._deliver_committed()
         self._connection.close()
         self._reject_all(f"{self.name} was closed while this call waited")
 
     # -- scheduling --------------------------------------------------------------------------------------------------
-
-    def _next_batch(self) -> None:
-        queue, batch = self._queue, self._running
-        for _ in range(min(len(queue), MAX_BATCH)):
-            batch.append(queue.popleft())
-        while self._cancelled:
-            batch.append(self._cancelled.popleft())
 
     def _idle_seconds(self) -> float | None:
         """How long to sleep without being notified; None: until notified."""
