@@ -283,25 +283,26 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
         return mapping.to_attempted(before[0].rollout, before[0])
     if has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return claim(tx, add(tx, row), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+    return claim(tx, add(tx, row), worker_id, claim_id)
 
 
 def start_attempt(tx: Tx, rollout_id: str, worker_id: str | None, claim_id: str | None) -> AttemptedRollout:
     if before := claimed_before(tx, claim_id, 1):
         return mapping.to_attempted(before[0].rollout, before[0])
-    return claim(tx, tx.rollout(rollout_id), worker_id, None if claim_id is None else claimed_id(claim_id, 0))
+    return claim(tx, tx.rollout(rollout_id), worker_id, claim_id)
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptedRollout:
-    """Start the next attempt of a rollout."""
+def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, claim_id: str | None, index: int = 0) -> AttemptedRollout:
+    """Start the next attempt of a rollout, which a claim takes at `index`."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
     if "preparing" not in allowed and "requeuing" not in allowed:
         raise ConflictError(f"rollout {rollout.rollout_id!r} has {rollout.status}; enqueue the task as a new rollout")
     worker = None if worker_id is None else tx.worker(worker_id)
     number = rollout.attempt_count + 1
+    attempt_id = new_id("at") if claim_id is None else claimed_id(claim_id, index)
     if rollout.attempt_count:
         close_attempts(tx, rollout, f"attempt {number} was started")
     config = mapping.DEFAULT_CONFIG if rollout.config is None else mapping.config_of(rollout)
@@ -311,7 +312,7 @@ def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | 
     _apply(tx, rollout, "preparing", attempt_count=number)
     attempt = tx.add_attempt(
         AttemptRow(
-            *(0, rollout.key, number, attempt_id or new_id("at"), "preparing", tx.wall),
+            *(0, rollout.key, number, attempt_id, "preparing", tx.wall),
             worker_id=worker_id,
             timeout_at=timeout_at,
             silence=silence,
@@ -370,9 +371,7 @@ class ClaimRollouts(Command):
     def __init__(
         self, name: str, limit: int, worker_id: str | None, queues: Sequence[str] | None, claim_id: str | None
     ) -> None:
-        super().__init__(name, self._repeat)
-        self.workers = () if worker_id is None else (worker_id,)
-        self.attempts = () if claim_id is None else (claimed_id(claim_id, 0),)
+        super().__init__(name, self._repeat, worker_id=worker_id, claim_id=claim_id)
         self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
         self.limit = limit
         self._worker_id = worker_id
@@ -401,8 +400,7 @@ class ClaimRollouts(Command):
             return []  # its lease ran out while it waited: it would claim what that has just given back
         found: list[AttemptedRollout] = []
         while len(found) < self.limit and (row := claims.next(self.queues)) is not None:
-            attempt_id = None if self._claim_id is None else claimed_id(self._claim_id, len(found))
-            found.append(claim(tx, row, self._worker_id, attempt_id))
+            found.append(claim(tx, row, self._worker_id, self._claim_id, len(found)))
         self._answer_counts = [1] * len(found)
         return found or WAIT
 

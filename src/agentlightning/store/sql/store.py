@@ -35,7 +35,7 @@ from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
 from agentlightning.store.base import LightningStoreBase, store_url
 from agentlightning.store.clock import Clock
-from agentlightning.store.ids import claimed_id, new_id
+from agentlightning.store.ids import new_id
 from agentlightning.store.sql import admin, mapping, queries
 from agentlightning.store.sql import attempts as attempt_commands
 from agentlightning.store.sql import rollouts as rollout_commands
@@ -188,7 +188,7 @@ class SqlStore(LightningStoreBase):
 
     async def do(self, name: str, run: Callable[[Tx], T], *rollouts: str, worker: str | None = None) -> T:
         """Run a function of a transaction, with these rollouts and the worker loaded."""
-        return await self.write(Command(name, run, rollouts, () if worker is None else (worker,)))
+        return await self.write(Command(name, run, rollouts, worker))
 
     async def read(self, name: str, query: Callable[[Connection], T]) -> T:
         command = Command(name, query, reads=True)
@@ -231,8 +231,8 @@ class SqlStore(LightningStoreBase):
             "start_rollout",
             lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
             () if rollout_id is None else (rollout_id,),
-            () if worker_id is None else (worker_id,),
-            () if claim_id is None else (claimed_id(claim_id, 0),),
+            worker_id,
+            claim_id,
             new_rollouts=1,
         )
         return await self.write(command)
@@ -313,8 +313,8 @@ class SqlStore(LightningStoreBase):
             "start_attempt",
             lambda tx: rollout_commands.start_attempt(tx, rollout_id, worker_id, claim_id),
             (rollout_id,),
-            () if worker_id is None else (worker_id,),
-            () if claim_id is None else (claimed_id(claim_id, 0),),
+            worker_id,
+            claim_id,
         )
         return await self.write(command)
 
