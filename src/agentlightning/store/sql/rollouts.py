@@ -398,8 +398,8 @@ class ClaimRollouts(Command):
             self._first_try = tx.number
         if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
             return []  # its lease ran out while it waited: it would claim what that has just given back
-        found: list[AttemptedRollout] = []
-        while len(found) < self.limit and (row := claims.next(self.queues)) is not None:
+        queues, found = claims.among(self.queues), list[AttemptedRollout]()
+        while len(found) < self.limit and (row := claims.next(queues)) is not None:
             found.append(claim(tx, row, self._worker_id, self._claim_id, len(found)))
         self._answer_counts = [1] * len(found)
         return found or WAIT
@@ -466,8 +466,8 @@ class Claims:
                 locked = dict(tx.all(limited))
                 tx.limits = {name: locked.get(name) for name in tx.limits}
 
-    def next(self, names: QueueNames) -> RolloutRow | None:
-        """The next rollout of some queues, which the caller claims at once. Damaged ones are set aside."""
+    def among(self, names: QueueNames) -> list[str]:
+        """The queues with these names, of which what can be claimed is read."""
         limits = self._tx.limits
         if names is None:
             queues = [name for name in limits if not is_private_queue(name)]
@@ -478,6 +478,10 @@ class Claims:
         if limited:
             found = dict(self._tx.all(_COUNT_OPEN, limited))
             self._open.update({name: found.get(name, 0) + self._tx.counted(name, OPEN) for name in limited})
+        return queues
+
+    def next(self, queues: Sequence[str]) -> RolloutRow | None:
+        """The next rollout of some queues, which the caller claims at once. Damaged ones are set aside."""
         row = min([row for row in map(self._first, queues) if row is not None], key=_entry, default=None)
         if row is not None and row.queue in self._open:
             self._open[row.queue] += 1
@@ -529,7 +533,7 @@ _COUNT_OPEN: Final = (
     "AND name IN ('preparing', 'running') GROUP BY queue"
 )
 NEXT_WAITING: Final = (
-    "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') "
+    "(SELECT {} FROM rollouts w WHERE w.queue = q.name AND w.status IN ('queuing', 'requeuing') {}"
     "ORDER BY w.priority DESC, w.key LIMIT ?{})"
 )
 """The next rollouts of the queue `q`."""

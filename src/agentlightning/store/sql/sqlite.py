@@ -61,8 +61,9 @@ class SqliteDatabase(Database):
 
     shared = False
     next_waiting = (
-        f"SELECT {select('r', ENTRY)} FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
-        "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"
+        f"SELECT {select('r', ENTRY)} FROM queues q JOIN rollouts r ON r.key IN "
+        + NEXT_WAITING.format("w.key", "AND typeof(w.rollout_id) = 'text' ", "")
+        + " WHERE q.name = ANY (?)"
     )
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 

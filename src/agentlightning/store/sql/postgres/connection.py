@@ -516,7 +516,7 @@ class PostgresDatabase(PostgresServer):
 
     next_waiting = (
         f"SELECT r.* FROM queues q CROSS JOIN LATERAL "
-        f"{NEXT_WAITING.format(schema.select('w', ENTRY), ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
+        f"{NEXT_WAITING.format(schema.select('w', ENTRY), '', ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
     )
 
     def prepare(self) -> None:
