@@ -203,8 +203,8 @@ class SqliteConnection(Connection):
         start = 0
         while left := len(rows) - start:
             size = next((size for size in CHUNK_SIZES if size <= left), left)
-            values = [_adapt(value) for row in rows[start : start + size] for value in row]
-            self._cursor.execute(_for_rows(sql, size), values)
+            values = [value for row in rows[start : start + size] for value in row]
+            self._cursor.execute(_for_rows(sql, size), values if size > 1 else [_adapt(value) for value in values])
             start += size
 
     def new_key(self, table: str, expected: int) -> int:
