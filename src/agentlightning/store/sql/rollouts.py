@@ -445,7 +445,7 @@ class Claims:
             if self._tx.limits:
                 self._tx.limits.setdefault(row.queue, None)
             entry, head = _entry(row), self._heads.get(row.queue)
-            if head is not None and entry < self._ends[row.queue]:
+            if head is not None and row.status in WAITING and entry < self._ends[row.queue]:
                 heappush(head, entry)
                 if len(head) > 4 * _READ:
                     del self._heads[row.queue]
