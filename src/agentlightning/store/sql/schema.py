@@ -50,7 +50,6 @@ class RolloutRow(RolloutColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "rollouts"
     stored: bool = True
-    mark: int = 0
     attempts: dict[str, AttemptRow] = field(default_factory=dict[str, "AttemptRow"])
     """By id, the latest one last."""
     counted: str | None = None
@@ -68,23 +67,23 @@ class AttemptColumns(Struct, eq=False):
     attempt_id: str
     status: str
     start_time: float
-    end_time: float | None
-    worker_id: str | None
-    last_heartbeat_time: float | None
-    metadata: str
-    superseded: int
-    last_span: int
+    end_time: float | None = None
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: str = "{}"
+    superseded: int = 0
+    last_span: int = 0
     """The highest sequence number assigned."""
-    spans: int
-    bytes: int
+    spans: int = 0
+    bytes: int = 0
     """Of its packs and prompts."""
-    timeout_at: float | None
+    timeout_at: float | None = None
     """Its deadline, on the steady clock."""
-    silence: float | None
+    silence: float | None = None
     """How long it may send no heartbeat."""
-    silent_at: float | None
+    silent_at: float | None = None
     """The deadline that follows from it."""
-    claims: int
+    claims: int = 1
     """How often its claim was answered: more than once if it was repeated."""
 
 
@@ -93,7 +92,6 @@ class AttemptRow(AttemptColumns, eq=False, kw_only=True):
 
     table: ClassVar[str] = "attempts"
     stored: bool = True
-    mark: int = 0
     rollout: RolloutRow
 
 
@@ -109,13 +107,8 @@ class WorkerColumns(Struct, eq=False):
 
 
 class WorkerRow(WorkerColumns, eq=False, kw_only=True):
-    """A worker with its open attempts."""
-
     table: ClassVar[str] = "workers"
     stored: bool = True
-    mark: int = 0
-    open_attempts: dict[str, str] = field(default_factory=dict[str, str])
-    """The rollout id by attempt id, the newest attempt last."""
 
 
 Row = RolloutRow | AttemptRow | WorkerRow
@@ -174,7 +167,6 @@ CLUSTERED: Final = frozenset({"span_places", "counts"})
 """Tables that SQLite keeps in the order of their primary key."""
 INDEXES: Final = (
     f"INDEX rollouts_waiting ON rollouts (queue, priority DESC, key) WHERE {IS_WAITING}",
-    f"INDEX rollouts_open ON rollouts (queue) WHERE {IS_OPEN}",
     "INDEX rollouts_finished ON rollouts (end_time, status) WHERE end_time IS NOT NULL",
     "UNIQUE INDEX attempts_of_rollout ON attempts (rollout_key, sequence_id)",
     "INDEX attempts_timeout ON attempts (timeout_at) WHERE timeout_at IS NOT NULL",
