@@ -32,7 +32,7 @@ from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import dashboard_of_run
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.policy.open import require_training
+from agentlightning.policy.open import follow_trainer, require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
 from agentlightning.store.base import LightningStoreBase
@@ -225,6 +225,7 @@ class Trainer:
     ) -> DryRun:
         """Check everything short of training: imports, tasks, the model, and a few rollouts with their calls, tokens
         and rewards. The arguments are those of `fit`. Leaves nothing behind; raises ConfigError and DatasetError."""
+        follow_trainer(self.config.policy)
         datasets: dry_run.Datasets = train_dataset, val_dataset, held_out_dataset
         if self._resumed_from is not None:
             datasets = dry_run.tasks_of_run(self.run_dir)
@@ -265,6 +266,7 @@ class Trainer:
             check_live(chosen, self.config)
         if chosen.learns_weights:
             require_training()
+            follow_trainer(self.config.policy)
         self._name_objects(agent)
         agent = agent if agent is not None else self.config.agent
         with self.progress:

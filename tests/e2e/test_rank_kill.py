@@ -7,19 +7,18 @@ import json
 import random
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from tests.support.ranks import ranks_of
 
 STEPS = 8
 KILLS = 5
 ROLLOUTS = 16
 """Of a step."""
-RANKS = ("policy.kind=fsdp", "policy.processes=2", "policy.device=cpu")
+RANKS = ("policy.kind=fsdp", "policy.processes=3", "policy.device=cpu")
 
 
 @pytest.mark.chaos
@@ -40,7 +39,7 @@ def test_a_run_whose_ranks_are_killed_five_times_counts_what_an_undisturbed_one_
             killed = kill_a_rank(job.directory / "run", process, kill, chance)
             _, words = process.communicate(timeout=1200)
         assert process.returncode != 0
-        assert f"process {killed} on" in words or "was killed by SIGKILL before it had joined" in words, words
+        assert f"process {killed} on" in words, words
         if (job.directory / "run").exists():  # Nothing is left of a run that ended before it had begun.
             command = resume
     finished = subprocess.run(
@@ -70,14 +69,6 @@ def kill_a_rank(run_dir: Path, process: subprocess.Popen[str], step: int, chance
                 return victim.pid
         time.sleep(0.02)
     raise AssertionError(f"step {step} was never reached")
-
-
-def ranks_of(pid: int) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for child in psutil.Process(pid).children():
-        with suppress(psutil.Error):  # It has ended meanwhile.
-            found += [child] * ("agentlightning.policy.fsdp.rank" in child.cmdline())
-    return found
 
 
 def optimizer_steps(run_dir: Path) -> int:

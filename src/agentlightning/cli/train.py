@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentlightning.store.http.client import LightningStoreClient
     from agentlightning.trainer import Trainer
 
-CONFIG_FILE: Final = "agl.toml"
+CONFIG_FILE: Final = Path("agl.toml")
 """The settings of the current directory, where none are given."""
 
 
@@ -126,11 +126,10 @@ def train(
 
 def _own_config(resume: Path | None) -> Path | None:
     """The settings file of the current directory, for a run that is given none."""
-    path = Path(CONFIG_FILE)
-    if resume is not None or not path.is_file():
-        return None
-    typer.echo(f"settings: {path}", err=True)
-    return path
+    if resume is None and CONFIG_FILE.is_file():
+        typer.echo(f"settings: {CONFIG_FILE}", err=True)
+        return CONFIG_FILE
+    return None
 
 
 def _check(trainer: Trainer, again: str, output: Output) -> None:

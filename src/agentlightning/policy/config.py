@@ -6,7 +6,6 @@ Imports no torch, so that configuration can be read without it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
@@ -225,27 +224,6 @@ ValueHeadSetting = Annotated[ValueHeadConfig | None, BeforeValidator(by_type)]
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
-TOKEN: Final = "AGL_RANK_TOKEN"
-"""The environment variable with the secret that the trainer and the ranks that join it share."""
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as a pair. Raises ConfigError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is no address of a trainer; give HOST:PORT, such as 0.0.0.0:29400")
-    return host, int(port)
-
-
-def shared_token() -> bytes:
-    """The secret in the environment. Raises ConfigError where there is none."""
-    token = os.environ.get(TOKEN, "")
-    if not token:
-        raise ConfigError(
-            f"the environment variable {TOKEN} is not set; give the trainer and every rank that joins the same secret"
-        )
-    return token.encode()
-
 
 def check_fed(processes: int, trees: int, settings: str) -> None:
     """Raises ConfigError for more ranks than the trees of a batch, each of which one rank computes. `settings` is where
@@ -306,12 +284,10 @@ class ModelSettings(Section):
     (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
     your own."""
     processes: int = Field(default=1, ge=1)
-    """With fsdp, how many processes train, on all machines together."""
-    address: str | None = None
-    """With fsdp, HOST:PORT where the trainer waits for these processes, which are started elsewhere and know the secret
-    in AGL_RANK_TOKEN. None: it starts them on its own machine."""
+    """With fsdp, how many processes train, on all machines together. Unless torchrun has started them, the trainer
+    starts the others on its own machine."""
     rank_timeout_seconds: float = Field(default=600.0, gt=0)
-    """With fsdp, how long the trainer waits for the processes to join, and each of them for another."""
+    """With fsdp, how long these processes wait for one another."""
 
 
 class LocalPolicyConfig(ModelSettings):
@@ -335,7 +311,7 @@ class LocalPolicyConfig(ModelSettings):
 
     @property
     def sampling_device(self) -> str:
-        """Where this process has its copy of the weights: on the CPU where it neither trains nor samples."""
+        """Where this process has its copy of the weights: on the CPU where model servers sample."""
         return "cpu" if self.served and self.kind == "fsdp" else self.device
 
     @property
@@ -428,11 +404,9 @@ class PolicyConfig(ModelSettings):
     def _check_kind(self) -> Self:
         if self.backend and self.kind in BACKENDS:
             raise ValueError(f'backend holds the settings of one of your own, and kind is "{self.kind}"; leave it out')
-        for name in ("processes", "address", "rank_timeout_seconds") if self.kind != "fsdp" else ():
+        for name in ("processes", "rank_timeout_seconds") if self.kind != "fsdp" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name}={getattr(self, name)} is for several processes: set policy.kind = "fsdp"')
-        if self.address is not None:
-            parse_address(self.address)
         if self.kind == "tinker":
             self._check_tinker()
         return self

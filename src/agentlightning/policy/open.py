@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
@@ -56,6 +57,15 @@ def require_training() -> None:
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtraError(package, "train")
+
+
+def follow_trainer(settings: ModelSettings) -> None:
+    """Where torchrun has started this process as another rank than the first: train with that until it ends, and end
+    this process."""
+    if settings.kind == "fsdp" and os.environ.get("RANK", "0") != "0":
+        from agentlightning.policy.fsdp.group import follow
+
+        follow(settings)
 
 
 def check_trainable(model: object) -> None:

@@ -8,24 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 import agentlightning as agl
-from agentlightning.errors import ConfigError
-from agentlightning.policy.config import TOKEN, LocalPolicyConfig, PolicyConfig, parse_address
-from agentlightning.policy.fsdp.group import RankGroup
+from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
 
 
-@pytest.mark.parametrize("setting", [{"processes": 2}, {"address": "0.0.0.0:1"}, {"rank_timeout_seconds": 5}])
+@pytest.mark.parametrize("setting", [{"processes": 2}, {"rank_timeout_seconds": 5}])
 def test_a_setting_of_several_processes_is_refused_where_one_trains(setting: Any) -> None:
     with pytest.raises(ValidationError, match=r'set policy.kind = "fsdp"'):
         agl.PolicyConfig(**setting)
-
-
-@pytest.mark.parametrize("address", ["here", "host:", ":1", "host:99999", "host:http"])
-def test_an_address_without_host_and_port_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="give HOST:PORT"):
-        parse_address(address)
-    with pytest.raises(ValidationError, match="give HOST:PORT"):
-        agl.PolicyConfig(kind="fsdp", address=address)
 
 
 def test_more_processes_than_the_trees_of_an_update_are_refused() -> None:
@@ -43,17 +33,9 @@ def test_more_processes_than_a_batch_of_the_warm_start_are_refused() -> None:
         )
 
 
-def test_ranks_that_join_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ConfigError, match=TOKEN):
-        RankGroup.open(LocalPolicyConfig(model="", kind="fsdp", processes=2, address="0.0.0.0:29400"))
-
-
 def test_every_setting_reaches_the_ranks() -> None:
-    settings = PolicyConfig(
-        kind="fsdp", processes=3, address="10.0.0.1:29400", rank_timeout_seconds=7, device="cuda", engine="vllm"
-    )
+    settings = PolicyConfig(kind="fsdp", processes=3, rank_timeout_seconds=7, device="cuda", engine="vllm")
     config = policy_config(settings, "model")
-    for name in ("kind", "processes", "address", "rank_timeout_seconds", "device"):
+    for name in ("kind", "processes", "rank_timeout_seconds", "device"):
         assert getattr(config, name) == getattr(settings, name)
     assert config.sampling_device == "cpu"  # Servers sample: the trainer's copy needs no accelerator.

@@ -137,8 +137,8 @@ def test_how_credit_is_given_and_tasks_are_drawn_may_change(run):
 def test_the_number_of_training_processes_may_change_and_their_kind_may_not(run):
     config = TrainConfig(policy={"kind": "fsdp", "processes": 2})
     write_atomically(run / "config.toml", dump_toml(config).encode())
-    trainer = Trainer.resume(run, changes={"policy.processes": 4, "policy.address": "0.0.0.0:29400"})
-    assert (trainer.config.policy.processes, trainer.config.policy.address) == (4, "0.0.0.0:29400")
+    trainer = Trainer.resume(run, changes={"policy.processes": 4, "policy.rank_timeout_seconds": 60})
+    assert (trainer.config.policy.processes, trainer.config.policy.rank_timeout_seconds) == (4, 60)
     with pytest.raises(ConfigError, match=r"policy\.kind"):
         Trainer.resume(run, changes={"policy.kind": "local", "policy.processes": 1})
 

@@ -1,23 +1,25 @@
-"""What one rank trains: its share of the model, behind the commands of the trainer's process."""
+"""What one rank trains: its share of the model, behind the commands of rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import read_scorer
+from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, OptimizerConfig
 from agentlightning.policy.fsdp.sharding import Ranks, ShardedForward, divide
@@ -54,7 +56,8 @@ class ShardedUpdater(Updater):
         self.ranks = forward.ranks
         whole = [each.to(self.ranks.device) for each in (adapter, value_head) if each is not None]
         super().__init__(model, optimizer, adapter, value_head, forward=forward)
-        self._whole = [parameter for each in whole for parameter in each.parameters()]
+        self.whole = [parameter for each in whole for parameter in each.parameters()]
+        """What each rank has undivided."""
         self._loads: list[list[float]] = []
         """Of each batch divided since the step began: the predicted cost of each rank."""
 
@@ -72,7 +75,7 @@ class ShardedUpdater(Updater):
         own = [part[i] for i in self._own(part, spec.options)]
         batches = self._plan(own, spec.options) if own else []
         sums = self.ranks.sum(self.accumulate(batches, spec.losses, spec.within))
-        self.ranks.sum_gradients(self._whole)
+        self.ranks.sum_gradients(self.whole)
         return sums
 
     def _own(self, part: Sequence[TrainingSample], options: UpdateOptions) -> list[int]:
@@ -104,6 +107,7 @@ class ShardedUpdater(Updater):
 
 FOLDER = "ranks"
 """In a checkpoint of a policy."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 READ_ERRORS = (CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError)
 
 
@@ -111,15 +115,16 @@ class TrainedParameters:
     """The weights that an updater trains, and their names."""
 
     def __init__(self, owner: str, module: nn.Module, optimizer: Optimizer, updater: Updater) -> None:
-        self.owner, self.optimizer, self.updater = owner, optimizer, updater
-        """`updater`: whose counters and average are those of `optimizer`."""
+        self.owner, self.optimizer = owner, optimizer
+        self.updater = updater if updater.optimizer is optimizer else None
+        """Whose history and average are those of these weights."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.by_name = {names[id(parameter)]: parameter for parameter in optimizer.masters}
 
     @property
     def average(self) -> WeightAverage | None:
         """The moving average of these weights, where one is kept."""
-        return self.updater.average if self.updater.optimizer is self.optimizer else None
+        return self.updater and self.updater.average
 
     def tensors(self) -> dict[str, Tensor]:
         moments, average = self.optimizer.moments(), self.average
@@ -133,7 +138,7 @@ class TrainedParameters:
         return found
 
     def counters(self) -> dict[str, Any]:
-        history = self.updater.entropy
+        history = EntropyHistory() if self.updater is None else self.updater.entropy
         return {
             "type": self.optimizer.config.type,
             "steps": self.optimizer.steps,
@@ -141,82 +146,37 @@ class TrainedParameters:
             "average": None if self.average is None else self.average.rate,
         }
 
-    def parts(self, keys: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
-        """(key, what it is, name, kind of moment) of those of the saved `keys` that are of these weights."""
-        for key in keys:
-            part, _, rest = key.partition(f"/{self.owner}/")
-            name, _, kind = rest.rpartition("/") if part == "moment" else (rest, "", "")
-            if name in self.by_name:
-                yield key, part, name, kind
-
-    def empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """New tensors for those of the saved `keys` that are of these weights."""
+    def empty(self, saved: Container[str]) -> dict[str, Tensor]:
+        """New tensors for what is `saved` of these weights, and for all weights."""
+        kinds = [("weight", ""), ("average", ""), *(("moment", f"/{kind}") for kind in MOMENTS)]
         return {
-            key: torch.zeros(()) if kind == "step" else torch.zeros_like(self.by_name[name].detach())
-            for key, _, name, kind in self.parts(keys)
+            key: torch.zeros(()) if kind == "/step" else torch.zeros_like(parameter.detach())
+            for name, parameter in self.by_name.items()
+            for part, kind in kinds
+            if (key := f"{part}/{self.owner}/{name}{kind}") in saved or part == "weight"
         }
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Continue from saved tensors and counters."""
         moments: dict[Tensor, dict[str, Tensor]] = {}
-        averages: dict[str, Tensor] = {}
-        for key, part, name, kind in self.parts(tensors):
-            if part == "moment":
-                moments.setdefault(self.by_name[name], {})[kind] = tensors[key]
-            elif part == "weight":
-                self.by_name[name].copy_(tensors[key])
-            else:
-                averages[name] = tensors[key]
+        for name, parameter in self.by_name.items():
+            parameter.copy_(tensors[f"weight/{self.owner}/{name}"])
+            keys = {kind: f"moment/{self.owner}/{name}/{kind}" for kind in MOMENTS}
+            moments[parameter] = {kind: tensors[key] for kind, key in keys.items() if key in tensors}
         self.optimizer.set_moments(moments)
         self.optimizer.steps = int(counters["steps"])
-        if self.updater.optimizer is self.optimizer:
+        if self.updater is not None:
             mean, steps = counters["entropy"]
             self.updater.entropy = EntropyHistory(float(mean), int(steps))
-            self.updater.set_average(counters["average"], [averages[name] for name in self.by_name if name in averages])
-
-
-def _empty(trained: Iterable[TrainedParameters], directory: Path, counters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors for all that is saved and used. Raises as `load_state` does."""
-    described = _metadata(directory).state_dict_metadata.items()
-    saved = {key: value for key, value in described if isinstance(value, TensorStorageMetadata)}
-    tensors: dict[str, Tensor] = {}
-    for each in trained:
-        own = each.empty(saved)
-        missing = [name for name in each.by_name if f"weight/{each.owner}/{name}" not in own]
-        unlike = [key for key, value in own.items() if tuple(saved[key].size) != tuple(value.shape)]
-        if missing or unlike or each.owner not in counters:
-            raise PolicyError(
-                f"{directory} holds another model: {each.owner} {(missing + unlike)[:1] or ''} and "
-                f"{max(0, len(missing + unlike) - 1)} more differ; continue with the model and policy.lora it was saved"
-                " with"
-            )
-        if counters[each.owner]["type"] != each.optimizer.config.type:
-            raise ConfigError(
-                f'the optimiser type="{counters[each.owner]["type"]}" was saved, and "{each.optimizer.config.type}" is'
-                " set; continue with the type it was saved with"
-            )
-        tensors |= own
-    return tensors
-
-
-def _metadata(directory: Path) -> Metadata:
-    try:
-        return FileSystemReader(directory).read_metadata()
-    except READ_ERRORS as error:
-        raise _damaged(directory, error) from error
-
-
-def _damaged(directory: Path, error: BaseException) -> PolicyError:
-    return PolicyError(
-        f"{directory} holds no state of ranks that can be read: {error}; choose an earlier checkpoint, and with ranks"
-        " on other machines a directory that all of them share"
-    )
+            averages = [tensors[key] for name in self.by_name if (key := f"average/{self.owner}/{name}") in tensors]
+            self.updater.set_average(counters["average"], averages)
 
 
 def check_complete(directory: Path) -> None:
     """Raises PolicyError where files of a saved state are not in `directory`, as those of another machine's disk."""
-    files = {str(each.relative_path) for each in (_metadata(directory).storage_data or {}).values()}
+    storage = FileSystemReader(directory).read_metadata().storage_data or {}
+    files = {str(each.relative_path) for each in storage.values()}
     if missing := sorted(name for name in files if not (directory / name).is_file()):
         raise PolicyError(
             f"{directory} lacks {missing[0]} and {len(missing) - 1} more files that ranks have written: machines that"
@@ -229,10 +189,20 @@ def check_complete(directory: Path) -> None:
 MODEL: Final = "model"
 VALUE_HEAD: Final = "value_head"
 """Owners of weights, beside the adapters."""
-GATHER: Final = "gather"
-"""The command whose answer comes in parts."""
-Part = tuple[str, str, "np.ndarray[Any, np.dtype[np.uint8]]"]
-"""(owner, name, bytes) of a tensor."""
+Weights: TypeAlias = dict[str, dict[str, Tensor]]
+"""By owner and name."""
+Load: TypeAlias = Callable[[Callable[[], Any]], Any]
+PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
+
+
+def identity(model: str) -> str:
+    """What the ranks must have in common: versions, and a digest of the files of this package and of the model's
+    settings. Its weights are those of rank 0."""
+    sources = sorted(Path(__file__).parents[2].rglob("*.py"))
+    files = [*sources, Path(resolve_model(model, weights=False)) / "config.json"]
+    digest = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=6).hexdigest()
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return f"{versions}, agentlightning's files and config.json {digest}"
 
 
 def owner_of(name: str | None) -> str:
@@ -251,20 +221,31 @@ class RankLearner(Learner):
 
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
         config, adapters = with_adapters_of(config)
+        first, *others = ranks.gather(identity(config.model))
+        for number, other in enumerate(others, 1):
+            if other != first:
+                raise ConfigError(
+                    f"rank {number} has {other}, and rank 0 has {first}; give all machines the same version and model"
+                )
         tokenizer, model = load_model(config, weights=ranks.rank == 0)
         self.changed_names: list[str | None] = []
         """The names of the weights that the command in progress has changed."""
         self._ranks = ranks
+        self.load: Load = lambda read: read()
+        """Calls what reads a model, which changes the default dtype of this process meanwhile."""
         super().__init__(model, tokenizer, config, ShardedUpdater)
         if adapters is not None:
             self.read_weights(adapters)()
+        for updater in self.updaters.values():
+            for parameter in cast(ShardedUpdater, updater).whole:
+                ranks.copy_from_first(parameter)
         self._modules = modules_by_owner(self)
 
     def read_scorer(self, directory: Path) -> PreTrainedModel:
         """See `Learner.read_scorer`. Ranks other than the first get its weights when it is divided."""
         first = self._ranks.rank == 0
-        scorer = read_scorer(directory, self.model, self.tokenizer, self.dtype, weights=first)
-        return scorer.requires_grad_(False)
+        read = partial(read_scorer, directory, self.model, self.tokenizer, self.dtype, weights=first)
+        return self.load(read).requires_grad_(False)
 
     def make_forward(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> Forward:
         """See `Learner.make_forward`."""
@@ -278,14 +259,16 @@ class RankLearner(Learner):
         self.changed()
         return metrics, list(self.changed_names)
 
-    def gather(self, names: Sequence[str | None]) -> Iterator[Part]:
+    def gather(self, names: Sequence[str | None]) -> Weights:
         """The weights that are trained under these names, whole, in the dtype that is sampled from, on rank 0."""
+        found: Weights = {}
         for owner in (*map(owner_of, names), VALUE_HEAD):
             for name, parameter in self._modules[owner].named_parameters() if owner in self._modules else ():
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
                 whole = whole.to(self.dtype) if owner == MODEL else whole
                 if self._ranks.rank == 0:
-                    yield owner, name, whole.detach().cpu().flatten().view(torch.uint8).numpy()
+                    found.setdefault(owner, {})[name] = whole.detach().cpu()
+        return found
 
     def save_state(self, directory: Path) -> dict[str, Any]:
         """Write the state of all ranks to `directory`, and return the counters. Raises PolicyError."""
@@ -301,11 +284,23 @@ class RankLearner(Learner):
         """Continue from the state in `directory`, and return the names of what was loaded. Raises PolicyError for one
         that is damaged or of another model, and ConfigError for one of another optimiser, before anything changes."""
         trained = self._trained()
-        tensors: Any = _empty(trained, directory, counters)
+        for each in trained:
+            own = each.optimizer.config.type
+            if (found := counters.get(each.owner, {}).get("type", own)) != own:
+                raise ConfigError(
+                    f'the optimiser type="{found}" was saved, and "{own}" is set; continue with the type it was saved'
+                    " with"
+                )
         try:
+            saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+            tensors: Any = {key: value for each in trained for key, value in each.empty(saved).items()}
             state_dict_loader.load(tensors, checkpoint_id=directory, process_group=self._ranks.control)
         except READ_ERRORS as error:
-            raise _damaged(directory, error) from error
+            raise PolicyError(
+                f"{directory} holds no state of this model that can be read: {error}; continue with the model and"
+                " policy.lora it was saved with, or choose an earlier checkpoint; ranks on other machines need a"
+                " directory that all of them share"
+            ) from error
         for each in trained:
             each.take(tensors, counters[each.owner])
         self.changed()

@@ -1,45 +1,32 @@
 """A policy that several processes train and this one samples from: `policy.kind = "fsdp"`.
 
-This process has the whole weights in the dtype that is sampled from, and the ranks (`group`) divide the master copies,
-gradients and moments. After an update rank 0 sends the weights that have changed, and they take the place of the old
-ones between two tokens, as those of a local policy do. Sampling goes on while the ranks train.
+This process is one of them, rank 0. It has the whole weights in the dtype that is sampled from, and the ranks (`group`)
+divide the master copies, gradients and moments. After an update rank 0 gathers the weights that have changed, and they
+take the place of the old ones between two tokens, as those of a local policy do. Sampling goes on during training.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.fsdp.group import RankGroup, model_digest
-from agentlightning.policy.fsdp.learner import FOLDER, GATHER, Part, check_complete, modules_by_owner
+from agentlightning.policy.fsdp.group import RankGroup
+from agentlightning.policy.fsdp.learner import FOLDER, Weights, check_complete, modules_by_owner
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.trajectory import TokenTree, TrainingSample
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """Saves the training state of the ranks beside a model, and their counters in `state`."""
-
-    call: Callable[..., Any]
-    state: dict[str, Any]
-
-    def save_pretrained(self, directory: Path, /) -> None:
-        self.state[STATE] = self.call("save_state", directory / FOLDER)
-        check_complete(directory / FOLDER)
 
 
 class FsdpPolicy(LocalPolicy):
@@ -51,19 +38,18 @@ class FsdpPolicy(LocalPolicy):
         super().__init__(config, model, tokenizer, make_updater=None)
         self._unpublished: list[str | None] = []
         """The names of what has been trained since the weights were published."""
+        self._turn = asyncio.Lock()
+        """Held while the ranks compute: some of that needs the worker thread, which in `save` waits for them."""
 
     @classmethod
     def open(cls, config: LocalPolicyConfig) -> FsdpPolicy:
-        """Start the ranks or wait for them, and load the model, as they do. Raises as `LocalPolicy.open` and
-        `RankGroup.open`."""
-        with ExitStack() as stack:
-            group = RankGroup.open(config)
-            stack.callback(group.close)
-            policy = cast(FsdpPolicy, super().open(config))
-            stack.callback(lambda: asyncio.run(LocalPolicy.close(policy)))
-            group.check(model_digest(config.model), config.model)
-            stack.pop_all()
-        policy.group = group
+        """Load the model, then start the ranks or wait for them. Raises as `LocalPolicy.open` and `RankGroup.open`."""
+        policy = cast(FsdpPolicy, super().open(config))
+        try:
+            policy.group = RankGroup.open(config, lambda read: asyncio.run(policy._engine.run(read)))
+        except BaseException:
+            asyncio.run(LocalPolicy.close(policy))
+            raise
         return policy
 
     @property
@@ -89,12 +75,12 @@ class FsdpPolicy(LocalPolicy):
         return metrics
 
     async def publish_update(self, *, in_flight: bool = False) -> Mapping[str, float]:
-        """See `SeparatePolicy.publish_update`. Returns publish_bytes, what rank 0 has sent, and publish_seconds."""
+        """See `SeparatePolicy.publish_update`. Returns publish_bytes, of what has changed, and publish_seconds."""
         started, names = time.monotonic(), self._unpublished
-        parts = await self._gather(names)
-        await self._engine.run(lambda: self._publish(parts, names, in_flight))
+        weights = await self._call("gather", names)
+        await self._engine.run(lambda: self._publish(weights, names, in_flight))
         self._unpublished = []
-        size = sum(values.nbytes for _, _, values in parts)
+        size = sum(each.nbytes for own in weights.values() for each in own.values())
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
 
     async def score(
@@ -114,22 +100,21 @@ class FsdpPolicy(LocalPolicy):
         path = _absolute(Path(directory))
         state = await self._engine.run(lambda: self._state_in(path, in_flight))
         names = await self._call("load_state", path / FOLDER, state[STATE])
-        parts = await self._gather(names)
-        await self._engine.run(lambda: self._resume(state, in_flight, above, lambda: self._copy(parts)))
+        weights = await self._call("gather", names)
+        await self._engine.run(lambda: self._resume(state, in_flight, above, lambda: self._copy(weights)))
         self._unpublished = []
+
+    async def save(self, directory: Path, *, training_state: bool = False) -> None:
+        async with self._turn:
+            await super().save(directory, training_state=training_state)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.group.close)
         await super().close()
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        return await asyncio.to_thread(self.group.call, name, *arguments)
-
-    async def _gather(self, names: Sequence[str | None]) -> list[Part]:
-        """The weights of these names, from rank 0."""
-        parts: list[Part] = []
-        await asyncio.to_thread(self.group.call, GATHER, list(names), on_part=lambda *part: parts.append(part))
-        return parts
+        async with self._turn:
+            return await asyncio.to_thread(self.group.call, name, *arguments)
 
     # -- in the worker thread --------------------------------------------------------------------------------------
 
@@ -140,19 +125,16 @@ class FsdpPolicy(LocalPolicy):
                 " in_flight=True"
             )
 
-    def _publish(self, parts: Sequence[Part], names: Sequence[str | None], in_flight: bool) -> None:
+    def _publish(self, weights: Weights, names: Sequence[str | None], in_flight: bool) -> None:
         self._prepare_weight_change(in_flight, names)
-        self._copy(parts)
+        self._copy(weights)
         self._set_version(self._version + 1, names)
 
-    @torch.no_grad()
-    def _copy(self, parts: Sequence[Part]) -> None:
+    def _copy(self, weights: Weights) -> None:
         """Sample from new weights."""
         modules = modules_by_owner(self._learner)
-        parameters = {owner: dict(module.named_parameters()) for owner, module in modules.items()}
-        for owner, name, values in parts:
-            parameter = parameters[owner][name]
-            parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
+        for owner, own in weights.items():
+            modules[owner].load_state_dict(own, strict=False)
 
     def _save(self, directory: Path, training_state: bool) -> None:
         if self._unpublished:
@@ -161,7 +143,13 @@ class FsdpPolicy(LocalPolicy):
             self._learner.save(directory, None)
             return
         state = self._own_state()
-        self._learner.save(directory.absolute(), state, RankState(self.group.call, state))
+
+        def save_ranks(beside: Path, /) -> None:
+            state[STATE] = self.group.call("save_state", beside / FOLDER)
+            check_complete(beside / FOLDER)
+
+        ranks: Any = SimpleNamespace(save_pretrained=save_ranks)
+        self._learner.save(directory.absolute(), state, ranks)
 
     def _state_in(self, directory: Path, in_flight: bool) -> dict[str, Any]:
         """The training state in a checkpoint. Raises PolicyError for that of a local policy."""

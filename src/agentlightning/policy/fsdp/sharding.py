@@ -11,10 +11,10 @@ Zhao et al. 2023, arXiv:2304.11277; FSDP2: https://docs.pytorch.org/docs/stable/
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -57,10 +57,10 @@ class Ranks:
 
     @torch.no_grad()
     def copy_from_first(self, tensor: Tensor) -> None:
-        """Give a tensor on the CPU the values that it has on rank 0."""
+        """Give a tensor the values that it has on rank 0."""
         if self.count == 1:
             return
-        values = tensor.detach().contiguous()
+        values = tensor.detach().cpu().contiguous()
         # As bytes: not every type of numbers can be sent.
         dist.broadcast(values.flatten().view(torch.uint8), src=0, group=self.control)
         if values.data_ptr() != tensor.data_ptr():
@@ -78,8 +78,7 @@ class Ranks:
 
     def most(self, counts: Sequence[int]) -> list[int]:
         """The largest count at each position."""
-        found = self.gather(list(counts))
-        return [max(each[i] for each in found if i < len(each)) for i in range(max(map(len, found)))]
+        return [max(each) for each in zip_longest(*self.gather(list(counts)), fillvalue=0)]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """The sums by name, with the same bits on every rank."""
@@ -92,11 +91,8 @@ class Ranks:
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Of parameters that every rank has whole. One without a gradient on all of them stays without."""
-        if not parameters:
-            return
-        has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-        dist.all_reduce(has)
-        found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        has = self.gather([p.grad is not None for p in parameters])
+        found = [p for p, own in zip(parameters, zip(*has, strict=True), strict=True) if any(own)]
         if not found:
             return
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in found])
@@ -113,13 +109,13 @@ class Ranks:
 def divide(prices: Sequence[float], ranks: int) -> list[list[int]]:
     """For each rank the indices of its items, ascending: the dearest first, each to the rank with the least so far
     (Graham 1969; the dearest rank has at most 4/3 of what the best division gives it). Free items go to nobody."""
-    loads = [(0.0, rank) for rank in range(ranks)]
+    loads = [0.0] * ranks
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(prices)), key=lambda i: (-prices[i], i)):
         if prices[index] > 0:
-            load, rank = heapq.heappop(loads)
+            rank = loads.index(min(loads))
             parts[rank].append(index)
-            heapq.heappush(loads, (load + prices[index], rank))
+            loads[rank] += prices[index]
     return [sorted(part) for part in parts]
 
 
@@ -230,9 +226,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
     inner = {each for layer in layers for each in layer.modules()}
     for part in (*layers, model):
         owners = [each for each in part.modules() if part is not model or each not in inner]
-        fill(owners, ranks)
-        if trains:
-            _to_float32(owners)
+        fill(owners, ranks, masters=trains)
         fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -242,43 +236,28 @@ def shard(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def fill(owners: Sequence[nn.Module], ranks: Ranks) -> None:
-    """Give all ranks the own weights and buffers of these modules of rank 0. Raises ConfigError for modules of another
-    shape."""
-    own = _places(owners)
-    described = [(name, tuple(each.shape), each.dtype) for _, name, each in own]
-    first = ranks.from_first(described)
-    if [each[:2] for each in first] != [each[:2] for each in described]:
-        raise ConfigError("this rank's model has other layers than that of rank 0; give all machines the same files")
-    filled: dict[int, Tensor] = {}
-    for (owner, name, tensor), (_, _, dtype) in zip(own, first, strict=True):
-        if (known := filled.get(id(tensor))) is None:
-            known = tensor
-            if tensor.is_meta or tensor.dtype != dtype:
-                known = torch.empty(tensor.shape, dtype=dtype)
-                if isinstance(tensor, nn.Parameter):
-                    known = nn.Parameter(known, requires_grad=tensor.requires_grad)
-            ranks.copy_from_first(known)
-            filled[id(tensor)] = known
-        if known is not tensor:
-            setattr(owner, name, known)
-
-
-def _places(owners: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
-    """(owner, attribute, tensor) of weights and buffers; twice where two modules have the same."""
-    return [
+def fill(owners: Sequence[nn.Module], ranks: Ranks, *, masters: bool) -> None:
+    """Give all ranks the own weights and buffers of these modules of rank 0, in float32 where they are `masters`."""
+    places = [
         (owner, name, tensor)
         for owner in owners
         for named in (owner.named_parameters, owner.named_buffers)
         for name, tensor in named(recurse=False, remove_duplicate=False)
     ]
-
-
-@torch.no_grad()
-def _to_float32(owners: Sequence[nn.Module]) -> None:
-    for _, _, tensor in _places(owners):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.float()
+    dtypes = ranks.from_first([tensor.dtype for _, _, tensor in places])
+    filled: dict[int, Tensor] = {}
+    for (owner, name, tensor), dtype in zip(places, dtypes, strict=True):
+        if (known := filled.get(id(tensor))) is None:  # Two modules may have the same.
+            known = tensor
+            if ranks.rank:
+                known = torch.empty_like(tensor, dtype=dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    known = nn.Parameter(known, requires_grad=tensor.requires_grad)
+            ranks.copy_from_first(known)
+            if masters and known.is_floating_point():
+                known.data = known.data.float()
+            filled[id(tensor)] = known
+        setattr(owner, name, known)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -192,7 +192,6 @@ CHANGEABLE = (
     "policy.in_flight",
     "policy.drain_seconds",
     "policy.processes",
-    "policy.address",
     "policy.rank_timeout_seconds",
     "policy.engine",
     "policy.servers",
