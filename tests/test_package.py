@@ -78,7 +78,7 @@ import agentlightning as agl, os
 os.chdir({str(tmp_path)!r})
 for work in {NEEDING_TRAIN!r}:
     try: eval(work)
-    except agl.AgentLightningError as error: print(type(error).__name__, error)
+    except agl.errors.AgentLightningError as error: print(type(error).__name__, error)
 print(os.listdir())
 """
     *errors, left = run_without_extras(program).strip().splitlines()

@@ -172,7 +172,7 @@ def test_trainers_and_algorithms_show_what_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "config"),
-    [(agl.LightningRL, agl.LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, agl.DPOConfig)],
+    [(agl.LightningRL, agl.config.LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, agl.config.DPOConfig)],
 )
 def test_editors_complete_every_setting_of_an_algorithm(algorithm: Any, config: Any) -> None:
     parameters = inspect.signature(algorithm).parameters

@@ -15,6 +15,7 @@ import agentlightning as agl
 from agentlightning.assemble import trajectory
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.gateway.app import Gateway
+from agentlightning.recording.session import Session
 from agentlightning.server.app import Server
 from agentlightning.testing import ScriptedEngine
 
@@ -52,7 +53,7 @@ def test_they_are_calls_of_the_session_with_their_tokens(
     url, store = server
     monkeypatch.setenv("AGL_STORE", url)
     monkeypatch.setenv("AGL_TOKEN", TOKEN)
-    sessions: list[agl.Session] = []
+    sessions: list[Session] = []
     with httpx.Client() as client:
         for reward in (1.0, 0.0):
             with agl.track_session("6 x 7?") as session, agl.track_agent("writer"):

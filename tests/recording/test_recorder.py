@@ -23,10 +23,11 @@ import pytest
 import agentlightning as agl
 from agentlightning.recording import recorder as module
 from agentlightning.server.app import Server
+from agentlightning.store.types import RolloutRecord
 
 pytestmark = pytest.mark.integration
 
-Read = Callable[..., list[agl.RolloutRecord]]
+Read = Callable[..., list[RolloutRecord]]
 
 
 def run(script: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -201,7 +202,7 @@ def test_what_waits_is_limited_by_its_size_too(tmp_path: Path, monkeypatch: pyte
     assert len(record.spans) == 4
 
 
-async def read_all() -> list[agl.RolloutRecord]:
+async def read_all() -> list[RolloutRecord]:
     store = agl.LightningStore()
     try:
         return await store.read_records([rollout.rollout_id for rollout in await store.query_rollouts()])

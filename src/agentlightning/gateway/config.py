@@ -63,7 +63,7 @@ class RouteRule(BaseModel):
 class GatewayConfig(BaseModel):
     """Where model calls go.
 
-    >>> agl.GatewayConfig(default_model="policy").routes
+    >>> agl.config.GatewayConfig(default_model="policy").routes
     ()
     """
 
