@@ -20,7 +20,7 @@ def test_configuration_and_what_is_pure_import_no_torch() -> None:
 
 
 def test_the_public_names_are_sorted_and_all_of_them_can_be_had():
-    assert agl.__all__ == sorted(agl.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert agl.__all__ == sorted(agl.__all__)
     for name in agl.__all__:
         assert getattr(agl, name) is not None
 
