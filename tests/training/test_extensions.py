@@ -27,6 +27,7 @@ from agentlightning.util.settings import dump_toml, load_settings
 CODE = """
 import agentlightning as agl
 from agentlightning.engine.servers.clients.vllm import VllmServer
+from agentlightning.task import DatasetKind
 from agentlightning.training.tracking.trackers import Tracker
 
 class Lines(Tracker):

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 import agentlightning as agl
 from agentlightning.compat import MOVED, NAMES
-from agentlightning.util.settings import Section
-from tools.reference.docstrings import attribute_docstrings, cell, code, markdown
+from agentlightning.util.settings import Section, field_texts
+from tools.reference.docstrings import cell, code, markdown
 
 GROUP = re.compile(r"^([A-Z][\w .,]*?): (.+?)(?=^[A-Z][\w .,]*?: |^The rest|\Z)", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"\b[A-Za-z]\w+\b(?= \(|,|\.$|$)")
@@ -202,13 +202,13 @@ def _class(kind: type, name: str) -> Iterator[str]:
 
 def field_rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and meaning of each public field of a model, a dataclass or a struct."""
-    texts = attribute_docstrings(kind)
+    texts = field_texts(kind)
     if issubclass(kind, BaseModel):
         for name, model_field in kind.model_fields.items():
             default = "" if model_field.is_required() else _default(model_field.get_default(call_default_factory=False))
             if model_field.default_factory is not None:
                 default = _default(model_field.get_default(call_default_factory=True, validated_data={}))
-            yield name, type_text(model_field.annotation), default, model_field.description or texts.get(name, "")
+            yield name, type_text(model_field.annotation), default, texts.get(name, "")
     elif issubclass(kind, msgspec.Struct):
         for field in msgspec.structs.fields(kind):
             factory = field.default_factory

@@ -16,7 +16,7 @@ from agentlightning.gateway.callers.agents import AgentRule
 from agentlightning.gateway.upstream.budget import BudgetConfig
 from agentlightning.gateway.upstream.provider import Price, Provider
 
-_SECTION: Final = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+_SECTION: Final = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 """Errors hide their input: it may contain a provider's key."""
 
 
