@@ -31,6 +31,13 @@ def test_importing_the_package_loads_no_heavy_library():
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 
 
+def test_a_server_starts_without_what_few_of_them_need():
+    """`agl run -- COMMAND` starts one for each command."""
+    few = ["httpx", "jinja2", "opentelemetry.sdk.trace", "agentlightning.server.joining", "agentlightning.dashboard"]
+    program = f"import agentlightning.server.serve, sys; print([name for name in {few} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
 def test_defining_an_agent_loads_no_torch():
     names = "agl.rollout, agl.emit_reward, agl.LightningStore"
     program = f"import agentlightning as agl, sys; {names}; print('torch' in sys.modules)"

@@ -69,10 +69,11 @@ _NAMES = {
     "store": "InMemoryLightningStore LightningStore LightningStoreClient",
     "store.types": "Retention",
     "task": "Dataset",
-    "tracing": (
+    "tracing.emit": (
         "emit_annotation emit_completion emit_exception emit_message emit_object emit_prompt emit_response "
-        "emit_reward emit_step emit_tool_call find_final_reward operation track_agent"
+        "emit_reward emit_step emit_tool_call operation track_agent"
     ),
+    "tracing.rewards": "find_final_reward",
     "trainer": "Trainer",
     "training.callbacks": "Callback",
     "training.report.result": "TrainingResult",

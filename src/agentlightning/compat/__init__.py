@@ -19,7 +19,7 @@ NAMES = {
     "runner.agents.litagent": "FunctionAgent",
     "span": "SpanEvent",
     "store.types": "Worker",
-    "tracing": "find_reward_spans get_reward_value",
+    "tracing.rewards": "find_reward_spans get_reward_value",
 }
 """Module -> the names of 0.x that it defines, beside those at the top. `__init__.pyi` has them, too."""
 MOVED = {

@@ -19,5 +19,5 @@ from agentlightning.rollouts import RolloutConfig as RolloutConfig
 from agentlightning.runner.agents.litagent import FunctionAgent as FunctionAgent
 from agentlightning.span import SpanEvent as SpanEvent
 from agentlightning.store.types import Worker as Worker
-from agentlightning.tracing import find_reward_spans as find_reward_spans
-from agentlightning.tracing import get_reward_value as get_reward_value
+from agentlightning.tracing.rewards import find_reward_spans as find_reward_spans
+from agentlightning.tracing.rewards import get_reward_value as get_reward_value

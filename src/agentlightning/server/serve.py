@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from starlette.routing import BaseRoute
 
@@ -19,9 +19,10 @@ from agentlightning.gateway.config import GatewayConfig
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
-from agentlightning.server.joining.routes import joining_routes
-from agentlightning.server.joining.service import JoinedPolicies
 from agentlightning.store.base import LightningStoreBase
+
+if TYPE_CHECKING:
+    from agentlightning.server.joining.service import JoinedPolicies
 
 
 class ServerOptions(TypedDict, total=False):
@@ -76,6 +77,8 @@ async def serve(
             require_key=require_key,
         )
     if joined is not None and gateway is not None:
+        from agentlightning.server.joining.routes import joining_routes
+
         joined.attach(gateway)
         options["pages"] = [*joining_routes(joined, token), *options.get("pages", ())]
     async with Server(store, gateway, secret=secret, token=token, **options) as server:
