@@ -8,6 +8,7 @@ import httpx
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from tests.support.provider import ScriptedProvider
 from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.attempt_address import attempt_key, attempt_path
@@ -20,7 +21,6 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import ScriptedProvider
 
 SECRET = "a-secret-nobody-prints"
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 from tests.support.models import tiny_checkpoint
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 from agentlightning import span as names
 from agentlightning.assemble import trajectory
@@ -26,7 +27,6 @@ from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.training.learner import staleness
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

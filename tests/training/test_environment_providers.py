@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 
 import agentlightning as agl
 from agentlightning.config import TrainConfig
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.training.environment_providers import with_own_providers
 
 pytestmark = pytest.mark.integration

@@ -4,6 +4,7 @@ import asyncio
 
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
@@ -11,7 +12,6 @@ from agentlightning.errors import StoreLostError
 from agentlightning.gateway.callers.attempts import AttemptCache, AttemptWatch
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.errors import ApiError
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 pytestmark = pytest.mark.integration
 

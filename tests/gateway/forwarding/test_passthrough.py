@@ -6,6 +6,7 @@ import json
 import anthropic
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, messages_events
 
 from agentlightning import span as names
@@ -14,7 +15,6 @@ from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.resources import LLM
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 
 HI = [{"role": "user", "content": "hi"}]
 KEY = "sk-theirs-0123456789"

@@ -7,6 +7,7 @@ import random
 import httpx
 import openai
 import pytest
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import response_answer
 
 from agentlightning import span as names
@@ -14,7 +15,6 @@ from agentlightning.attempt_address import attempt_key
 from agentlightning.errors import StoreFullError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import connection
 
 pytestmark = pytest.mark.integration

@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
 
 from agentlightning import span as names
@@ -26,7 +27,6 @@ from agentlightning.gateway.upstream.call import UpstreamCall, UpstreamRequest
 from agentlightning.gateway.upstream.provider import Price, Provider
 from agentlightning.gateway.upstream.servers import RETRY_FLOOR, ServerPool
 from agentlightning.store import LightningStore
-from agentlightning.testing.provider import Reply, ScriptedProvider, chat_answer
 from agentlightning.transport import open_transport
 
 pytestmark = pytest.mark.integration
