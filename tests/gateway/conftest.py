@@ -18,7 +18,6 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.server.app import Server
-from agentlightning.store import InMemoryLightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.testing import ScriptedEngine
 
@@ -32,13 +31,6 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 def bpe_chat():
     """ChatML and Hermes over a byte-level BPE."""
     return HFChatFormat(tiny_tokenizer())
-
-
-@pytest.fixture
-async def store():
-    store = InMemoryLightningStore()
-    yield store
-    await store.close()
 
 
 @dataclass

@@ -21,13 +21,6 @@ TOKEN = "the-token"
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[agl.LightningStore]:
-    store = agl.InMemoryLightningStore()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def server(store: agl.LightningStore) -> AsyncIterator[Server]:
     async with Server(store, secret=attempt_secret(TOKEN), token=TOKEN) as server:
         yield server

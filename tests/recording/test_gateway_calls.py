@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.threads import in_thread
 
 import agentlightning as agl
 from agentlightning.assemble import trajectory
@@ -25,23 +25,17 @@ TOKEN = "the-token"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, agl.LightningStore]]:
     """The URL and the store of a server with a gateway, in a thread of its own."""
-    started: Future[tuple[str, agl.LightningStore, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def serve() -> None:
-        store, stop = agl.LightningStore(tmp_path / "served.db"), asyncio.Event()
-        secret = attempt_secret(TOKEN)
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[tuple[str, agl.LightningStore]]:
+        store, secret = agl.LightningStore(tmp_path / "served.db"), attempt_secret(TOKEN)
         gateway = Gateway(store, {"scripted": ScriptedEngine(["42", "43", "44", "45"])}, secret=secret)
         async with Server(store, gateway, secret=secret, token=TOKEN) as server:
-            started.set_result((server.url, store, asyncio.get_running_loop(), stop))
-            await stop.wait()
+            yield server.url, store
         await store.close()
 
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    url, store, loop, stop = started.result(30)
-    yield url, store
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
+    with in_thread(serve) as served:
+        yield served
 
 
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "6 x 7?"}]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,6 @@ class Notes(agl.Hook):
 
     async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: Any, spans: list[agl.Span]) -> None:
         self.note(f"end {[span.name.rpartition('.')[2] for span in spans]}")
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[agl.LightningStore]:
-    made = agl.InMemoryLightningStore()
-    yield made
-    await made.close()
 
 
 async def test_a_runner_steps_through_a_task_with_hooks(store: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import openai
 import pytest
 from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events
+from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.errors import StoreLostError
@@ -28,14 +29,6 @@ class EndedContexts(AttemptCache):
     async def check(self, attempts):
         self.looks += attempts
         return {attempt: ApiError(409, "it has ended") for attempt in attempts}
-
-
-async def until(true):
-    for _ in range(1000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 def answer(seen):
