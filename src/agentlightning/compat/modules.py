@@ -40,7 +40,10 @@ class OldModules:
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        return ModuleSpec(fullname, self, is_package=True) if package == PACKAGE and rest in PATHS else None
+        if package != PACKAGE or rest not in PATHS:
+            return None
+        # The base class would take longer to import than the package.
+        return ModuleSpec(fullname, self, is_package=True)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
